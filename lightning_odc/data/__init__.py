@@ -1,0 +1,1 @@
+"""Minibatches and how samples become them."""

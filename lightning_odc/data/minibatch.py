@@ -1,0 +1,101 @@
+"""One rank's share of a minibatch: a sequence of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+_TEACH = (
+    "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
+    "    import lightning_odc\n"
+    '    trainer = lightning.pytorch.Trainer(strategy="odc", ...)\n'
+    "and your `training_step` receives one microbatch at a time; with any other strategy, let the loader yield the "
+    "microbatches themselves as batches."
+)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class Minibatch:
+    """What one rank does for one optimizer step: 0 to k microbatches, each a batch as ``training_step`` expects it.
+
+    Yield one from a data loader per step and per rank. Every rank yields equally many ``Minibatch`` objects; how
+    many microbatches are in them may differ from rank to rank, and may be zero. ``ODCStrategy`` moves them to the
+    device and calls ``training_step`` (``validation_step``, ``test_step``, ``predict_step``) once per microbatch.
+
+    The gradient of the step is ``sum_m w_m grad L_m / sum_m w_m`` over the microbatches of *all* ranks.
+
+    Args:
+        microbatches: the batches, in the order to run them.
+        weights: one number per microbatch, for example its samples or tokens; by default each counts 1. A
+            ``training_step`` that returns ``{"loss": summed_loss, "num_items": n}`` overrides them with exact counts.
+        plan: any text that is equal on all ranks when they follow the same plan (seed, epoch and step, say). It is
+            compared at the end of the step, so that ranks that drifted apart are found out.
+
+    Raises:
+        ValueError: if there are not as many weights as microbatches, or a weight is negative or not finite.
+    """
+
+    microbatches: list[Any]
+    weights: list[float] | None
+    plan: str | None
+
+    def __init__(
+        self, microbatches: Iterable[Any], weights: Iterable[float] | None = None, plan: str | None = None
+    ) -> None:
+        self.microbatches = list(microbatches)
+        self.weights = None if weights is None else [float(weight) for weight in weights]
+        self.plan = plan
+        self._check()
+
+    def _check(self) -> None:
+        if any(isinstance(microbatch, Minibatch) for microbatch in self.microbatches):
+            raise TypeError("A microbatch cannot be a Minibatch itself: Minibatch([a, b]), not Minibatch([Minibatch(...)]).")
+        if self.weights is None:
+            return
+        if len(self.weights) != len(self.microbatches):
+            raise ValueError(
+                f"Minibatch(...) got {len(self.microbatches)} microbatches but {len(self.weights)} weights; give one "
+                "weight per microbatch: Minibatch([a, b], weights=[3, 5])."
+            )
+        for index, weight in enumerate(self.weights):
+            if not 0 <= weight < float("inf"):
+                raise ValueError(f"The weight of microbatch {index} is {weight}; weights must be finite and not negative.")
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.microbatches)
+
+    def __getitem__(self, index: int) -> Any:
+        if not isinstance(index, int):
+            raise TypeError(f"Minibatch indices are integers, got {index!r}. {_TEACH}")
+        return self.microbatches[index]
+
+    def __repr__(self) -> str:
+        weights = "" if self.weights is None else f", weights={self.weights}"
+        return f"Minibatch({len(self)} microbatches{weights})"
+
+    def weighted(self) -> Iterator[tuple[Any, float]]:
+        """Pairs of microbatch and weight."""
+        return zip(self.microbatches, self.weights or [1.0] * len(self), strict=True)
+
+    def map(self, function: Callable[[Any], Any]) -> Minibatch:
+        """A new ``Minibatch`` with ``function`` applied to every microbatch."""
+        return Minibatch([function(microbatch) for microbatch in self.microbatches], self.weights, self.plan)
+
+    def pin_memory(self) -> Minibatch:
+        """Called by ``DataLoader(pin_memory=True)``."""
+        return self.map(lambda batch: apply_to_collection(batch, Tensor, Tensor.pin_memory))
+
+    def to(self, *args: Any, **kwargs: Any) -> Minibatch:
+        """Refused: only strategies that do not know a ``Minibatch`` try to move it as a whole.
+
+        Raises:
+            TypeError: always, with the line to write instead.
+        """
+        raise TypeError(_TEACH)

@@ -1,0 +1,193 @@
+"""What a strategy asks of an engine, and the books that both engines keep.
+
+Note [Who divides]
+~~~~~~~~~~~~~~~~~~
+The gradient of a minibatch is ``sum_m w_m grad L_m / sum_m w_m`` over the microbatches ``m`` of all ranks. No rank
+knows the denominator before all ran, so nobody divides early: every rank backpropagates ``w_m L_m``, accumulators
+hold plain sums, and the division happens once, when the engine settles. A plain batch is FSDP's case, the mean
+over ranks: the denominator is then the world size.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_odc.engine.protocol import Record
+from lightning_odc.errors import DisagreementError
+
+_PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
+
+
+@dataclass
+class Ledger:
+    """The weights of the microbatches that this rank ran since the last settle."""
+
+    kind: str = _PLAIN
+    weight: float | Tensor = 0.0
+    microbatches: int = 0
+    plans: list[str] = field(default_factory=list)
+
+    def add(self, weight: float | Tensor) -> None:
+        """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides])."""
+        self.kind = _WEIGHTED
+        self.weight = self.weight + (weight.detach() if isinstance(weight, Tensor) else weight)
+        self.microbatches += 1
+
+    def begin_minibatch(self, plan: str | None) -> None:
+        self.kind = _WEIGHTED
+        if plan is not None:
+            self.plans.append(plan)
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.kind == _WEIGHTED
+
+    def record(self) -> Record:
+        weight = float(self.weight) if self.kind == _WEIGHTED else 1.0
+        return {"batches": self.kind, "weight": weight, "microbatches": self.microbatches, "plans": self.plans}
+
+
+def denominator(records: list[Record]) -> float:
+    """The global sum of weights, after checking that the ranks ran the same kind of batches by the same plan.
+
+    Raises:
+        DisagreementError: naming the first rank that differs from rank 0.
+    """
+    first = records[0]
+    for rank, record in enumerate(records):
+        if record["batches"] != first["batches"]:
+            raise DisagreementError(
+                f"Rank 0 trained on {first['batches']}, rank {rank} on {record['batches']} in the same optimizer "
+                "step, so their gradients have no common weight. Yield a Minibatch on every rank (an empty one where "
+                "there is nothing to do), or on none."
+            )
+        if record["plans"] != first["plans"]:
+            raise DisagreementError(
+                f"Rank {rank} follows another minibatch plan than rank 0: {record['plans']} against {first['plans']}. "
+                "Every rank must plan the same global minibatch: same seed, epoch, lengths and options."
+            )
+    total = float(sum(record["weight"] for record in records))
+    if total < 0 or total != total:
+        raise DisagreementError(f"The weights of this minibatch add up to {total}; they must be positive numbers.")
+    return total or 1.0
+
+
+@dataclass
+class Traffic:
+    """What went over the transport so far, on this rank."""
+
+    reads: int = 0
+    adds: int = 0
+    bytes_read: int = 0
+    bytes_added: int = 0
+
+
+class Engine(ABC):
+    """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in :meth:`attach`.
+
+    Attributes:
+        ledger: the weights of the current optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._seconds: dict[str, float] = {"settle_and_publish": 0.0}
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @abstractmethod
+    def attach(self, model: nn.Module) -> None:
+        """Take over the communication of a model sharded with ``fully_shard``. All ranks together."""
+
+    @abstractmethod
+    def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
+        """A rank is about to run its share of a minibatch.
+
+        Raises:
+            ValueError: this engine needs equal numbers of microbatches and they are not.
+        """
+
+    @abstractmethod
+    def begin_microbatch(self, index: int) -> None:
+        """For reports."""
+
+    @abstractmethod
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around every backward pass of a weighted microbatch."""
+
+    @abstractmethod
+    def settle(self, logs: Any) -> list[Any]:
+        """End the step's gradients: meet, put the weighted mean gradient into ``.grad`` of every shard.
+
+        Args:
+            logs: JSON-serialisable values of this rank.
+
+        Returns:
+            Every rank's logs, in rank order.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Make the parameters as they are now readable for the next step."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Publish parameters that changed outside an optimizer step. All ranks together."""
+
+    @abstractmethod
+    def exchange(self, kind: str, item: Any) -> list[Any]:
+        """Every rank's JSON-serialisable item, in rank order. All ranks together."""
+
+    @abstractmethod
+    def fail(self, message: str) -> None:
+        """Tell the peers that this rank has failed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the model back to stock communication and release everything. Idempotent."""
+
+    def peer_failures(self) -> dict[int, str]:
+        """What failed peers said."""
+        return {}
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Measured idle seconds by cause since the start (empty where they cannot be measured)."""
+        return {}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of own work by kind since the start."""
+        return dict(self._seconds)
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory that this engine adds to this rank."""
+        return 0
+
+    def _take_ledger(self) -> Ledger:
+        ledger, self.ledger = self.ledger, Ledger()
+        return ledger
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin, idle = time.monotonic(), sum(self.waits.values())
+        try:
+            yield
+        finally:
+            work = time.monotonic() - begin - (sum(self.waits.values()) - idle)
+            self._seconds["settle_and_publish"] += work

@@ -1,0 +1,129 @@
+"""The engine that leaves communication to ``fully_shard``'s own collectives: the other half of every honest A/B.
+
+It is also the engine of a single process, where nothing communicates. It keeps the same books as the on-demand
+engine, so that weighting, logging and accumulation mean the same (Note [Who divides]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_odc.engine.base import Engine, denominator
+from lightning_odc.engine.on_demand import check_equal_counts
+from lightning_odc.engine.transports.base import Rendezvous
+
+
+class CollectiveEngine(Engine):
+    """Stock all-gathers and reduce-scatters under the engine interface.
+
+    Args:
+        world_size: number of ranks.
+        rendezvous: gives every rank's object to every rank (a collective).
+    """
+
+    def __init__(self, world_size: int, rendezvous: Rendezvous) -> None:
+        super().__init__()
+        self._world_size = world_size
+        self._rendezvous = rendezvous
+        self._model: nn.Module | None = None
+        self._shards: list[nn.Parameter] = []
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    def attach(self, model: nn.Module) -> None:
+        self._model = model
+        self._find_shards()
+
+    def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
+        self.ledger.begin_minibatch(plan)
+        check_equal_counts(self.exchange("begin a minibatch", microbatches), "collective")
+
+    def begin_microbatch(self, index: int) -> None:
+        """Nothing to report: collectives have their own flight recorder."""
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
+
+        Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
+        """
+        if not self.ledger.is_weighted:
+            yield
+            return
+        before = [shard.grad for shard in self._shards]
+        for shard in self._shards:
+            shard.grad = None
+        yield
+        with torch.no_grad():
+            for parameter, kept in zip(self._shards, before, strict=True):
+                new, parameter.grad = parameter.grad, kept
+                if new is not None:
+                    self._sums[parameter] = self._sums[parameter].add_(new) if parameter in self._sums else new
+
+    @torch.no_grad()
+    def settle(self, logs: Any) -> list[Any]:
+        with self._timed():
+            ledger = self._take_ledger()
+            if not ledger.is_weighted:
+                return [logs] * self._world_size
+            records = self.exchange("optimizer step", {**ledger.record(), "logs": logs})
+            # fully_shard has divided by the world size already.
+            scale = self._world_size / denominator(records)
+            for parameter, total in self._sums.items():
+                total.mul_(scale)
+                parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+            self._sums.clear()
+        return [record["logs"] for record in records]
+
+    def publish(self) -> None:
+        """Collectives read the parameters themselves."""
+        self._find_shards()
+
+    def refresh(self) -> None:
+        """Collectives read the parameters themselves."""
+        self._find_shards()
+
+    def exchange(self, kind: str, item: Any) -> list[Any]:
+        return self._rendezvous(item)
+
+    def fail(self, message: str) -> None:
+        """Collectives have no way to say so; peers notice a closed connection."""
+
+    def close(self) -> None:
+        self._sums.clear()
+        self._shards.clear()
+        self._model = None
+
+    def _find_shards(self) -> None:
+        """Between forward and backward a module holds full parameters, so look for the shards at rest."""
+        assert self._model is not None, "the engine is not attached"
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self._shards = list(self._model.parameters())
+
+
+def single_process(item: Any) -> list[Any]:
+    """The rendezvous of a world of one."""
+    return [item]
+
+
+def process_group_rendezvous(group: Any) -> Callable[[Any], list[Any]]:
+    """The rendezvous of a process group (pickles small objects between ranks of one job)."""
+    import torch.distributed as dist
+
+    def rendezvous(item: Any) -> list[Any]:
+        items: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(items, item, group=group)
+        return items
+
+    return rendezvous

@@ -1,0 +1,73 @@
+"""The objects through which ``fully_shard`` communicates: its public extension points, no patch.
+
+``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` take any object with an ``allocate`` and a
+``__call__`` method. Each unit gets its own pair, so two models in one process never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+
+class _Allocating:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherComm(_Allocating):
+    """All-gather by a callback ``gather(output, own)``; the peers' slices of ``output`` are the callback's to fill."""
+
+    def __init__(self, gather: Callable[[Tensor, Tensor], None]) -> None:
+        self._gather = gather
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        self._gather(output_tensor, input_tensor)
+
+
+class AccumulateComm(_Allocating):
+    """Reduce-scatter by a callback ``accumulate(chunks)``; ``fully_shard`` itself gets zeros.
+
+    The real gradient reaches ``.grad`` when the engine settles.
+    """
+
+    def __init__(self, accumulate: Callable[[Tensor], None]) -> None:
+        self._accumulate = accumulate
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._accumulate(input_tensor)
+        output_tensor.zero_()
+
+
+class StockGather(_Allocating):
+    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class StockReduceScatter(_Allocating):
+    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: object) -> None:
+    """Put comm objects on the modules of one unit."""
+    for module in modules:
+        module.set_custom_all_gather(cast(Any, gather))
+        module.set_custom_reduce_scatter(cast(Any, reduce_scatter))

@@ -1,0 +1,296 @@
+"""The engine that communicates on demand: ``fully_shard`` above, the protocol below."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_odc.engine.base import Engine, Traffic, denominator
+from lightning_odc.engine.comm import AccumulateComm, GatherComm, StockGather, StockReduceScatter, set_comms
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.transports.base import Rendezvous, Transport
+from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
+from lightning_odc.errors import DisagreementError, StaleShardError
+
+
+class OnDemandEngine(Engine):
+    """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators.
+
+    Args:
+        make_transport: makes a fresh, unopened transport.
+        rendezvous: gives every rank's object to every rank; used at :meth:`attach` only.
+        timeout: seconds after which any wait gives up.
+        deterministic: sum gradients in rank order (bit-equal from run to run); one accumulator per source rank.
+        lockstep: a barrier at every unit, the control experiment.
+        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+    """
+
+    def __init__(
+        self,
+        make_transport: Callable[[], Transport],
+        rendezvous: Rendezvous,
+        *,
+        timeout: float,
+        deterministic: bool = False,
+        lockstep: bool = False,
+        accumulator_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._make_transport = make_transport
+        self._rendezvous = rendezvous
+        self._timeout = timeout
+        self._deterministic = deterministic
+        self._lockstep = lockstep
+        self._accumulator_dtype = accumulator_dtype
+        self._model: nn.Module | None = None
+        self._units: list[Unit] = []
+        self._trainable: list[bool] = []
+        self._hooks: list[RemovableHandle] = []
+        self._protocol: Protocol | None = None
+
+    @property
+    def protocol(self) -> Protocol:
+        assert self._protocol is not None, "the engine is not attached"
+        return self._protocol
+
+    @property
+    def world_size(self) -> int:
+        return self.protocol.transport.world_size
+
+    # -- lifecycle ----------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> None:
+        self._model = model
+        self._units = self._probe(find_units(model))
+        self._trainable = self._trainable_now()
+        _compare_models(self._units, self._rendezvous)
+        protocol = Protocol(
+            self._make_transport(),
+            [unit.spec() for unit in self._units],
+            timeout=self._timeout,
+            deterministic=self._deterministic,
+            lockstep=self._lockstep,
+        )
+        protocol.open()
+        self._protocol = protocol
+        self._publish_units()
+        for unit in self._units:
+            gather, accumulate = partial(self._gather, unit), partial(self._accumulate, unit)
+            set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
+
+    def close(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for unit in self._units:
+            set_comms(unit.modules, StockGather(), StockReduceScatter())
+        self._units = []
+        if self._protocol is not None:
+            self._protocol.close()
+
+    def _probe(self, units: list[Unit]) -> list[Unit]:
+        """Let ``fully_shard`` show how it lays out every unit, and hook every unsharded parameter.
+
+        Unsharding a unit calls its all-gather comm with this rank's shard; what the peers' slices hold does not
+        matter, since the unit is resharded at once.
+        """
+        shown: dict[int, tuple[int, Tensor]] = {}
+        showing = 0
+
+        def capture(index: int, output: Tensor, own: Tensor) -> None:
+            shown[showing] = (index, own.clone())
+
+        for unit in units:
+            set_comms(unit.modules, GatherComm(partial(capture, unit.index)), StockReduceScatter())
+        for showing, unit in enumerate(units):
+            unit.modules[0].unshard()
+            for slot in unit.slots:
+                self._hook(slot)
+            unit.modules[0].reshard()
+        own_shards = {index: own for index, own in shown.values()}
+        same_group = {showing: index for showing, (index, _) in shown.items()}
+        merged = merge_groups(units, same_group)
+        for unit, own in zip(merged, own_shards.values(), strict=True):
+            _lay_out_like(unit, own, self._accumulator_dtype)
+        return merged
+
+    def _hook(self, slot: ParamSlot) -> None:
+        parameter = slot.current
+        if not parameter.requires_grad:
+            return
+
+        def note_gradient(_: Tensor) -> None:
+            slot.fresh = True
+
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
+
+    # -- what fully_shard calls ---------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
+        changed = unit.changed_since_published()
+        if changed is not None:
+            raise StaleShardError(
+                f"Parameter {changed!r} changed after it was published, so peers would compute with its old value. "
+                "Change parameters outside the optimizer step on all ranks together, and then call "
+                "`trainer.strategy.publish_parameters()` on all of them."
+            )
+        self.protocol.gather(unit.index, output.view(self.world_size, -1))
+
+    def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
+        segments = unit.take_fresh()
+        rows = chunks.view(self.world_size, -1)
+        assert sum(part.numel for part in segments) == rows.shape[1], f"gradient layout of unit {unit.name!r}"
+        self.protocol.accumulate(unit.index, rows, segments)
+
+    # -- what the strategy calls --------------------------------------------------------------------------
+
+    def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
+        self.ledger.begin_minibatch(plan)
+        if self._lockstep:
+            counts = self.exchange("begin a minibatch in lockstep", microbatches)
+            check_equal_counts(counts, "lockstep")
+
+    def begin_microbatch(self, index: int) -> None:
+        self.protocol.begin_microbatch(index)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        yield
+
+    @torch.no_grad()
+    def settle(self, logs: Any) -> list[Any]:
+        with self._timed():
+            self._reshard()
+            used = [flag for unit in self._units for flag in unit.take_used()]
+            record = {"kind": "optimizer step", **self._take_ledger().record(), "used": _pack(used), "logs": logs}
+            records = self.protocol.meet(record)
+            scale = 1.0 / denominator(records)
+            used_anywhere = _unpack([r["used"] for r in records], len(used))
+            for unit in self._units:
+                flags = [used_anywhere.pop(0) for _ in unit.slots]
+                unit.add_to_grads(self.protocol.summed(unit.index), scale, flags)
+                self.protocol.clear(unit.index)
+        return [r["logs"] for r in records]
+
+    def publish(self) -> None:
+        with self._timed():
+            if self._trainable_now() != self._trainable:
+                self._reattach()
+                return
+            self.protocol.next_version()
+            self._publish_units()
+
+    def refresh(self) -> None:
+        self.exchange("publish parameters", None)
+        self.publish()
+
+    def exchange(self, kind: str, item: Any) -> list[Any]:
+        return [record["item"] for record in self.protocol.meet({"kind": kind, "item": item})]
+
+    def fail(self, message: str) -> None:
+        if self._protocol is not None:
+            self._protocol.fail(message)
+
+    def peer_failures(self) -> dict[int, str]:
+        return self._protocol.failures() if self._protocol is not None else {}
+
+    @property
+    def waits(self) -> dict[str, float]:
+        return {str(cause): seconds for cause, seconds in self.protocol.waiter.seconds.items()}
+
+    @property
+    def traffic(self) -> Traffic:
+        p = self.protocol
+        return Traffic(reads=p.reads, adds=p.adds, bytes_read=p.bytes_read, bytes_added=p.bytes_added)
+
+    @property
+    def window_bytes(self) -> int:
+        return self.protocol.window_bytes
+
+    # -- internals ----------------------------------------------------------------------------------------
+
+    def _publish_units(self) -> None:
+        """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""
+        self._reshard()
+        for unit in self._units:
+            unit.write_shard(self.protocol.own_shard(unit.index))
+            self.protocol.publish(unit.index)
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.modules[0].reshard()
+
+    def _trainable_now(self) -> list[bool]:
+        return [slot.current.requires_grad for unit in self._units for slot in unit.slots]
+
+    def _reattach(self) -> None:
+        """Parameters were frozen or unfrozen: the accumulators need another layout. All ranks come here together."""
+        model, old = self._model, self.protocol
+        assert model is not None
+        seconds = old.waiter.seconds
+        self.close()
+        self.attach(model)
+        for cause, value in seconds.items():
+            self.protocol.waiter.seconds[cause] += value
+
+
+def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
+    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``."""
+    if own.dtype != torch.uint8:
+        for slot in unit.slots:
+            slot.compute_dtype = own.dtype
+    unit.lay_out(accumulator_dtype)
+    spec = unit.spec()
+    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
+    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
+        unit.write_shard(derived)
+    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
+        raise NotImplementedError(
+            f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
+            'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
+        )
+
+
+def _compare_models(units: list[Unit], rendezvous: Rendezvous) -> None:
+    """Raise on every rank, naming the first difference, if the ranks sharded different models."""
+    lines = [line for unit in units for line in [f"unit {unit.name}", *unit.describe()]]
+    digests = rendezvous(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    for rank, other in enumerate(rendezvous(lines)):
+        for index in range(max(len(lines), len(other))):
+            mine = lines[index] if index < len(lines) else "nothing"
+            theirs = other[index] if index < len(other) else "nothing"
+            if mine != theirs:
+                raise DisagreementError(
+                    f"The ranks built different models. The first difference: this rank has\n  {mine}\nwhere rank "
+                    f"{rank} has\n  {theirs}\nBuild the same modules in the same order on every rank."
+                )
+
+
+def check_equal_counts(counts: list[int], communication: str) -> None:
+    """Refuse unequal microbatch counts where ranks wait for each other at every unit."""
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f'communication="{communication}" makes every rank wait for all others in every microbatch, so it needs '
+            f"the same number of microbatches on every rank, but this minibatch has {counts} (by rank). Use "
+            'ODCStrategy(communication="on_demand"), or give every rank equally many.'
+        )
+
+
+def _pack(flags: list[bool]) -> str:
+    return hex(sum(1 << position for position, flag in enumerate(flags) if flag))
+
+
+def _unpack(packed: list[str], count: int) -> list[bool]:
+    bits = 0
+    for text in packed:
+        bits |= int(text, 16)
+    return [bool(bits >> position & 1) for position in range(count)]

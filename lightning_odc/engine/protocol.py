@@ -1,0 +1,396 @@
+"""The protocol of on-demand communication: publish, gather, accumulate, meet.
+
+Note [Versions instead of barriers]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+All shared state of optimizer step ``v`` carries the version ``v``, and ranks wait for versions, not for each other:
+
+1. An owner *publishes*: writes its shard of a unit, then the unit's version word ``v``.
+2. A reader *gathers*: waits until the version word of the peer's unit is ``v``, then copies.
+3. A rank that ran its last microbatch says "done with ``v``" and waits until every peer said so: they *meet*.
+4. After the meeting the owner takes the sums out of its accumulators, zeroes them, updates its shard, and
+   publishes ``v + 1``.
+
+No further barrier is needed:
+
+- *No torn or stale read.* A shard is overwritten (4) only after every peer said "done with ``v``" (3), and a peer that
+  said so reads no more of version ``v``. The first version is 1 while words start at 0, so nothing reads a shard that
+  was never written.
+- *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of version ``v + 1`` of the same unit from
+  every owner, and an owner publishes that version after it took out and zeroed the sums of ``v``. This needs every
+  unit to be resharded, hence gathered again, in every step (see ``OnDemandEngine.publish``).
+
+Note [Meetings are at most one ahead]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank posts its record of meeting ``m`` into mailbox ``m % 2``. It can post ``m + 2`` over it only after meeting
+``m + 1``, to which every peer came, and a peer comes to ``m + 1`` only after it has read all records of ``m``. So two
+mailboxes are enough, and nobody reads a record that is being overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor
+
+from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.waiting import Cause, Waiter
+from lightning_odc.errors import DisagreementError, PeerFailedError
+
+Record = dict[str, Any]
+
+_RECORD_BOXES = 2
+_FAILURE_BOX = 2
+_MAILBOXES = 3
+_MAILBOX_BYTES = 64 * 1024 - 8
+_FIRST_VERSION = 1
+
+#: How the failure message of a rank begins that stopped only because another one had failed.
+FOLLOWED = "stopped after a peer: "
+
+
+class Word(IntEnum):
+    """Control words of a rank, before one version word per unit."""
+
+    MEETING = 0  # number of the last meeting this rank came to
+    STATE = 1  # a State
+    LOCKSTEP = 2  # barriers passed under communication="lockstep"
+    VERSION = 3  # for reports: the version this rank works on
+    ACTIVITY = 4  # for reports: an Activity
+    UNIT = 5  # for reports: the unit of the activity
+    MICROBATCH = 6  # for reports: microbatches begun in this minibatch
+    SINCE = 7  # for reports: monotonic nanoseconds when the activity began
+    COUNT = 8
+
+
+class State(IntEnum):
+    RUNNING = 0
+    LEFT = 1
+    FAILED = 2
+
+
+class Activity(IntEnum):
+    COMPUTE = 0
+    GATHER = 1
+    ACCUMULATE = 2
+    MEET = 3
+
+
+_ACTIVITY_TEXT = {
+    Activity.COMPUTE: "computing (last communicated for unit {unit!r})",
+    Activity.GATHER: "reading shards of unit {unit!r}",
+    Activity.ACCUMULATE: "adding gradients of unit {unit!r}",
+    Activity.MEET: "waiting for the others at a meeting",
+}
+
+
+class Protocol:
+    """One rank's side of the protocol over any :class:`Transport`.
+
+    Args:
+        transport: not yet opened.
+        units: what every window holds, equal on all ranks.
+        timeout: seconds after which any wait gives up.
+        deterministic: keep one accumulator per source rank and sum them in rank order.
+        lockstep: put a barrier at every gather and every accumulate: the control experiment that has this
+            transport's cheap bytes and a collective's waits.
+
+    Attributes:
+        version: the version this rank works on, from 1.
+        waiter: idle seconds by cause.
+        bytes_read: bytes copied out of peers' windows so far.
+        bytes_added: bytes of gradients added into windows of peers and own.
+        reads: number of shards read from peers.
+        adds: number of gradient chunks added into peers' accumulators.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        units: Sequence[UnitSpec],
+        *,
+        timeout: float,
+        deterministic: bool = False,
+        lockstep: bool = False,
+    ) -> None:
+        self.transport = transport
+        self.version = _FIRST_VERSION
+        self.bytes_read = self.bytes_added = self.reads = self.adds = 0
+        self.waiter = Waiter(timeout, self._check_peers, self.report)
+        self._units = tuple(units)
+        self._deterministic = deterministic
+        self._lockstep = lockstep
+        self._barriers = 0
+        self._meetings = 0
+        world = transport.world_size
+        self._readers_order = [(transport.rank + i) % world for i in range(1, world)]
+        self._adders_order = [(transport.rank + i) % world for i in range(world)]
+        self._spec = WindowSpec(
+            units=self._units,
+            words=Word.COUNT + len(self._units),
+            mailboxes=_MAILBOXES,
+            mailbox_bytes=_MAILBOX_BYTES,
+            sources=world if deterministic else 1,
+        )
+
+    @property
+    def window_bytes(self) -> int:
+        """Size of this rank's window."""
+        return self._spec.total_bytes
+
+    def open(self) -> None:
+        """Make and attach the windows; all ranks together."""
+        self.transport.open(self._spec)
+
+    def close(self) -> None:
+        """Leave for good. Peers that still wait for this rank are told so."""
+        self._set_state(State.LEFT)
+        self.transport.close()
+
+    # -- the data plane -----------------------------------------------------------------------------------
+
+    def own_shard(self, unit: int) -> Tensor:
+        """The place to write this rank's shard of ``unit`` before :meth:`publish`."""
+        return self.transport.shard(self.transport.rank, unit)
+
+    def publish(self, unit: int) -> None:
+        """Make :meth:`own_shard` readable as the current version. See Note [Versions instead of barriers]."""
+        self.transport.store(Word.COUNT + unit, self.version)
+
+    def gather(self, unit: int, out: Tensor) -> None:
+        """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards."""
+        self._begin(Activity.GATHER, unit)
+        if self._lockstep:
+            self._barrier()
+        for owner in self._readers_order:
+            self._await_version(owner, unit)
+            self.transport.read(owner, unit, out[owner])
+        self.reads += len(self._readers_order)
+        self.bytes_read += len(self._readers_order) * self._units[unit].shard_bytes
+        self._begin(Activity.COMPUTE, unit)
+
+    def accumulate(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
+        """Add row ``p`` of ``chunks`` (shape ``[world_size, numel]``) into rank ``p``'s accumulator of ``unit``.
+
+        Starts with its own and goes round; an owner whose lock is taken is passed over and tried again later.
+        """
+        self._begin(Activity.ACCUMULATE, unit)
+        if self._deterministic:
+            self._add_to_own_slots(unit, chunks, segments)
+        else:
+            self._add_under_locks(unit, chunks, segments)
+        self.adds += len(self._readers_order)
+        self.bytes_added += chunks.numel() * chunks.element_size()
+        if self._lockstep:
+            self._barrier()
+        self._begin(Activity.COMPUTE, unit)
+
+    def summed(self, unit: int) -> Tensor:
+        """The gradients that all ranks added for this rank's shard of ``unit``: 1-D, ``grad_numel`` elements.
+
+        Read it only between :meth:`meet` and :meth:`clear`. Summed in rank order if ``deterministic``, else a view.
+        """
+        rank = self.transport.rank
+        total = self.transport.accumulator(rank, unit)
+        if self._spec.sources > 1:
+            total = total.clone()
+            for source in range(1, self._spec.sources):
+                total += self.transport.accumulator(rank, unit, source)
+        return total
+
+    def clear(self, unit: int) -> None:
+        """Zero this rank's accumulators of ``unit``, before the next :meth:`publish`."""
+        for source in range(self._spec.sources):
+            self.transport.accumulator(self.transport.rank, unit, source).zero_()
+
+    def _await_version(self, owner: int, unit: int) -> None:
+        word, version, load = Word.COUNT + unit, self.version, self.transport.load
+        self.waiter.until(
+            lambda: load(owner, word) >= version,
+            Cause.READ,
+            lambda: (
+                f"waiting to read unit {self._units[unit].name!r} (version {version}) "
+                f"from {self.transport.describe(owner)}"
+            ),
+        )
+        found = load(owner, word)
+        if found != version:
+            raise DisagreementError(
+                f"Rank {owner} has published version {found} of unit {self._units[unit].name!r} while rank "
+                f"{self.transport.rank} still works on version {version}: the ranks took different numbers of "
+                "optimizer steps. Every rank must call the same optimizer steps in the same order."
+            )
+
+    def _add_to_own_slots(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
+        for owner in self._adders_order:
+            self.transport.add(owner, unit, chunks[owner], segments, source=self.transport.rank)
+
+    def _add_under_locks(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
+        waiting = list(self._adders_order)
+
+        def add_where_free() -> bool:
+            for owner in list(waiting):
+                if self.transport.try_lock(owner, unit):
+                    try:
+                        self.transport.add(owner, unit, chunks[owner], segments)
+                    finally:
+                        self.transport.unlock(owner, unit)
+                    waiting.remove(owner)
+            return not waiting
+
+        while not add_where_free():
+            self._await_any_lock(unit, waiting)
+
+    def _await_any_lock(self, unit: int, owners: list[int]) -> None:
+        """Sleep until one of the owners' locks is free, without keeping it."""
+
+        def free() -> bool:
+            for owner in owners:
+                if self.transport.try_lock(owner, unit):
+                    self.transport.unlock(owner, unit)
+                    return True
+            return False
+
+        names = ", ".join(self.transport.describe(owner) for owner in owners)
+        self.waiter.until(
+            free,
+            Cause.LOCK,
+            lambda: f"waiting to add gradients of unit {self._units[unit].name!r} to {names}",
+        )
+
+    def _barrier(self) -> None:
+        self._barriers += 1
+        self.transport.store(Word.LOCKSTEP, self._barriers)
+        for peer in self._readers_order:
+            self.waiter.until(
+                lambda peer=peer: self.transport.load(peer, Word.LOCKSTEP) >= self._barriers,  # type: ignore[misc]
+                Cause.LOCKSTEP,
+                lambda peer=peer: f"waiting in lockstep for {self.transport.describe(peer)}",  # type: ignore[misc]
+            )
+
+    # -- the control plane --------------------------------------------------------------------------------
+
+    def meet(self, record: Record) -> list[Record]:
+        """Wait until every rank has come to this meeting; returns everybody's record, in rank order.
+
+        See Note [Meetings are at most one ahead].
+
+        Args:
+            record: JSON-serialisable; ``record["kind"]`` must be the same on every rank.
+
+        Raises:
+            DisagreementError: the ranks met for different reasons.
+        """
+        self._meetings += 1
+        box = self._meetings % _RECORD_BOXES
+        self._begin(Activity.MEET, 0)
+        self.transport.post(box, json.dumps(record).encode())
+        self.transport.store(Word.MEETING, self._meetings)
+        for peer in self._readers_order:
+            self._await_meeting(peer, record)
+        records = [
+            record if peer == self.transport.rank else json.loads(self.transport.fetch(peer, box))
+            for peer in range(self.transport.world_size)
+        ]
+        self._begin(Activity.COMPUTE, 0)
+        self._agree("kind", records)
+        return records
+
+    def next_version(self) -> None:
+        """After a meeting that ended a step: from now on this rank works on the next version."""
+        self.version += 1
+        self.transport.store(Word.VERSION, self.version)
+        self.transport.store(Word.MICROBATCH, 0)
+
+    def begin_microbatch(self, index: int) -> None:
+        """For reports only."""
+        self.transport.store(Word.MICROBATCH, index + 1)
+
+    def fail(self, message: str) -> None:
+        """Tell every peer that this rank has failed, and why."""
+        payload = message.encode()[-_MAILBOX_BYTES:]
+        self.transport.post(_FAILURE_BOX, payload)
+        self._set_state(State.FAILED)
+
+    def failures(self) -> dict[int, str]:
+        """Messages of the peers that have failed so far."""
+        return {
+            peer: self.transport.fetch(peer, _FAILURE_BOX).decode(errors="replace")
+            for peer in self._readers_order
+            if self.transport.load(peer, Word.STATE) == State.FAILED
+        }
+
+    def report(self) -> str:
+        """Where every rank is: version, microbatch, activity, and for how long."""
+        return "\n".join(self._report_line(rank) for rank in range(self.transport.world_size))
+
+    def _report_line(self, rank: int) -> str:
+        def load(word: Word) -> int:
+            return self.transport.load(rank, word)
+
+        name = self.transport.describe(rank) if rank != self.transport.rank else f"rank {rank} (this one)"
+        state = load(Word.STATE)
+        if state != State.RUNNING:
+            return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"
+        activity = _ACTIVITY_TEXT[Activity(load(Word.ACTIVITY))].format(unit=self._units[load(Word.UNIT)].name)
+        since = max(time.monotonic_ns() - load(Word.SINCE), 0) / 1e9
+        step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
+        return f"  {name}: {step}, {activity} for {since:.1f} s"
+
+    def _await_meeting(self, peer: int, record: Record) -> None:
+        self.waiter.until(
+            lambda: self.transport.load(peer, Word.MEETING) >= self._meetings,
+            Cause.SETTLE,
+            lambda: f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})",
+        )
+
+    def _agree(self, key: str, records: Sequence[Record]) -> None:
+        mine = records[self.transport.rank][key]
+        for peer, record in enumerate(records):
+            if record[key] != mine:
+                raise DisagreementError(
+                    f"Rank {self.transport.rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at "
+                    f"{record[key]!r}. Every rank needs the same number of Lightning batches and optimizer steps; "
+                    "unequal work belongs inside a Minibatch (0 to k microbatches)."
+                )
+
+    def _check_peers(self) -> None:
+        """Raise if a peer cannot do its part any more."""
+        failures = self.failures()
+        if failures:
+            # The first to fail has the error that matters; the others only followed it.
+            peer, message = min(failures.items(), key=lambda item: (item[1].startswith(FOLLOWED), item[0]))
+            raise PeerFailedError(
+                f"Rank {peer} failed, so rank {self.transport.rank} stops too. Its error was:\n{message}"
+            )
+        left = [p for p in self._readers_order if self.transport.load(p, Word.STATE) == State.LEFT]
+        dead = [p for p in self.transport.dead_peers() if p not in left]
+        if dead:
+            names = ", ".join(self.transport.describe(peer) for peer in dead)
+            raise PeerFailedError(
+                f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
+            )
+        if left:
+            raise PeerFailedError(
+                f"Rank {left[0]} has left the training while rank {self.transport.rank} still needs it. Every rank "
+                "needs the same number of Lightning batches and optimizer steps."
+            )
+
+    def _begin(self, activity: Activity, unit: int) -> None:
+        store = self.transport.store
+        store(Word.UNIT, unit)
+        store(Word.SINCE, time.monotonic_ns())
+        store(Word.ACTIVITY, activity)
+
+    def _set_state(self, state: State) -> None:
+        try:
+            current = self.transport.load(self.transport.rank, Word.STATE)
+        except IndexError:  # never opened, or closed already
+            return
+        if current == State.RUNNING:
+            self.transport.store(Word.STATE, state)
+
+

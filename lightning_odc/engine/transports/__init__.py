@@ -1,0 +1,1 @@
+"""How the bytes move: one contract (``base``), several bodies."""

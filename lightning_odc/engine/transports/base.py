@@ -1,0 +1,218 @@
+"""The contract between the protocol and the memory that ranks share.
+
+Every rank owns one *window*. Its **data plane** holds, per unit, the published shard and the gradient
+accumulators; its **control plane** holds 64-bit words and mailboxes. The rules that every body keeps:
+
+- a control word or mailbox is written by its owner only, and read by everybody;
+- a published shard is written by its owner only, and read by everybody;
+- an accumulator is added to by everybody, under the lock of its (owner, unit) unless each source has its own;
+- what a rank wrote before :meth:`Transport.store` is visible to whoever :meth:`Transport.load`-s the stored value.
+
+When a shard may be read or written is not decided here: see the Notes in ``lightning_odc/engine/protocol.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Gives every rank's object to every rank, in rank order; all ranks must call it together.
+Rendezvous = Callable[[Any], list[Any]]
+
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """The size of one unit in one rank's window (the same on every rank).
+
+    Args:
+        name: the unit's module name, for messages.
+        shard_numel: elements of one rank's padded parameter shard.
+        shard_dtype: dtype of the published shard (the compute dtype).
+        grad_numel: elements of one rank's padded gradient shard; 0 for a unit without trainable parameters.
+        grad_dtype: dtype of the accumulators.
+    """
+
+    name: str
+    shard_numel: int
+    shard_dtype: torch.dtype
+    grad_numel: int
+    grad_dtype: torch.dtype
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.shard_numel * self.shard_dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.grad_numel * self.grad_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """The layout of a window: words, mailboxes, then per unit one shard and its accumulators.
+
+    Args:
+        units: one entry per unit, in publishing order.
+        words: number of 64-bit control words.
+        mailboxes: number of mailboxes.
+        mailbox_bytes: capacity of one mailbox.
+        sources: accumulators per unit: 1 (shared, under a lock) or the world size (one per source rank).
+    """
+
+    units: tuple[UnitSpec, ...]
+    words: int
+    mailboxes: int = 0
+    mailbox_bytes: int = 0
+    sources: int = 1
+
+    @property
+    def mailbox_stride(self) -> int:
+        return 8 + self.mailbox_bytes
+
+    def mailbox_offset(self, box: int) -> int:
+        return self.words * 8 + box * self.mailbox_stride
+
+    @property
+    def control_bytes(self) -> int:
+        return _align(self.mailbox_offset(self.mailboxes))
+
+    def shard_offsets(self) -> list[int]:
+        """Byte offset of every unit's published shard."""
+        return [start for start, _ in self._unit_offsets()]
+
+    def grad_offsets(self) -> list[int]:
+        """Byte offset of every unit's first accumulator; source ``s`` follows ``s`` strides later."""
+        return [start for _, start in self._unit_offsets()]
+
+    def grad_stride(self, unit: int) -> int:
+        return _align(self.units[unit].grad_bytes, 64)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of one rank's window."""
+        data = sum(self._unit_bytes(index) for index in range(len(self.units)))
+        return self.control_bytes + data
+
+    def _unit_bytes(self, index: int) -> int:
+        return _align(self.units[index].shard_bytes) + _align(self.grad_stride(index) * self.sources)
+
+    def _unit_offsets(self) -> list[tuple[int, int]]:
+        sizes = [self._unit_bytes(index) for index in range(len(self.units))]
+        starts = itertools.accumulate(sizes[:-1], initial=self.control_bytes) if sizes else []
+        return [(s, s + _align(unit.shard_bytes)) for s, unit in zip(starts, self.units, strict=True)]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of gradient elements: ``numel`` elements from ``source`` in a chunk to ``target`` in an accumulator."""
+
+    target: int
+    source: int
+    numel: int
+
+
+class Transport(ABC):
+    """One rank's view of all windows. Opened once, closed once, used by one thread at a time.
+
+    Attributes:
+        rank: this rank, ``0 <= rank < world_size``.
+        world_size: number of ranks that share windows.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def open(self, spec: WindowSpec) -> None:
+        """Make this rank's zeroed window and attach every peer's. All ranks call it together.
+
+        Raises:
+            WindowError: on every rank if any rank fails.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Idempotent; peers that are still attached keep their view."""
+
+    # -- data plane ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def shard(self, owner: int, unit: int) -> Tensor:
+        """The published shard of ``unit`` in ``owner``'s window: a 1-D view, ``shard_numel`` elements."""
+
+    @abstractmethod
+    def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
+        """An accumulator of ``unit`` in ``owner``'s window: a 1-D view, ``grad_numel`` elements."""
+
+    @abstractmethod
+    def try_lock(self, owner: int, unit: int) -> bool:
+        """Take the accumulator lock without waiting; ``False`` if another rank holds it."""
+
+    @abstractmethod
+    def unlock(self, owner: int, unit: int) -> None:
+        """Give the accumulator lock back."""
+
+    def read(self, owner: int, unit: int, out: Tensor) -> None:
+        """Copy ``owner``'s published shard into ``out`` (same numel and dtype)."""
+        out.copy_(self.shard(owner, unit))
+
+    def add(self, owner: int, unit: int, chunk: Tensor, segments: Sequence[Segment], source: int = 0) -> None:
+        """Add ``chunk`` into an accumulator of ``owner``; the caller holds the lock if sources share it."""
+        accumulator = self.accumulator(owner, unit, source)
+        for part in segments:
+            target = accumulator.narrow(0, part.target, part.numel)
+            target.add_(chunk.narrow(0, part.source, part.numel))
+
+    # -- control plane ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load(self, owner: int, word: int) -> int:
+        """Read a control word of ``owner``; later reads see at least what its writer had written before it."""
+
+    @abstractmethod
+    def store(self, word: int, value: int) -> None:
+        """Write an own control word, after everything this rank wrote before."""
+
+    @abstractmethod
+    def post(self, box: int, message: bytes) -> None:
+        """Put a message into an own mailbox, over the last one (announce it with :meth:`store`).
+
+        Raises:
+            ValueError: if it is longer than the mailbox.
+        """
+
+    @abstractmethod
+    def fetch(self, owner: int, box: int) -> bytes:
+        """The message in a mailbox of ``owner``."""
+
+    # -- peers --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def dead_peers(self) -> list[int]:
+        """Ranks known to have ended, in order or not. Cheap enough to call ten times a second."""
+
+    def describe(self, peer: int) -> str:
+        """How to call a peer in a message."""
+        return f"rank {peer}"
+
+
+def check_message(spec: WindowSpec, message: bytes) -> None:
+    """Refuse a message that does not fit its mailbox."""
+    if len(message) > spec.mailbox_bytes:
+        raise ValueError(
+            f"A message of {len(message)} bytes does not fit the mailbox of {spec.mailbox_bytes} bytes. "
+            "Log fewer or shorter names per minibatch with `self.log(..., sync_dist=True)`."
+        )
+
+
+def _align(size: int, to: int = _ALIGNMENT) -> int:
+    return math.ceil(size / to) * to

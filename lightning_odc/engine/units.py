@@ -1,0 +1,256 @@
+"""The units of a model that was sharded with ``fully_shard``, and how their parameters lie in memory.
+
+Note [How a unit lies in memory]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``fully_shard`` hands the comm objects flat buffers. A rank's part of the all-gather buffer is the concatenation of its
+shards of all parameters of the unit, in post-order of the module tree, each padded on its sharded dimension to
+``ceil(n / world_size)`` and cast to the compute dtype (to bytes if compute dtypes differ). The reduce-scatter buffer
+has one row per owner with the same order and padding, but holds only parameters that received a gradient since
+the last reduce-scatter. The first is derived here and compared with what ``fully_shard`` really passes, bit for bit,
+when the engine attaches; the second is known from a hook on every unsharded parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_odc.engine.transports.base import Segment, UnitSpec
+
+
+@dataclass
+class ParamSlot:
+    """One parameter of a unit, and its place in one rank's part of the unit.
+
+    Attributes:
+        name: qualified name in the model.
+        module: the module that holds it (parameters are looked up there: the object changes while unsharded).
+        attribute: its name in that module.
+        padded_numel: elements of one rank's padded shard.
+        compute_dtype: dtype in which it is published.
+        shard_offset: where it starts in the published shard, in elements of ``compute_dtype``.
+        grad_offset: where it starts in the accumulator, in elements; -1 if it is frozen.
+        fresh: it received a gradient since the last reduce-scatter of its unit.
+        used: it received a gradient on this rank since the last settle.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    padded_numel: int
+    compute_dtype: torch.dtype
+    shard_offset: int = 0
+    grad_offset: int = -1
+    fresh: bool = False
+    used: bool = False
+
+    @property
+    def current(self) -> nn.Parameter:
+        """The parameter as the module holds it now: the shard, or unsharded between gather and reshard."""
+        return cast(nn.Parameter, getattr(self.module, self.attribute))
+
+    @property
+    def sharded(self) -> DTensor:
+        parameter = self.current
+        assert isinstance(parameter, DTensor), f"{self.name} is not sharded now"
+        return parameter
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's unpadded shard (detached, same memory)."""
+        return self.sharded.detach().to_local()
+
+
+@dataclass
+class Unit:
+    """One parameter group of ``fully_shard``: gathered, resharded and reduced together.
+
+    Attributes:
+        index: its number, equal on all ranks.
+        name: qualified name of its (first) module.
+        modules: the modules that ``fully_shard`` grouped, usually one.
+        slots: its parameters in memory order.
+        as_bytes: compute dtypes differ, so the published shard is a run of bytes.
+        grad_dtype: dtype of the accumulators.
+    """
+
+    index: int
+    name: str
+    modules: list[FSDPModule]
+    slots: list[ParamSlot]
+    as_bytes: bool = False
+    grad_dtype: torch.dtype = torch.float32
+    _published: list[tuple[nn.Parameter, Tensor, int]] = field(default_factory=list, repr=False)
+
+    @property
+    def trainable(self) -> list[ParamSlot]:
+        return [slot for slot in self.slots if slot.grad_offset >= 0]
+
+    def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
+        """Give every parameter its place, after its compute dtype is known."""
+        self.as_bytes = len({slot.compute_dtype for slot in self.slots}) > 1
+        shard_offset = grad_offset = 0
+        for slot in self.slots:
+            width = slot.compute_dtype.itemsize if self.as_bytes else 1
+            slot.shard_offset, shard_offset = shard_offset, shard_offset + slot.padded_numel * width
+            if slot.sharded.requires_grad:
+                slot.grad_offset, grad_offset = grad_offset, grad_offset + slot.padded_numel
+            else:
+                slot.grad_offset = -1
+        own = [slot.sharded.dtype for slot in self.trainable]
+        self.grad_dtype = accumulator_dtype or torch.promote_types(own[0] if own else torch.float32, torch.float32)
+
+    def spec(self) -> UnitSpec:
+        width = (lambda slot: slot.compute_dtype.itemsize) if self.as_bytes else (lambda slot: 1)
+        return UnitSpec(
+            name=self.name,
+            shard_numel=sum(slot.padded_numel * width(slot) for slot in self.slots),
+            shard_dtype=torch.uint8 if self.as_bytes else self.slots[0].compute_dtype,
+            grad_numel=sum(slot.padded_numel for slot in self.trainable),
+            grad_dtype=self.grad_dtype,
+        )
+
+    @torch.no_grad()
+    def write_shard(self, target: Tensor) -> None:
+        """Write this rank's shard (1-D, as :meth:`spec` says) in the compute dtype."""
+        for slot in self.slots:
+            local = slot.local.reshape(-1)
+            if self.as_bytes:
+                local = local.to(slot.compute_dtype).view(torch.uint8)
+            target.narrow(0, slot.shard_offset, local.numel()).copy_(local)
+        self._published = [(slot.current, slot.local, slot.local._version) for slot in self.slots]
+
+    def changed_since_published(self) -> str | None:
+        """Name of a parameter that was replaced or changed in place after :meth:`write_shard`, if any. Sharded only."""
+        for slot, (parameter, local, version) in zip(self.slots, self._published, strict=True):
+            if slot.current is not parameter or local._version != version:
+                return slot.name
+        return None
+
+    def take_fresh(self) -> list[Segment]:
+        """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator.
+
+        Neighbours are joined, so that a unit of which every parameter was used is one segment.
+        """
+        segments: list[Segment] = []
+        source = 0
+        for slot in self.trainable:
+            if not slot.fresh:
+                continue
+            slot.fresh, slot.used = False, True
+            last = segments[-1] if segments else None
+            if last and last.target + last.numel == slot.grad_offset:
+                segments[-1] = Segment(last.target, last.source, last.numel + slot.padded_numel)
+            else:
+                segments.append(Segment(slot.grad_offset, source, slot.padded_numel))
+            source += slot.padded_numel
+        return segments
+
+    def take_used(self) -> list[bool]:
+        """Which parameters (by position in :attr:`slots`) received a gradient on this rank; then forget it."""
+        used = [slot.used for slot in self.slots]
+        for slot in self.slots:
+            slot.used = False
+        return used
+
+    @torch.no_grad()
+    def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
+        """Add ``scale * total`` (1-D, ``grad_numel``) to ``.grad`` of the shards of the ``used`` parameters."""
+        for slot, was_used in zip(self.slots, used, strict=True):
+            if not was_used or slot.grad_offset < 0:
+                continue
+            parameter, local = slot.sharded, slot.local
+            part = total.narrow(0, slot.grad_offset, local.numel()).view(local.shape)
+            if parameter.grad is not None:
+                cast(DTensor, parameter.grad).to_local().add_(part, alpha=scale)
+                continue
+            parameter.grad = DTensor.from_local(
+                (part * scale).to(local.dtype),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
+    def describe(self) -> list[str]:
+        """One line per parameter, for comparing ranks."""
+        return [
+            f"{slot.name}: shape {list(slot.sharded.shape)}, {slot.sharded.dtype}, computed in {slot.compute_dtype}, "
+            f"{'trainable' if slot.grad_offset >= 0 else 'frozen'}"
+            for slot in self.slots
+        ]
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """All units of a model in module order, without layout. Modules that manage no parameter are left out."""
+    names = {id(module): name for name, module in model.named_modules()}
+    seen: set[int] = set()
+    units: list[Unit] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            slots = _slots_of(module, names, seen)
+            if slots:
+                units.append(Unit(len(units), names[id(module)] or "(root)", [module], slots))
+    return units
+
+
+def merge_groups(units: list[Unit], same_group: dict[int, int]) -> list[Unit]:
+    """Join units that ``fully_shard([a, b])`` put into one group: ``same_group[i] = j`` says i belongs to j's."""
+    merged: dict[int, Unit] = {}
+    for unit in units:
+        leader = same_group.get(unit.index, unit.index)
+        if leader in merged:
+            merged[leader].modules += unit.modules
+            merged[leader].slots += unit.slots
+        else:
+            merged[leader] = unit
+    for index, unit in enumerate(merged.values()):
+        unit.index = index
+    return list(merged.values())
+
+
+def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:
+    slots = []
+    for module in _post_order(root):
+        prefix = names.get(id(module), "")
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                slots.append(
+                    ParamSlot(name, module, attribute, _padded_numel(parameter), compute_dtype=parameter.dtype)
+                )
+    return slots
+
+
+def _post_order(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose parameters belong to ``root``'s unit: children first, without nested units."""
+    visited: set[int] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        visited.add(id(module))
+        for child in module.children():
+            if id(child) not in visited and not isinstance(child, FSDPModule):
+                yield from visit(child)
+        yield module
+
+    return visit(root)
+
+
+def _padded_numel(parameter: DTensor) -> int:
+    placement = parameter.placements[-1]
+    dim = placement.dim if isinstance(placement, Shard) else 0
+    world = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+    shape = list(parameter.shape)
+    if not shape:
+        return 1
+    shape[dim] = math.ceil(shape[dim] / world)
+    return math.prod(shape)

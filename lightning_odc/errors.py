@@ -1,0 +1,27 @@
+"""What can go wrong between ranks, as exceptions a user can catch by name."""
+
+from __future__ import annotations
+
+
+class ODCError(RuntimeError):
+    """Base class of the errors that on-demand communication raises while it runs."""
+
+
+class PeerFailedError(ODCError):
+    """Another rank raised, died, or left the training loop while this rank still needed it."""
+
+
+class WaitTimeoutError(ODCError):
+    """A wait passed its deadline; the message says where every rank was at that time."""
+
+
+class DisagreementError(ODCError):
+    """The ranks do not run the same program: models, minibatch plans or steps differ."""
+
+
+class StaleShardError(ODCError):
+    """Parameters changed after they were published, so peers would read old values."""
+
+
+class WindowError(ODCError):
+    """The memory that ranks share could not be made or attached."""

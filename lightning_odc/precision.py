@@ -1,0 +1,58 @@
+"""Precision for sharded models on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_odc.sharding import precision_policy
+
+_COMPUTE_DTYPE = {
+    "32-true": None,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+
+
+class ODCPrecision(FSDPPrecision):
+    """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm.
+
+    Args:
+        precision: one of Lightning's precision names for FSDP.
+        device_type: device on which the model computes, for autocast.
+
+    Raises:
+        ValueError: if the precision is not supported on the device.
+    """
+
+    def __init__(self, precision: Any, device_type: str = "cpu") -> None:
+        if device_type == "cpu" and str(precision).startswith("16-"):
+            raise ValueError(
+                f'precision="{precision}" is not supported on the CPU by ODCStrategy; use Trainer(precision="bf16-mixed").'
+            )
+        super().__init__(precision)
+        self.device_type = device_type
+
+    def policy(self, on_demand: bool) -> MixedPrecisionPolicy:
+        """Compute in the compute dtype; sum gradients in fp32."""
+        dtype = _COMPUTE_DTYPE[self.precision]
+        return precision_policy(dtype, torch.float32 if dtype is not None else None, on_demand)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if "mixed" in self.precision:
+            return torch.autocast(self.device_type, dtype=cast(torch.dtype, _COMPUTE_DTYPE[self.precision]))
+        return super().forward_context()
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
+        """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
+        torch.nn.utils.clip_grad_norm_(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
+

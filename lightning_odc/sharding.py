@@ -1,0 +1,191 @@
+"""Which modules become units, and turning them into units with ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from lightning_odc import _compat
+
+WrapPolicy = Callable[..., bool]
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    wrap_policy: Any = None,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> None:
+    """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit.
+
+    A model that the user sharded by hand with ``fully_shard`` keeps those units.
+
+    Args:
+        model: the module to shard.
+        mesh: 1-D device mesh of the ranks that share the shards.
+        wrap_policy: as in ``FSDPStrategy(auto_wrap_policy=...)``; by default the repeated blocks of the model.
+        mixed_precision: compute and reduction dtypes.
+        reshard_after_forward: free a unit's full parameters between forward and backward pass.
+        cpu_offload: keep shards on the CPU.
+
+    Raises:
+        TypeError: if a module is already wrapped in FSDP1.
+        ValueError: if parameters are tied across units.
+    """
+    _refuse_fsdp1(model)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mixed_precision or MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": reshard_after_forward,
+    }
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
+        _refuse_ties(model, targets)
+        for module in targets:
+            fully_shard(module, **options)
+    if not isinstance(model, FSDPModule):
+        # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
+        options["reshard_after_forward"] = None if reshard_after_forward else False
+        fully_shard(model, **options)
+
+
+def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
+    """The modules that become units of their own, innermost first.
+
+    Args:
+        model: the module to shard.
+        policy: ``None`` (the repeated blocks), a callable in the manner of ``torch.distributed.fsdp.wrap``, or one of
+            torch's policy objects.
+    """
+    if policy is None:
+        targets = repeated_blocks(model)
+    elif callable(policy):
+        targets = _by_callable(model, policy)
+    else:
+        targets = _compat.selected_by(policy, model)
+    chosen = {id(module) for module in targets}
+    in_order = [module for module in reversed(list(model.modules())) if id(module) in chosen]
+    return _with_checkpoint_wrappers(model, in_order)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost repeated blocks: elements of a ``ModuleList`` or ``Sequential`` of which two or more are alike.
+
+    That is where the layers of transformer-like models are. Small leaf modules (a ``Linear`` in a head, say) do not
+    count: a block has submodules of its own.
+    """
+    blocks: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            alike = Counter(type(child) for child in module)
+            found = [c for c in module if alike[type(c)] > 1 and list(c.children()) and list(c.parameters())]
+            if found:
+                blocks.extend(found)
+                return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return blocks
+
+
+def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
+    """The 1-D mesh over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+
+
+def precision_policy(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, on_demand: bool
+) -> MixedPrecisionPolicy:
+    """The ``fully_shard`` precision policy of a pair of dtypes.
+
+    On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
+    ``reduce_dtype`` would only copy the same values in more bytes.
+    """
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=None if on_demand else reduce_dtype)
+
+
+def _by_callable(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+    """Ask a policy as FSDP does: may I go down here, and shall this module with what is left be a unit?"""
+    chosen: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Returns the number of parameter elements that became part of units below (or at) ``module``."""
+        if id(module) in seen:
+            return 0
+        seen.add(id(module))
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        wrapped = 0
+        if policy(module=module, recurse=True, nonwrapped_numel=numel):
+            wrapped = sum(visit(child) for child in module.children())
+        rest = numel - wrapped
+        if rest and policy(module=module, recurse=False, nonwrapped_numel=rest):
+            chosen.append(module)
+            return numel
+        return wrapped
+
+    visit(root)
+    return chosen
+
+
+def _with_checkpoint_wrappers(model: nn.Module, targets: list[nn.Module]) -> list[nn.Module]:
+    """Shard the activation-checkpointing wrapper instead of the module inside it, so that recomputation is inside."""
+    outer = {
+        id(child): module
+        for module in model.modules()
+        if isinstance(module, _compat.CheckpointWrapper)
+        for child in module.children()
+    }
+    return [outer.get(id(module), module) for module in targets]
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                f"{name or 'The model'} is wrapped in FullyShardedDataParallel, but ODCStrategy shards with "
+                "`fully_shard`. In `configure_model`, write `torch.distributed.fsdp.fully_shard(self.block)` instead "
+                "of `self.block = FullyShardedDataParallel(self.block)`, or leave the sharding to "
+                "`ODCStrategy(auto_wrap_policy={Block})`."
+            )
+
+
+def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
+    """A parameter shared by modules of two units would be gathered for one and missing in the other."""
+    home: dict[int, tuple[int, str]] = {}
+    chosen = {id(module) for module in targets}
+
+    def visit(module: nn.Module, unit: int, prefix: str) -> None:
+        unit = id(module) if id(module) in chosen else unit
+        for name, parameter in module.named_parameters(recurse=False):
+            other, first_name = home.setdefault(id(parameter), (unit, prefix + name))
+            if other != unit:
+                raise ValueError(
+                    f"{first_name!r} and {prefix + name!r} are one tied parameter in two units. Keep both modules out of "
+                    "the units of their own: leave them out of `auto_wrap_policy`, so that they share the root unit."
+                )
+        for name, child in module.named_children():
+            visit(child, unit, f"{prefix}{name}.")
+
+    visit(model, id(model), "")

@@ -1,0 +1,469 @@
+"""``ODCStrategy``: Lightning's lifecycle translated into engine calls."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_odc import _compat, checkpoint
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.protocol import FOLLOWED
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.errors import ODCError, PeerFailedError
+from lightning_odc.logbook import LogBook, flush, merge
+from lightning_odc.precision import ODCPrecision
+from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.unroll import contribution, run_share
+
+Communication = Literal["on_demand", "collective", "lockstep"]
+_COMMUNICATIONS = ("on_demand", "collective", "lockstep")
+_TRANSPORTS = ("auto", "shared_memory")
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP")
+#: Arguments of FSDP1 that mean nothing here but do no harm.
+_IGNORED_KWARGS = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
+
+
+class ODCStrategy(FSDPStrategy):
+    r"""Fully sharded training with on-demand communication instead of collectives.
+
+    A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
+    ``Trainer``. It shards with ``torch.distributed.fsdp.fully_shard``. Ranks read each other's parameter shards when
+    they need them, add gradients into their owners' accumulators, and meet once per optimizer step, so they may run
+    different numbers of microbatches: let the loader yield :class:`~lightning_odc.Minibatch`\ es.
+
+    Source: *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
+
+    Args:
+        accelerator: as in ``FSDPStrategy``.
+        parallel_devices: as in ``FSDPStrategy``.
+        cluster_environment: as in ``FSDPStrategy``.
+        checkpoint_io: as in ``FSDPStrategy``.
+        precision_plugin: as in ``FSDPStrategy``.
+        process_group_backend: as in ``FSDPStrategy``.
+        timeout: after which a wait for another rank gives up with a report of where every rank is.
+        cpu_offload: as in ``FSDPStrategy``.
+        mixed_precision: as in ``FSDPStrategy``; by default what ``Trainer(precision=...)`` says.
+        auto_wrap_policy: which modules become units; by default the model's repeated blocks.
+        activation_checkpointing: as in ``FSDPStrategy``.
+        activation_checkpointing_policy: as in ``FSDPStrategy``.
+        sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
+        state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
+        device_mesh: reserved for hybrid sharding, which this version does not have.
+        communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
+            the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
+        transport: ``"auto"`` or ``"shared_memory"``.
+        deterministic: sum gradients in rank order, so that runs are bit-equal; takes ``world_size`` accumulators.
+        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        **kwargs: arguments of FSDP1 that have no meaning for ``fully_shard`` are refused by name.
+
+    Raises:
+        ValueError: for a value that is not one of those above.
+        TypeError: for an argument it does not know.
+    """
+
+    strategy_name = "odc"
+    _registered_strategies: ClassVar[list[str]] = []
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        cpu_offload: Any = None,
+        mixed_precision: Any = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        device_mesh: Any = None,
+        *,
+        communication: Communication = "on_demand",
+        transport: str = "auto",
+        deterministic: bool = False,
+        accumulator_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_choice("communication", communication, _COMMUNICATIONS)
+        _check_choice("transport", transport, _TRANSPORTS)
+        _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        _check_sharding(sharding_strategy, device_mesh)
+        _check_kwargs(kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=None,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing=activation_checkpointing,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            sharding_strategy=sharding_strategy,
+            state_dict_type=state_dict_type,
+        )
+        self.communication = communication
+        self.transport = transport
+        self.deterministic = deterministic
+        self.accumulator_dtype = accumulator_dtype
+        self.precision_plugin = precision_plugin
+        self._engine: Engine | None = None
+        self._logbook = LogBook()
+        self._reduce_locally = False
+        self._failed = False
+
+    def __repr__(self) -> str:
+        return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("odc", cls, description="Fully sharded training with on-demand communication")
+        cls._registered_strategies.append("odc")
+
+    @property
+    def engine(self) -> Engine:
+        """What moves shards and gradients, with its measured waits and traffic.
+
+        Raises:
+            RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
+        """
+        if self._engine is None:
+            raise RuntimeError("ODCStrategy.engine exists only while the trainer runs; look at it from a callback.")
+        return self._engine
+
+    @property
+    def precision_plugin(self) -> ODCPrecision:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, FSDPPrecision):
+            raise TypeError(
+                f"ODCStrategy works with Lightning's FSDP precision, got {plugin!r}. Write Trainer(precision=...) "
+                "instead of a plugin."
+            )
+        if plugin is not None and not isinstance(plugin, ODCPrecision):
+            plugin = ODCPrecision(plugin.precision, self._device_type())
+        self._precision_plugin = plugin
+
+    def _device_type(self) -> str:
+        if self.parallel_devices:
+            return self.parallel_devices[0].type
+        return "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+
+    # -- setting up and tearing down ----------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        self._check_devices()
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """Shard the model in place and hand its communication to a fresh engine."""
+        if not isinstance(model, FSDPModule):
+            _compat.wrap_checkpointed(model, self._activation_checkpointing_kwargs)
+        shard_model(
+            model,
+            mesh_for(self.root_device.type, self.world_size),
+            wrap_policy=self.kwargs.get("auto_wrap_policy"),
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            cpu_offload=bool(self.cpu_offload and self.cpu_offload.offload_params),
+        )
+        _compat.materialize(model, self.root_device)
+        self._engine = self._make_engine()
+        self._engine.attach(model)
+        return model
+
+    def _make_engine(self) -> Engine:
+        if self.world_size == 1:
+            return CollectiveEngine(1, single_process)
+        rendezvous = process_group_rendezvous(dist.group.WORLD)
+        if self.communication == "collective":
+            return CollectiveEngine(self.world_size, rendezvous)
+        return OnDemandEngine(
+            lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
+            rendezvous,
+            timeout=(self._timeout or default_pg_timeout).total_seconds(),
+            deterministic=self.deterministic,
+            lockstep=self.communication == "lockstep",
+            accumulator_dtype=self.accumulator_dtype,
+        )
+
+    def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
+        on_demand = self.communication != "collective" and self.world_size > 1
+        if self.mixed_precision is not None:
+            return precision_policy(self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand)
+        return self.precision_plugin.policy(on_demand)
+
+    def _check_devices(self) -> None:
+        if self._device_type() == "cpu" or self.communication == "collective":
+            return
+        raise ValueError(
+            f"On-demand communication between {self._device_type()} devices is not part of this version. Use "
+            'Trainer(strategy="odc", accelerator="cpu", devices=2), or ODCStrategy(communication="collective").'
+        )
+
+    def teardown(self) -> None:
+        if self._engine is not None:
+            if not self._failed:
+                self.barrier()  # without it, a rank that leaves early can abort the others' process group
+            self._engine.close()
+            self._engine = None
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+        if self._engine is None:
+            return
+        text = "".join(traceback.format_exception(exception))
+        prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
+        for rank, message in self._engine.peer_failures().items():
+            if not isinstance(exception, ODCError):
+                exception.add_note(f"Rank {rank} had failed before this. Its error was:\n{message}")
+                prefix = FOLLOWED
+        self._engine.fail(prefix + text)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        if args and isinstance(args[0], Minibatch) and module.automatic_optimization:
+            with self._logbook.recording(module):
+                return self._train_share(module, *args, **kwargs)
+        output = self._redirect("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
+        if module.automatic_optimization and isinstance(output, Mapping) and "num_items" in output:
+            item = contribution(output, 1.0)
+            assert item is not None
+            self.engine.ledger.add(item.weight / module.trainer.accumulate_grad_batches)
+        return output
+
+    def _train_share(self, module: pl.LightningModule, share: Minibatch, *args: Any, **kwargs: Any) -> Any:
+        def step(microbatch: Any) -> Any:
+            context = self.precision_plugin.train_step_context
+            return self._redirect("training_step", context, microbatch, *args, **kwargs)
+
+        return run_share(
+            share,
+            engine=self.engine,
+            logbook=self._logbook,
+            step=step,
+            backward=lambda loss: cast(None, self.backward(loss, self.optimizers[0])),
+            normalize=module.trainer.accumulate_grad_batches,
+            device=self.root_device,
+        )
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self.engine.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        totals: list[dict[str, Any]] = []
+
+        def closure_then_settle() -> Any:
+            result = closure()
+            by_rank = self.engine.settle(self._logbook.take())
+            totals.extend(merge(by_rank, own=self.global_rank))
+            return result
+
+        output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
+        self.engine.publish()
+        self._log(totals, "training_step")
+        return output
+
+    def publish_parameters(self) -> None:
+        """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
+
+        Loading a checkpoint and the beginnings and ends of training, validation, test and prediction do it already.
+        """
+        self.engine.refresh()
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(self._redirect, "predict_step", self.precision_plugin.predict_step_context)
+        if args and isinstance(args[0], Minibatch):
+            return [run(microbatch, *args[1:], **kwargs) for microbatch in args[0]]
+        return run(*args, **kwargs)
+
+    def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        run = partial(self._redirect, name, context)
+        if not (args and isinstance(args[0], Minibatch)):
+            # Ranks may have different numbers of batches: values of single batches stay local, epoch values do not.
+            with self._local_reduce(self.communication == "on_demand"):
+                return run(*args, **kwargs)
+        outputs = []
+        with self._logbook.recording(module):
+            for microbatch, weight in args[0].weighted():
+                outputs.append(run(microbatch, *args[1:], **kwargs))
+                self._logbook.weigh(weight)
+        by_rank = self.engine.exchange(f"end of a Minibatch in {name}", self._logbook.take())
+        self._log(merge(by_rank, own=self.global_rank), name)
+        return outputs
+
+    def on_train_start(self) -> None:
+        self.publish_parameters()
+
+    def on_validation_start(self) -> None:
+        self.publish_parameters()
+
+    def on_validation_end(self) -> None:
+        self.publish_parameters()
+
+    def on_test_start(self) -> None:
+        self.publish_parameters()
+
+    def on_predict_start(self) -> None:
+        self.publish_parameters()
+
+    def _redirect(self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Any:
+        """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
+        assert self.model is not None and self.lightning_module is not None
+        with context():
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        return batch.map(move) if isinstance(batch, Minibatch) else move(batch)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over ranks as Lightning does, but the mean of integers is not rounded down.
+
+        Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
+        """
+        if self._reduce_locally:
+            return tensor
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.to(torch.get_default_dtype())
+        return super().reduce(tensor, group, reduce_op)
+
+    def _log(self, totals: list[dict[str, Any]], hook: str) -> None:
+        module = self.lightning_module
+        if module is None or not totals:
+            return
+        with self._local_reduce(True), _compat.logging_as(module, hook):
+            flush(totals, module)
+
+    @contextmanager
+    def _local_reduce(self, enabled: bool) -> Iterator[None]:
+        before, self._reduce_locally = self._reduce_locally, enabled or self._reduce_locally
+        try:
+            yield
+        finally:
+            self._reduce_locally = before
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    @property
+    def _full(self) -> bool:
+        return self._state_dict_type == "full"
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        return checkpoint.model_state(self.model, self._full)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
+
+    def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        path = Path(self.broadcast(filepath))
+        if self._full:
+            checkpoint.prepare_full(path, self.global_rank)
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
+        checkpoint.save_sharded(state, path, self.global_rank)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None and self.lightning_module is not None
+        path = Path(self.broadcast(checkpoint_path))
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else []
+        strict = self.lightning_module.strict_loading
+        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
+        self.publish_parameters()
+        return rest
+
+
+def _check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
+
+
+def _check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
+    name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+    if name == "NO_SHARD":
+        raise ValueError(
+            'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
+            'sharding_strategy="FULL_SHARD".'
+        )
+    if "HYBRID" in name or device_mesh is not None:
+        raise ValueError(
+            f'Hybrid sharding (sharding_strategy="{name}", device_mesh={device_mesh!r}) is not part of this version: '
+            'use sharding_strategy="FULL_SHARD" within one node.'
+        )
+    _check_choice("sharding_strategy", name, _SHARDING)
+
+
+def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    unknown = sorted(set(kwargs) - _IGNORED_KWARGS)
+    if unknown:
+        raise TypeError(
+            f"ODCStrategy does not know {', '.join(unknown)}: it shards with `fully_shard`, not with FSDP1. Drop the "
+            "argument, or shard by hand with `fully_shard(module, ...)` in `configure_model`."
+        )
