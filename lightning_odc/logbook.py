@@ -84,16 +84,17 @@ def merge(by_rank: list[list[dict[str, Any]]], own: int) -> list[dict[str, Any]]
     return list(merged.values())
 
 
+def neutral(total: dict[str, Any]) -> dict[str, Any]:
+    """A total that changes nothing when Lightning reduces it over ranks: for a rank that logged nothing."""
+    value = {"min": math.inf, "max": -math.inf}.get(total["reduction"], 0.0)
+    return {**total, "value": value, "weight": 0.0}
+
+
 def flush(totals: list[dict[str, Any]], module: LightningModule) -> None:
-    """Log totals for real."""
+    """Log totals for real. A mean over nothing counts as zero, with weight zero."""
     for total in totals:
         weight = total["weight"]
-        if total["reduction"] == "mean":
-            if weight <= 0:
-                continue
-            value = total["value"] / weight
-        else:
-            value = total["value"]
+        value = total["value"] / weight if total["reduction"] == "mean" and weight > 0 else total["value"]
         size = int(weight) if float(weight).is_integer() else weight
         module.log(total["name"], value, batch_size=size, **total["options"])
 

@@ -31,7 +31,7 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
-from lightning_odc.logbook import LogBook, flush, merge
+from lightning_odc.logbook import LogBook, flush, merge, neutral
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
 from lightning_odc.unroll import contribution, run_share
@@ -137,6 +137,7 @@ class ODCStrategy(FSDPStrategy):
         self.precision_plugin = precision_plugin
         self._engine: Engine | None = None
         self._logbook = LogBook()
+        self._evaluated: dict[str, dict[str, Any]] = {}
         self._reduce_locally = False
         self._failed = False
 
@@ -334,21 +335,42 @@ class ODCStrategy(FSDPStrategy):
         return run(*args, **kwargs)
 
     def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Run an evaluation step. Ranks may have different numbers of batches, and of microbatches in them.
+
+        So nothing here waits for other ranks, except once at the last batch of a loader of known length. Values of
+        single batches stay local; Lightning reduces them over ranks at the end of the epoch.
+        """
+        run = partial(self._redirect, name, context)
+        with self._local_reduce(self.communication != "collective"):
+            if args and isinstance(args[0], Minibatch):
+                return self._evaluate_share(name, run, *args, **kwargs)
+            return run(*args, **kwargs)
+
+    def _evaluate_share(self, name: str, run: Callable[..., Any], share: Minibatch, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        run = partial(self._redirect, name, context)
-        if not (args and isinstance(args[0], Minibatch)):
-            # Ranks may have different numbers of batches: values of single batches stay local, epoch values do not.
-            with self._local_reduce(self.communication == "on_demand"):
-                return run(*args, **kwargs)
         outputs = []
-        with self._logbook.recording(module):
-            for microbatch, weight in args[0].weighted():
-                outputs.append(run(microbatch, *args[1:], **kwargs))
-                self._logbook.weigh(weight)
-        by_rank = self.engine.exchange(f"end of a Minibatch in {name}", self._logbook.take())
-        self._log(merge(by_rank, own=self.global_rank), name)
+        with self._local_reduce(True):
+            with self._logbook.recording(module):
+                for microbatch, weight in share.weighted():
+                    outputs.append(run(microbatch, *args, **kwargs))
+                    self._logbook.weigh(weight)
+            totals = self._logbook.take()
+            flush(totals, module)
+            self._evaluated.update((total["name"], neutral(total)) for total in totals)
+            if self._is_last_evaluation_batch(module.trainer, *args):
+                self._log_what_only_others_logged(name, module)
         return outputs
+
+    def _is_last_evaluation_batch(self, trainer: pl.Trainer, batch_idx: int, dataloader_idx: int = 0) -> bool:
+        return bool(batch_idx + 1 == _evaluation_batches(trainer)[dataloader_idx])
+
+    def _log_what_only_others_logged(self, name: str, module: pl.LightningModule) -> None:
+        """Lightning reduces every epoch value on the ranks that logged it: a rank that had nothing to do must too."""
+        mine, self._evaluated = self._evaluated, {}
+        by_rank = self.engine.exchange(f"last batch of {name}", list(mine.values()))
+        missing = {total["name"]: total for totals in by_rank for total in totals if total["name"] not in mine}
+        flush([total for total in missing.values() if total["options"].get("sync_dist")], module)
 
     def on_train_start(self) -> None:
         self.publish_parameters()
@@ -437,6 +459,13 @@ class ODCStrategy(FSDPStrategy):
         rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
         self.publish_parameters()
         return rest
+
+
+def _evaluation_batches(trainer: pl.Trainer) -> list[int | float]:
+    """Number of batches of every evaluation loader on this rank."""
+    if trainer.sanity_checking:
+        return trainer.num_sanity_val_batches
+    return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
 
 
 def _check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:

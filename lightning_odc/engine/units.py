@@ -65,7 +65,8 @@ class ParamSlot:
     @property
     def local(self) -> Tensor:
         """This rank's unpadded shard (detached, same memory)."""
-        return self.sharded.detach().to_local()
+        with torch.no_grad():
+            return self.sharded.to_local()
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Unit:
     slots: list[ParamSlot]
     as_bytes: bool = False
     grad_dtype: torch.dtype = torch.float32
-    _published: list[tuple[nn.Parameter, Tensor, int]] = field(default_factory=list, repr=False)
+    _published: list[tuple[nn.Parameter, Tensor, int, int]] = field(default_factory=list, repr=False)
 
     @property
     def trainable(self) -> list[ParamSlot]:
@@ -125,12 +126,17 @@ class Unit:
             if self.as_bytes:
                 local = local.to(slot.compute_dtype).view(torch.uint8)
             target.narrow(0, slot.shard_offset, local.numel()).copy_(local)
-        self._published = [(slot.current, slot.local, slot.local._version) for slot in self.slots]
+        # An operation on a DTensor counts in the DTensor's version, one on its local part in that one's.
+        self._published = [(p, local, p._version, local._version) for p, local in self._shards()]
+
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for slot in self.slots:
+            yield slot.current, slot.local
 
     def changed_since_published(self) -> str | None:
         """Name of a parameter that was replaced or changed in place after :meth:`write_shard`, if any. Sharded only."""
-        for slot, (parameter, local, version) in zip(self.slots, self._published, strict=True):
-            if slot.current is not parameter or local._version != version:
+        for slot, (parameter, local, version, local_version) in zip(self.slots, self._published, strict=True):
+            if slot.current is not parameter or (parameter._version, local._version) != (version, local_version):
                 return slot.name
         return None
 

@@ -224,8 +224,8 @@ def _attach(peer: int, address: _Address, secret: bytes, size: int) -> _Region:
     """Open a peer's window, trusting nothing it said until it was checked."""
     if address.host != _boot_id():
         raise WindowError(
-            f"rank {peer} runs on another host, and shared memory ends at the host. Shard inside each node and "
-            'replicate across nodes instead: ODCStrategy(sharding_strategy="HYBRID_SHARD").'
+            f"rank {peer} runs on another host, and shared memory ends at the host. Across hosts use "
+            'ODCStrategy(communication="collective").'
         )
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:

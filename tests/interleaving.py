@@ -1,0 +1,133 @@
+"""Run threads one operation at a time, in an order that a seed decides: interleavings, not timings, are explored."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+from lightning_odc.engine.transports.base import Transport
+
+
+class Scheduler:
+    """Lets exactly one of ``count`` threads run between two of its operations.
+
+    Args:
+        count: number of threads.
+        seed: decides who goes next.
+        burst: how many operations a thread may run in a row at most.
+    """
+
+    def __init__(self, count: int, seed: int, burst: int = 4) -> None:
+        self._random = random.Random(seed)
+        self._burst = burst
+        self._turns = [threading.Semaphore(0) for _ in range(count)]
+        self._waiting: set[int] = set()
+        self._active = count
+        self._left = 0
+        self._lock = threading.Lock()
+        self.operations = 0
+
+    def step(self, me: int) -> None:
+        """Called by a thread before each operation: gives the turn away and waits for the next one."""
+        with self._lock:
+            self.operations += 1
+            if self._left > 0:  # only the running thread gets here: the others wait
+                self._left -= 1
+                return
+            self._waiting.add(me)
+            self._hand_over()
+        self._take_turn(me)
+
+    def leave(self, me: int) -> None:
+        """Called by a thread that is done."""
+        with self._lock:
+            self._active -= 1
+            self._left = 0
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._active and len(self._waiting) == self._active:
+            chosen = self._random.choice(sorted(self._waiting))
+            self._waiting.discard(chosen)
+            self._left = self._random.randrange(self._burst)
+            self._turns[chosen].release()
+
+    def _take_turn(self, me: int) -> None:
+        assert self._turns[me].acquire(timeout=30), f"thread {me} was never scheduled"
+
+
+class Interleaved(Transport):
+    """A transport of which every operation is one step of a :class:`Scheduler`.
+
+    Reading and adding are split in halves, so that others can come in between: a torn read would be seen.
+    """
+
+    def __init__(self, inner: Transport, scheduler: Scheduler) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self._scheduler = scheduler
+        self._scheduled = False
+
+    def open(self, spec: Any) -> None:
+        self.inner.open(spec)
+        self._scheduled = True
+
+    def close(self) -> None:
+        self._scheduled = False
+        self.inner.close()
+
+    def _step(self) -> None:
+        if self._scheduled:
+            self._scheduler.step(self.rank)
+
+    def shard(self, owner: int, unit: int) -> Any:
+        return self.inner.shard(owner, unit)
+
+    def accumulator(self, owner: int, unit: int, source: int = 0) -> Any:
+        self._step()
+        return self.inner.accumulator(owner, unit, source)
+
+    def try_lock(self, owner: int, unit: int) -> bool:
+        self._step()
+        return self.inner.try_lock(owner, unit)
+
+    def unlock(self, owner: int, unit: int) -> None:
+        self._step()
+        self.inner.unlock(owner, unit)
+
+    def read(self, owner: int, unit: int, out: Any) -> None:
+        half = out.numel() // 2
+        self._step()
+        out[:half].copy_(self.inner.shard(owner, unit)[:half])
+        self._step()
+        out[half:].copy_(self.inner.shard(owner, unit)[half:])
+
+    def add(self, owner: int, unit: int, chunk: Any, segments: Any, source: int = 0) -> None:
+        accumulator = self.inner.accumulator(owner, unit, source)
+        self._step()
+        before = accumulator.clone()  # a lost add would be seen: read here, write one step later
+        self._step()
+        for part in segments:
+            target, values = slice(part.target, part.target + part.numel), slice(part.source, part.source + part.numel)
+            accumulator[target] = before[target] + chunk[values]
+
+    def load(self, owner: int, word: int) -> int:
+        self._step()
+        return self.inner.load(owner, word)
+
+    def store(self, word: int, value: int) -> None:
+        self._step()
+        self.inner.store(word, value)
+
+    def post(self, box: int, message: bytes) -> None:
+        self._step()
+        self.inner.post(box, message)
+
+    def fetch(self, owner: int, box: int) -> bytes:
+        self._step()
+        return self.inner.fetch(owner, box)
+
+    def dead_peers(self) -> list[int]:
+        return self.inner.dead_peers()

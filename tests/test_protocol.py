@@ -1,0 +1,322 @@
+"""The protocol's invariants under random interleavings, and proof that the explorer sees broken protocols."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_odc.engine import protocol as protocol_module
+from lightning_odc.engine.protocol import Protocol, Word
+from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.engine.waiting import Cause
+from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
+from tests.interleaving import Interleaved, Scheduler
+
+UNITS = (
+    UnitSpec("first", 4, torch.float32, 4, torch.float32),
+    UnitSpec("second", 2, torch.float32, 2, torch.float32),
+)
+STEPS = 4
+
+
+class Violation(AssertionError):
+    """A rank saw something that the protocol forbids."""
+
+
+def value_of(version: int, rank: int, unit: int) -> float:
+    return 100.0 * version + 10 * rank + unit
+
+
+def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
+    """One rank of a toy training run that checks everything it reads; ``microbatches[step][rank]`` is how many."""
+    rank, world = protocol.transport.rank, protocol.transport.world_size
+    protocol.open()
+    publish(protocol)
+    for counts in microbatches:
+        for _ in range(counts[rank]):
+            for unit in range(len(UNITS)):
+                check_gather(protocol, unit)
+            for unit in reversed(range(len(UNITS))):
+                chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
+                protocol.accumulate(unit, chunks, [Segment(0, 0, UNITS[unit].grad_numel)])
+        records = protocol.meet({"kind": "step", "count": counts[rank], "version": protocol.version})
+        if [record["count"] for record in records] != counts:
+            raise Violation(f"records of another meeting: {records}, expected {counts}")
+        expected = sum((1.0 + peer) * count for peer, count in enumerate(counts))
+        for unit in range(len(UNITS)):
+            total = protocol.summed(unit).unique().tolist()
+            if total != [expected]:
+                raise Violation(f"lost or doubled add: {total} instead of {expected}")
+            protocol.clear(unit)
+        protocol.next_version()
+        publish(protocol)
+    protocol.meet({"kind": "end"})
+
+
+def publish(protocol: Protocol) -> None:
+    for unit, spec in enumerate(UNITS):
+        value = value_of(protocol.version, protocol.transport.rank, unit)
+        half = spec.shard_numel // 2
+        protocol.own_shard(unit)[:half] = value
+        protocol.transport.load(protocol.transport.rank, Word.VERSION)  # let others in between
+        protocol.own_shard(unit)[half:] = value
+        protocol.publish(unit)
+
+
+def check_gather(protocol: Protocol, unit: int) -> None:
+    rank, world = protocol.transport.rank, protocol.transport.world_size
+    out = torch.zeros(world, UNITS[unit].shard_numel)
+    protocol.gather(unit, out)
+    for peer in set(range(world)) - {rank}:
+        seen, expected = out[peer].unique().tolist(), value_of(protocol.version, peer, unit)
+        if seen != [expected]:
+            raise Violation(f"torn or stale read of rank {peer}: {seen} instead of {expected}")
+
+
+def explore(
+    seed: int, world_size: int = 3, protocol_class: type[Protocol] = Protocol, **options: Any
+) -> list[BaseException | None]:
+    """Play with one interleaving; returns each rank's exception."""
+    rng = random.Random(seed)
+    counts = [[rng.choice([0, 1, 2, 3]) for _ in range(world_size)] for _ in range(STEPS)]
+    hub, scheduler = ThreadHub(world_size, timeout=20), Scheduler(world_size, seed)
+    errors: list[BaseException | None] = [None] * world_size
+
+    def run(rank: int) -> None:
+        protocol = protocol_class(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=10, **options)
+        try:
+            play(protocol, counts)
+        except Exception as error:  # a broken protocol fails in many ways
+            errors[rank] = error
+            protocol.transport._scheduled = False  # type: ignore[attr-defined]
+            protocol.fail(str(error))
+        finally:
+            scheduler.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), f"seed {seed} hangs"
+    assert scheduler.operations > 100
+    return errors
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["locked", "deterministic"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_invariants_hold_in_random_interleavings(world_size, options):
+    for seed in range(15):
+        errors = explore(seed, world_size, **options)
+        assert errors == [None] * world_size, f"seed {seed}: {errors}"
+
+
+class WithoutVersions(Protocol):
+    """Reads without waiting for the version."""
+
+    def _await_version(self, owner: int, unit: int) -> None:
+        pass
+
+
+class WithoutMeeting(Protocol):
+    """Takes its sums without waiting for the others to be done."""
+
+    def _await_meeting(self, peer: int, record: Any) -> None:
+        pass
+
+
+class WithoutLocks(Protocol):
+    """Adds without taking the lock."""
+
+    def _add_under_locks(self, unit: int, chunks: Any, segments: Any) -> None:
+        for owner in self._adders_order:
+            self.transport.add(owner, unit, chunks[owner], segments)
+
+
+class PublishesEarly(Protocol):
+    """Announces the next version before it is written."""
+
+    def next_version(self) -> None:
+        super().next_version()
+        for unit in range(len(UNITS)):
+            self.publish(unit)
+
+
+class ForgetsToClear(Protocol):
+    """Leaves the sums of the last step in the accumulators."""
+
+    def clear(self, unit: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "broken", [WithoutVersions, WithoutMeeting, WithoutLocks, PublishesEarly, ForgetsToClear], ids=lambda c: c.__name__
+)
+def test_the_explorer_finds_broken_protocols(broken):
+    assert breaks(broken)
+
+
+def test_the_explorer_finds_a_first_version_that_words_start_with(monkeypatch):
+    monkeypatch.setattr(protocol_module, "_FIRST_VERSION", 0)
+    assert breaks(Protocol)
+
+
+def breaks(protocol_class: type[Protocol]) -> bool:
+    """Some interleaving ends in a violation, or in a record that is not there (not in a mere time-out)."""
+    found = (e for seed in range(25) for e in explore(seed, 3, protocol_class))
+    return any(isinstance(e, Violation | ValueError) for e in found)
+
+
+# -- failures and waits -------------------------------------------------------------------------------------
+
+
+def pair(timeout: float = 0.3, **options: Any) -> tuple[ThreadHub, list[Protocol]]:
+    hub = ThreadHub(2)
+    protocols = [Protocol(hub.transport(rank), UNITS, timeout=timeout, **options) for rank in range(2)]
+    together(*(p.open for p in protocols))
+    return hub, protocols
+
+
+def together(*functions: Any) -> list[BaseException | None]:
+    errors: list[BaseException | None] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            functions[index]()
+        except Exception as error:
+            errors[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return errors
+
+
+def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is():
+    _, (first, second) = pair()
+    second.begin_microbatch(3)
+    begin = time.monotonic()
+    with pytest.raises(WaitTimeoutError) as error:
+        first.gather(1, torch.zeros(2, 2))
+    assert 0.3 <= time.monotonic() - begin < 3
+    message = str(error.value)
+    assert "Gave up after 0.3 s of waiting to read unit 'second' (version 1) from rank 1." in message
+    assert "rank 0 (this one): version 1, microbatch 0, reading shards of unit 'second'" in message
+    assert "rank 1: version 1, microbatch 4, computing" in message
+    assert first.waiter.seconds[Cause.READ] >= 0.3
+
+
+def test_a_failed_peer_stops_the_wait_with_its_error():
+    _, (first, second) = pair(timeout=20)
+    second.fail("Traceback: ValueError: no such token")
+    begin = time.monotonic()
+    with pytest.raises(PeerFailedError, match=r"(?s)Rank 1 failed, so rank 0 stops too.*no such token"):
+        first.gather(0, torch.zeros(2, 4))
+    assert time.monotonic() - begin < 3
+
+
+def test_the_first_failure_is_reported_not_those_that_followed():
+    hub = ThreadHub(3)
+    protocols = [Protocol(hub.transport(rank), UNITS, timeout=20) for rank in range(3)]
+    together(*(p.open for p in protocols))
+    protocols[2].fail("ValueError: the cause")
+    protocols[1].fail(protocol_module.FOLLOWED + "whatever")
+    with pytest.raises(PeerFailedError, match="Rank 2 failed.*\n.*the cause"):
+        protocols[0].meet({"kind": "step"})
+
+
+def test_a_peer_that_left_or_died_stops_the_wait():
+    hub, (first, second) = pair(timeout=20)
+    second.close()
+    with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
+        first.meet({"kind": "step"})
+    hub, (first, second) = pair(timeout=20)
+    hub.dead.add(1)
+    with pytest.raises(PeerFailedError, match="rank 1 ended without a word"):
+        first.meet({"kind": "step"})
+
+
+def test_a_peer_that_left_after_its_part_is_no_failure():
+    hub, (first, second) = pair(timeout=20)
+    publish(second)
+    second.close()
+    hub.dead.add(1)
+    check_gather(first, 0)
+
+
+def test_ranks_that_meet_for_different_reasons_disagree():
+    _, (first, second) = pair(timeout=20)
+    errors = together(lambda: first.meet({"kind": "optimizer step"}), lambda: second.meet({"kind": "validation"}))
+    assert all(isinstance(error, DisagreementError) for error in errors)
+    assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
+
+
+def test_a_rank_that_fell_behind_in_versions_is_told():
+    _, (first, second) = pair(timeout=20)
+    publish(second)
+    second.next_version()
+    publish(second)
+    with pytest.raises(DisagreementError, match="Rank 1 has published version 2 of unit 'first' while rank 0"):
+        first.gather(0, torch.zeros(2, 4))
+
+
+def test_waits_are_measured_by_cause():
+    _, (first, second) = pair(timeout=20)
+
+    def late() -> None:
+        time.sleep(0.2)
+        publish(second)
+        check_gather_later.wait(10)
+        time.sleep(0.3)
+        second.meet({"kind": "step"})
+
+    check_gather_later = threading.Event()
+
+    def early() -> None:
+        check_gather(first, 0)
+        check_gather_later.set()
+        first.meet({"kind": "step"})
+
+    assert together(late, early) == [None, None]
+    assert first.waiter.seconds[Cause.READ] == pytest.approx(0.2, abs=0.1)
+    assert first.waiter.seconds[Cause.SETTLE] == pytest.approx(0.3, abs=0.1)
+    assert first.waiter.seconds[Cause.LOCK] == 0
+    assert (first.reads, first.bytes_read) == (1, 16)
+
+
+def test_lockstep_waits_at_every_unit():
+    _, protocols = pair(timeout=20, lockstep=True)
+    first, second = protocols
+
+    def fast() -> None:
+        publish(first)
+        for _ in range(3):
+            first.gather(0, torch.zeros(2, 4))
+        first.meet({"kind": "step"})
+
+    def slow() -> None:
+        publish(second)
+        for _ in range(3):
+            time.sleep(0.1)
+            second.gather(0, torch.zeros(2, 4))
+        second.meet({"kind": "step"})
+
+    assert together(fast, slow) == [None, None]
+    assert first.waiter.seconds[Cause.LOCKSTEP] == pytest.approx(0.3, abs=0.15)
+
+
+def test_world_of_one():
+    hub = ThreadHub(1)
+    alone = Protocol(hub.transport(0), UNITS, timeout=1)
+    play(alone, [[2], [0], [1]])
+    assert alone.version == 4
+    assert sum(alone.waiter.seconds.values()) == 0

@@ -1,0 +1,332 @@
+"""One contract suite over all transports: threads here, real processes for shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_odc.engine.collective import process_group_rendezvous
+from lightning_odc.engine.transports import shared_memory
+from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.errors import WindowError
+from tests.models import init_gloo
+from tests.ranks import run_ranks, try_ranks
+
+SPEC = WindowSpec(
+    units=(
+        UnitSpec("a", 5, torch.bfloat16, 3, torch.float32),
+        UnitSpec("frozen", 2, torch.float32, 0, torch.float32),
+        UnitSpec("b", 1000, torch.float32, 1000, torch.float64),
+    ),
+    words=8,
+    mailboxes=2,
+    mailbox_bytes=100,
+    sources=1,
+)
+
+Scenario = Callable[[Transport, Callable[[Any], list[Any]]], Any]
+
+
+def in_threads(scenario: Scenario, world_size: int) -> list[Any]:
+    hub = ThreadHub(world_size, timeout=20)
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        results[rank] = scenario(hub.transport(rank), lambda item: hub.rendezvous(rank, item))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def in_processes(scenario: Scenario, world_size: int) -> list[Any]:
+    return run_ranks(_process, scenario, world_size=world_size, timeout=60)
+
+
+def _process(rank: int, scenario: Scenario) -> Any:
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    return scenario(SharedMemoryTransport(rank, dist.get_world_size(), rendezvous), rendezvous)
+
+
+@pytest.fixture(params=[in_threads, in_processes], ids=["threads", "shared_memory"])
+def run(request: pytest.FixtureRequest) -> Callable[[Scenario, int], list[Any]]:
+    return request.param
+
+
+def windows_start_at_zero_and_apart(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[list[float]]:
+    transport.open(SPEC)
+    mine = transport.rank
+    zeros = [
+        transport.shard(owner, unit).abs().sum().item() + transport.accumulator(owner, unit).abs().sum().item()
+        for owner in range(transport.world_size)
+        for unit in range(3)
+    ]
+    assert not any(zeros)
+    assert not any(transport.load(owner, word) for owner in range(transport.world_size) for word in range(SPEC.words))
+    meet(None)
+    for unit in range(3):
+        transport.shard(mine, unit).fill_(10 * mine + unit)
+    meet(None)
+    out = []
+    for owner in range(transport.world_size):
+        for unit, spec in enumerate(SPEC.units):
+            copy = torch.empty(spec.shard_numel, dtype=spec.shard_dtype)
+            transport.read(owner, unit, copy)
+            assert copy.unique().numel() == 1
+            out.append(copy[0].item())
+    meet(None)
+    transport.close()
+    transport.close()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_windows_start_at_zero_and_apart(run, world_size):
+    expected = [10.0 * owner + unit for owner in range(world_size) for unit in range(3)]
+    assert run(windows_start_at_zero_and_apart, world_size) == [expected] * world_size
+
+
+def words_and_mailboxes(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
+    transport.open(SPEC)
+    for value in (1, -1, 2**63 - 1, -(2**63)):
+        transport.store(3, value)
+        assert transport.load(transport.rank, 3) == value
+    transport.store(7, 100 + transport.rank)
+    transport.post(0, b"long message, then a short one" * 2)
+    transport.post(0, f"from {transport.rank}".encode())
+    transport.post(1, b"")
+    with pytest.raises(ValueError, match="does not fit the mailbox"):
+        transport.post(1, b"x" * 101)
+    meet(None)
+    seen = [
+        (transport.load(o, 7), transport.load(o, 6), transport.fetch(o, 0), transport.fetch(o, 1))
+        for o in range(transport.world_size)
+    ]
+    meet(None)
+    transport.close()
+    return seen
+
+
+def test_words_and_mailboxes(run):
+    assert run(words_and_mailboxes, 2) == [[(100, 0, b"from 0", b""), (101, 0, b"from 1", b"")]] * 2
+
+
+ROUNDS = 300
+
+
+def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
+    transport.open(SPEC)
+    meet(None)
+    chunk = torch.ones(1000)
+    segments = [Segment(target=0, source=0, numel=1000)]
+    refused = 0
+    for _ in range(ROUNDS):
+        for owner in range(transport.world_size):
+            while not transport.try_lock(owner, 2):
+                refused += 1
+                time.sleep(0)
+            transport.add(owner, 2, chunk, segments)
+            transport.unlock(owner, 2)
+    meet(None)
+    total = transport.accumulator(transport.rank, 2).unique().tolist()
+    meet(None)
+    transport.close()
+    return [total, refused]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_add_is_lost_or_doubled_under_the_lock(run, world_size):
+    totals = [total for total, _ in run(everybody_adds_everywhere, world_size)]
+    assert totals == [[ROUNDS * world_size]] * world_size
+
+
+def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[bool]:
+    transport.open(SPEC)
+    meet(None)
+    first = transport.try_lock(0, 0) if transport.rank == 0 else None
+    meet(None)
+    second = [transport.try_lock(0, 0), transport.try_lock(0, 2), transport.try_lock(1, 0)] if transport.rank else []
+    meet(None)
+    if transport.rank == 0:
+        transport.unlock(0, 0)
+    meet(None)
+    third = transport.try_lock(0, 0) if transport.rank else None
+    meet(None)
+    transport.close()
+    return [first, *second, third]
+
+
+def test_locks_exclude_other_ranks_per_owner_and_unit(run):
+    assert run(locks_exclude, 2) == [[True, None], [None, False, True, True, True]]
+
+
+def adds_land_in_segments(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
+    transport.open(WindowSpec(units=SPEC.units, words=1, sources=2))
+    meet(None)
+    chunk = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    parts = [Segment(target=2, source=0, numel=1), Segment(target=0, source=2, numel=1)]
+    transport.add(1, 0, chunk, parts, source=transport.rank)
+    meet(None)
+    seen = [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]
+    meet(None)
+    transport.close()
+    return seen
+
+
+def test_adds_land_in_segments_of_the_right_source(run):
+    assert run(adds_land_in_segments, 2) == [[[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]] * 2
+
+
+def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], list[Any]]) -> int:
+    transport.open(SPEC)
+    meet(None)
+    shard, seen = transport.shard(0, 2), 0
+    deadline = time.monotonic() + 30
+    for version in range(1, 400):
+        if transport.rank == 0:
+            while min(transport.load(peer, 1) for peer in range(1, transport.world_size)) < version - 1:
+                assert time.monotonic() < deadline
+                time.sleep(0)
+            shard.fill_(version)
+            transport.store(0, version)
+        else:
+            while transport.load(0, 0) < version:
+                assert time.monotonic() < deadline
+                time.sleep(0)
+            copy = torch.empty(1000)
+            transport.read(0, 2, copy)
+            assert copy.unique().tolist() == [version], "stale or torn"
+            seen += 1
+            transport.store(1, version)
+    meet(None)
+    transport.close()
+    return seen
+
+
+def test_data_is_there_when_its_word_is(run):
+    assert run(data_is_there_when_its_word_is, 2) == [0, 399]
+
+
+def nobody_is_dead(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[int]:
+    transport.open(SPEC)
+    meet(None)
+    dead = transport.dead_peers()
+    meet(None)
+    transport.close()
+    return dead
+
+
+def test_nobody_is_dead(run):
+    assert run(nobody_is_dead, 3) == [[], [], []]
+
+
+# -- shared memory only -----------------------------------------------------------------------------------
+
+
+def _dies_with_the_lock(rank: int) -> list[Any]:
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport.open(SPEC)
+    if rank == 1:
+        assert transport.try_lock(0, 0)
+    rendezvous(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not transport.dead_peers():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    while not transport.try_lock(0, 0):
+        assert time.monotonic() < deadline
+    still_readable = transport.shard(1, 2).sum().item()
+    name = transport.describe(1)
+    transport.close()
+    dist.destroy_process_group()
+    return [transport.rank, still_readable, "process" in name]
+
+
+def test_a_killed_rank_gives_its_lock_back_and_is_known_dead():
+    survivor, killed = try_ranks(_dies_with_the_lock, timeout=30)
+    assert (survivor.result, survivor.error, survivor.exitcode) == ([0, 0.0, True], "", 0)
+    assert killed.exitcode == -signal.SIGKILL
+
+
+def _too_little_memory(rank: int) -> str:
+    init_gloo(rank)
+    if rank == 1:
+        shared_memory.available_memory = lambda: 1000  # type: ignore[assignment]
+    transport = SharedMemoryTransport(rank, 2, process_group_rendezvous(dist.group.WORLD))
+    with pytest.raises(WindowError) as error:
+        transport.open(SPEC)
+    assert not _window_links()
+    return str(error.value)
+
+
+def test_too_little_memory_is_refused_on_every_rank():
+    messages = run_ranks(_too_little_memory)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("Rank 1 could not share memory with its peers: the windows need 0.00 GiB (2 ranks")
+    assert "bf16-mixed" in messages[0]
+
+
+def _another_jobs_window(rank: int) -> str:
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    if rank == 1:
+        real = shared_memory._Region.write_header
+        shared_memory._Region.write_header = lambda self, _, r: real(self, bytes(32), r)  # type: ignore[method-assign]
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    with pytest.raises(WindowError) as error:
+        transport.open(SPEC)
+    assert not _window_links()
+    return str(error.value)
+
+
+def test_a_window_without_the_jobs_secret_is_refused():
+    messages = run_ranks(_another_jobs_window)
+    assert set(messages) == {
+        "Rank 0 could not share memory with its peers: the window of rank 1 does not belong to this job"
+    }
+
+
+def _window_links() -> list[str]:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [link for link in links if "lightning-odc" in link]
+
+
+def _open_and_close(rank: int) -> list[Any]:
+    init_gloo(rank)
+    transport = SharedMemoryTransport(rank, 2, process_group_rendezvous(dist.group.WORLD))
+    before = set(os.listdir("/dev/shm"))
+    transport.open(SPEC)
+    links, named = _window_links(), set(os.listdir("/dev/shm")) - before
+    dist.barrier()
+    transport.close()
+    maps = sum("lightning-odc" in line for line in open("/proc/self/maps"))
+    return [len(links), named, _window_links(), maps]
+
+
+def test_windows_have_no_name_and_leave_nothing():
+    # Two windows, and Python's mmap keeps a descriptor of its own for each.
+    assert run_ranks(_open_and_close) == [[4, set(), [], 0]] * 2
