@@ -5,6 +5,7 @@ Tested with lightning 2.5.0 to 2.6.6 and torch 2.9.1 to 2.13.0; ``tests/test_com
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import fsdp as _lightning_fsdp
-from lightning.fabric.strategies import model_parallel as _lightning_model_parallel
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+
+# Typed as Any: Lightning does not export these names, which is why they are here.
+_lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
+_lightning_model_parallel: Any = importlib.import_module("lightning.fabric.strategies.model_parallel")
 
 METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
 
@@ -61,7 +64,9 @@ def save_sharded(state: dict[str, Any], path: Path) -> None:
     _lightning_fsdp._distributed_checkpoint_save(state, path)
 
 
-def load_checkpoint(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
     """Load a full or sharded checkpoint into ``fully_shard``-ed modules and their optimizers; returns the rest."""
     load: Callable[..., dict[str, Any]] = _lightning_model_parallel._load_checkpoint
     options: dict[str, Any] = {"strict": strict, "optimizer_states_from_list": True}

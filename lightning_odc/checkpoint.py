@@ -28,10 +28,14 @@ def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool, rank: int) -> dict[str, Any]:
+def optimizer_state(
+    model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool, rank: int
+) -> dict[str, Any]:
     """The optimizer's state, in the standard format with integer keys if ``full``."""
     inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    state = get_optimizer_state_dict(model, inner, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
+    state = get_optimizer_state_dict(
+        model, inner, options=StateDictOptions(full_state_dict=full, cpu_offload=True)
+    )
     if full and rank == 0:
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model)
     return state

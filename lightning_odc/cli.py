@@ -77,7 +77,7 @@ def _demo(parsed: dict[str, Any]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; the defaults are those of :class:`DemoOptions`."""
+    """The parser of all commands; the defaults are those of `DemoOptions`."""
     parser = _Parser(prog=PROGRAM, description="On-demand, one-sided parameter sharding for Lightning.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
@@ -94,7 +94,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> None:
-    """Everything that :class:`DemoOptions` holds."""
+    """Everything that `DemoOptions` holds."""
     demo.add_argument(
         "--output",
         type=Path,

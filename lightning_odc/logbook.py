@@ -133,6 +133,7 @@ def _reduction(reduce_fx: Any) -> str:
     name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
     if name not in {"mean", *_REDUCTIONS}:
         raise ValueError(
-            f"self.log(..., reduce_fx={reduce_fx!r}) cannot be used inside a Minibatch; use 'mean', 'sum', 'min' or 'max'."
+            f"self.log(..., reduce_fx={reduce_fx!r}) cannot be used inside a Minibatch; "
+            "use 'mean', 'sum', 'min' or 'max'."
         )
     return name

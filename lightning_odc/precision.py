@@ -37,7 +37,7 @@ class ODCPrecision(FSDPPrecision):
     def __init__(self, precision: Any, device_type: str = "cpu") -> None:
         if device_type == "cpu" and str(precision).startswith("16-"):
             raise ValueError(
-                f'precision="{precision}" is not supported on the CPU by ODCStrategy; use Trainer(precision="bf16-mixed").'
+                f'ODCStrategy does not support precision="{precision}" on the CPU; use Trainer(precision="bf16-mixed").'
             )
         super().__init__(precision)
         self.device_type = device_type
@@ -55,4 +55,3 @@ class ODCPrecision(FSDPPrecision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
         torch.nn.utils.clip_grad_norm_(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
-

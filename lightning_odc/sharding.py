@@ -96,7 +96,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     def visit(module: nn.Module) -> None:
         if isinstance(module, nn.ModuleList | nn.Sequential):
             alike = Counter(type(child) for child in module)
-            found = [c for c in module if alike[type(c)] > 1 and list(c.children()) and list(c.parameters())]
+            found = [c for c in module if alike[type(c)] > 1 and _is_block(c)]
             if found:
                 blocks.extend(found)
                 return
@@ -105,6 +105,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return blocks
+
+
+def _is_block(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
 def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
@@ -185,8 +189,9 @@ def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
             other, first_name = home.setdefault(id(parameter), (unit, prefix + name))
             if other != unit:
                 raise ValueError(
-                    f"{first_name!r} and {prefix + name!r} are one tied parameter in two units. Keep both modules out of "
-                    "the units of their own: leave them out of `auto_wrap_policy`, so that they share the root unit."
+                    f"{first_name!r} and {prefix + name!r} are one tied parameter in two units. Keep both "
+                    "modules out of units of their own: leave them out of `auto_wrap_policy`, so that they share "
+                    "the root unit."
                 )
         for name, child in module.named_children():
             visit(child, unit, f"{prefix}{name}.")

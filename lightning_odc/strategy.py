@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
@@ -30,11 +29,14 @@ from lightning_odc.engine.collective import CollectiveEngine, process_group_rend
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.errors import ODCError, PeerFailedError
+from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
 from lightning_odc.logbook import LogBook, flush, merge, neutral
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
 from lightning_odc.unroll import contribution, run_share
+
+#: How long a rank waits for another one, as in every strategy of Lightning.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 Communication = Literal["on_demand", "collective", "lockstep"]
 _COMMUNICATIONS = ("on_demand", "collective", "lockstep")
@@ -50,7 +52,7 @@ class ODCStrategy(FSDPStrategy):
     A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
     ``Trainer``. It shards with ``torch.distributed.fsdp.fully_shard``. Ranks read each other's parameter shards when
     they need them, add gradients into their owners' accumulators, and meet once per optimizer step, so they may run
-    different numbers of microbatches: let the loader yield :class:`~lightning_odc.Minibatch`\ es.
+    different numbers of microbatches: let the loader yield `Minibatch`\ es.
 
     Source: *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
 
@@ -83,7 +85,7 @@ class ODCStrategy(FSDPStrategy):
     """
 
     strategy_name = "odc"
-    _registered_strategies: ClassVar[list[str]] = []
+    _registered_strategies: list[str] = []  # noqa: RUF012 - Lightning appends to it per class
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class ODCStrategy(FSDPStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
         cpu_offload: Any = None,
         mixed_precision: Any = None,
         auto_wrap_policy: Any = None,
@@ -146,7 +148,9 @@ class ODCStrategy(FSDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("odc", cls, description="Fully sharded training with on-demand communication")
+        strategy_registry.register(
+            "odc", cls, description="Fully sharded training with on-demand communication"
+        )
         cls._registered_strategies.append("odc")
 
     @property
@@ -157,7 +161,9 @@ class ODCStrategy(FSDPStrategy):
             RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
         """
         if self._engine is None:
-            raise RuntimeError("ODCStrategy.engine exists only while the trainer runs; look at it from a callback.")
+            raise RuntimeError(
+                "ODCStrategy.engine exists only while the trainer runs; look at it from a callback."
+            )
         return self._engine
 
     @property
@@ -188,7 +194,8 @@ class ODCStrategy(FSDPStrategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         self.barrier()
@@ -206,7 +213,7 @@ class ODCStrategy(FSDPStrategy):
             wrap_policy=self.kwargs.get("auto_wrap_policy"),
             mixed_precision=self._mixed_precision_policy(),
             reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
-            cpu_offload=bool(self.cpu_offload and self.cpu_offload.offload_params),
+            cpu_offload=self.cpu_offload.offload_params,
         )
         _compat.materialize(model, self.root_device)
         self._engine = self._make_engine()
@@ -222,7 +229,7 @@ class ODCStrategy(FSDPStrategy):
         return OnDemandEngine(
             lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
             rendezvous,
-            timeout=(self._timeout or default_pg_timeout).total_seconds(),
+            timeout=(self._timeout or DEFAULT_TIMEOUT).total_seconds(),
             deterministic=self.deterministic,
             lockstep=self.communication == "lockstep",
             accumulator_dtype=self.accumulator_dtype,
@@ -231,7 +238,9 @@ class ODCStrategy(FSDPStrategy):
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
         on_demand = self.communication != "collective" and self.world_size > 1
         if self.mixed_precision is not None:
-            return precision_policy(self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand)
+            return precision_policy(
+                self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand
+            )
         return self.precision_plugin.policy(on_demand)
 
     def _check_devices(self) -> None:
@@ -293,7 +302,9 @@ class ODCStrategy(FSDPStrategy):
             device=self.root_device,
         )
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         with self.engine.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -319,6 +330,21 @@ class ODCStrategy(FSDPStrategy):
         Loading a checkpoint and the beginnings and ends of training, validation, test and prediction do it already.
         """
         self.engine.refresh()
+
+    def _compare_training_batches(self) -> None:
+        """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        batches = trainer.num_training_batches
+        counts = self.engine.exchange("begin training", -1 if batches == float("inf") else batches)
+        enough = trainer.max_steps * trainer.accumulate_grad_batches
+        stops_before = trainer.max_steps > 0 and min(counts) >= enough
+        if len(set(counts)) > 1 and not stops_before and -1 not in counts:
+            raise DisagreementError(
+                f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
+                "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
+                "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
+            )
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -346,7 +372,9 @@ class ODCStrategy(FSDPStrategy):
                 return self._evaluate_share(name, run, *args, **kwargs)
             return run(*args, **kwargs)
 
-    def _evaluate_share(self, name: str, run: Callable[..., Any], share: Minibatch, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate_share(
+        self, name: str, run: Callable[..., Any], share: Minibatch, *args: Any, **kwargs: Any
+    ) -> Any:
         module = self.lightning_module
         assert module is not None
         outputs = []
@@ -369,10 +397,13 @@ class ODCStrategy(FSDPStrategy):
         """Lightning reduces every epoch value on the ranks that logged it: a rank that had nothing to do must too."""
         mine, self._evaluated = self._evaluated, {}
         by_rank = self.engine.exchange(f"last batch of {name}", list(mine.values()))
-        missing = {total["name"]: total for totals in by_rank for total in totals if total["name"] not in mine}
+        missing = {
+            total["name"]: total for totals in by_rank for total in totals if total["name"] not in mine
+        }
         flush([total for total in missing.values() if total["options"].get("sync_dist")], module)
 
     def on_train_start(self) -> None:
+        self._compare_training_batches()
         self.publish_parameters()
 
     def on_validation_start(self) -> None:
@@ -387,9 +418,12 @@ class ODCStrategy(FSDPStrategy):
     def on_predict_start(self) -> None:
         self.publish_parameters()
 
-    def _redirect(self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Any:
+    def _redirect(
+        self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any
+    ) -> Any:
         """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
-        assert self.model is not None and self.lightning_module is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
         with context():
             return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
@@ -406,7 +440,11 @@ class ODCStrategy(FSDPStrategy):
         """
         if self._reduce_locally:
             return tensor
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+        if (
+            isinstance(tensor, Tensor)
+            and not tensor.is_floating_point()
+            and str(reduce_op).lower() in ("mean", "avg")
+        ):
             tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
 
@@ -451,7 +489,8 @@ class ODCStrategy(FSDPStrategy):
         checkpoint.save_sharded(state, path, self.global_rank)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.model is not None and self.lightning_module is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
         path = Path(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []

@@ -1,4 +1,4 @@
-"""Running a :class:`Minibatch` one microbatch at a time.
+"""Running a `Minibatch` one microbatch at a time.
 
 Note [The last backward belongs to Lightning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -122,7 +122,7 @@ def run_share(
     value = totals.mean(device)
     if pending is None:
         pending = torch.zeros((), device=device, requires_grad=True)
-    loss = cast(Tensor, _WithValue.apply(pending, value))
+    loss = cast(Tensor, _WithValue.apply(pending, value))  # type: ignore[no-untyped-call]
     return {"loss": loss, **totals.extras}
 
 
@@ -144,5 +144,7 @@ def _checked(num_items: Any) -> float | Tensor:
     if isinstance(num_items, Tensor):
         return num_items.detach()
     if not isinstance(num_items, int | float) or num_items < 0:
-        raise ValueError(f'"num_items" must be a number of at least 0, for example labels.ne(-100).sum(); got {num_items!r}.')
+        raise ValueError(
+            f'"num_items" must be a number of at least 0, for example labels.ne(-100).sum(); got {num_items!r}.'
+        )
     return float(num_items)

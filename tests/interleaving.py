@@ -110,7 +110,10 @@ class Interleaved(Transport):
         before = accumulator.clone()  # a lost add would be seen: read here, write one step later
         self._step()
         for part in segments:
-            target, values = slice(part.target, part.target + part.numel), slice(part.source, part.source + part.numel)
+            target, values = (
+                slice(part.target, part.target + part.numel),
+                slice(part.source, part.source + part.numel),
+            )
             accumulator[target] = before[target] + chunk[values]
 
     def load(self, owner: int, word: int) -> int:

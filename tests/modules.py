@@ -65,8 +65,15 @@ class TokenModule(LightningModule):
 
 def trainer(world_size: int, **options: Any) -> Trainer:
     """A quiet CPU trainer. ``communication`` and other strategy options go to ``ODCStrategy``."""
-    names = ("communication", "deterministic", "timeout", "activation_checkpointing_policy", "auto_wrap_policy",
-             "state_dict_type", "sharding_strategy")
+    names = (
+        "communication",
+        "deterministic",
+        "timeout",
+        "activation_checkpointing_policy",
+        "auto_wrap_policy",
+        "state_dict_type",
+        "sharding_strategy",
+    )
     strategy = {name: options.pop(name) for name in names if name in options}
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

@@ -31,17 +31,23 @@ class Outcome:
     seconds: float
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
+) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank; returns the results by rank. Any failure fails the test."""
     outcomes = try_ranks(function, *args, world_size=world_size, timeout=timeout)
-    errors = [f"rank {o.rank} (exit code {o.exitcode}):\n{o.error}" for o in outcomes if o.error or o.exitcode != 0]
+    errors = [
+        f"rank {o.rank} (exit code {o.exitcode}):\n{o.error}" for o in outcomes if o.error or o.exitcode != 0
+    ]
     assert not errors, "\n".join(errors)
     assert len(outcomes) == world_size
     return [outcome.result for outcome in outcomes]
 
 
-def try_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120) -> list[Outcome]:
-    """Like :func:`run_ranks`, for ranks that may fail. A rank that outlives ``timeout`` is killed and fails the test."""
+def try_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
+) -> list[Outcome]:
+    """Like ``run_ranks``, for ranks that may fail. A rank that outlives ``timeout`` is killed and fails the test."""
     port = free_port()
     begin = time.monotonic()
     started = [_start(function, args, rank, world_size, port) for rank in range(world_size)]
@@ -70,7 +76,9 @@ def _start(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int
 ) -> tuple[ForkServerProcess, Connection]:
     receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_child, args=(sender, function, args, rank, world_size, port), daemon=True)
+    process = _CONTEXT.Process(
+        target=_child, args=(sender, function, args, rank, world_size, port), daemon=True
+    )
     process.start()
     sender.close()
     return process, receiver
@@ -84,7 +92,12 @@ def _receive(receiver: Connection, timeout: float) -> tuple[Any, str] | None:
 
 
 def _child(
-    sender: Connection, function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
 ) -> None:
     import torch
     import torch.distributed as dist

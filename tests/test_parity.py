@@ -113,7 +113,12 @@ def train(
         optimizer.step()
         engine.publish()
     traffic = engine.traffic
-    result = {"parameters": full_parameters(model), "losses": losses, "without_grad": without, "traffic": traffic}
+    result = {
+        "parameters": full_parameters(model),
+        "losses": losses,
+        "without_grad": without,
+        "traffic": traffic,
+    }
     engine.close()
     return result
 
@@ -171,7 +176,9 @@ def test_equals_stock_fully_shard(net, precision):
     assert_one_sided(ours, (3, 3))
 
 
-def stock_fully_shard(rank: int, net: dict[str, Any], precision: torch.dtype | None) -> tuple[dict[str, Tensor], list[float]]:
+def stock_fully_shard(
+    rank: int, net: dict[str, Any], precision: torch.dtype | None
+) -> tuple[dict[str, Tensor], list[float]]:
     """Plain torch, not a line of ours: a sum over microbatches and the mean over two ranks, then divided by items."""
     init_gloo(rank)
     torch.manual_seed(0)
@@ -255,7 +262,7 @@ def _two_models(rank: int) -> list[dict[str, Tensor]]:
             for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
                 engine.ledger.add(tokens.numel() - 1)
                 summed_loss(model, tokens).backward()
-        for model, engine, optimizer in jobs:
+        for _, engine, optimizer in jobs:
             engine.settle([])
             optimizer.step()
             engine.publish()

@@ -25,7 +25,7 @@ UNITS = (
 STEPS = 4
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """A rank saw something that the protocol forbids."""
 
 
@@ -47,12 +47,12 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
                 protocol.accumulate(unit, chunks, [Segment(0, 0, UNITS[unit].grad_numel)])
         records = protocol.meet({"kind": "step", "count": counts[rank], "version": protocol.version})
         if [record["count"] for record in records] != counts:
-            raise Violation(f"records of another meeting: {records}, expected {counts}")
+            raise ViolationError(f"records of another meeting: {records}, expected {counts}")
         expected = sum((1.0 + peer) * count for peer, count in enumerate(counts))
         for unit in range(len(UNITS)):
             total = protocol.summed(unit).unique().tolist()
             if total != [expected]:
-                raise Violation(f"lost or doubled add: {total} instead of {expected}")
+                raise ViolationError(f"lost or doubled add: {total} instead of {expected}")
             protocol.clear(unit)
         protocol.next_version()
         publish(protocol)
@@ -76,7 +76,7 @@ def check_gather(protocol: Protocol, unit: int) -> None:
     for peer in set(range(world)) - {rank}:
         seen, expected = out[peer].unique().tolist(), value_of(protocol.version, peer, unit)
         if seen != [expected]:
-            raise Violation(f"torn or stale read of rank {peer}: {seen} instead of {expected}")
+            raise ViolationError(f"torn or stale read of rank {peer}: {seen} instead of {expected}")
 
 
 def explore(
@@ -156,7 +156,9 @@ class ForgetsToClear(Protocol):
 
 
 @pytest.mark.parametrize(
-    "broken", [WithoutVersions, WithoutMeeting, WithoutLocks, PublishesEarly, ForgetsToClear], ids=lambda c: c.__name__
+    "broken",
+    [WithoutVersions, WithoutMeeting, WithoutLocks, PublishesEarly, ForgetsToClear],
+    ids=lambda c: c.__name__,
 )
 def test_the_explorer_finds_broken_protocols(broken):
     assert breaks(broken)
@@ -170,7 +172,7 @@ def test_the_explorer_finds_a_first_version_that_words_start_with(monkeypatch):
 def breaks(protocol_class: type[Protocol]) -> bool:
     """Some interleaving ends in a violation, or in a record that is not there (not in a mere time-out)."""
     found = (e for seed in range(25) for e in explore(seed, 3, protocol_class))
-    return any(isinstance(e, Violation | ValueError) for e in found)
+    return any(isinstance(e, ViolationError | ValueError) for e in found)
 
 
 # -- failures and waits -------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ def test_the_first_failure_is_reported_not_those_that_followed():
     together(*(p.open for p in protocols))
     protocols[2].fail("ValueError: the cause")
     protocols[1].fail(protocol_module.FOLLOWED + "whatever")
-    with pytest.raises(PeerFailedError, match="Rank 2 failed.*\n.*the cause"):
+    with pytest.raises(PeerFailedError, match=r"Rank 2 failed.*\n.*the cause"):
         protocols[0].meet({"kind": "step"})
 
 
@@ -255,7 +257,9 @@ def test_a_peer_that_left_after_its_part_is_no_failure():
 
 def test_ranks_that_meet_for_different_reasons_disagree():
     _, (first, second) = pair(timeout=20)
-    errors = together(lambda: first.meet({"kind": "optimizer step"}), lambda: second.meet({"kind": "validation"}))
+    errors = together(
+        lambda: first.meet({"kind": "optimizer step"}), lambda: second.meet({"kind": "validation"})
+    )
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
 
@@ -265,7 +269,9 @@ def test_a_rank_that_fell_behind_in_versions_is_told():
     publish(second)
     second.next_version()
     publish(second)
-    with pytest.raises(DisagreementError, match="Rank 1 has published version 2 of unit 'first' while rank 0"):
+    with pytest.raises(
+        DisagreementError, match="Rank 1 has published version 2 of unit 'first' while rank 0"
+    ):
         first.gather(0, torch.zeros(2, 4))
 
 

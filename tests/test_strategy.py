@@ -76,7 +76,9 @@ def fit(
 
 
 def test_the_name_is_registered():
-    strategy = Trainer(strategy="odc", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False).strategy
+    strategy = Trainer(
+        strategy="odc", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+    ).strategy
     assert type(strategy) is ODCStrategy
     assert strategy.communication == "on_demand"
     assert isinstance(strategy, lightning_odc.strategy.FSDPStrategy)
@@ -396,7 +398,9 @@ def _fit_editing(rank: int, publish: bool) -> Any:
     module = TokenModule("items", lr=LR)
     t = trainer(2, callbacks=[Edits(publish)])
     if not publish:
-        with pytest.raises(StaleShardError, match=r"'net.head.weight' changed after it was published") as error:
+        with pytest.raises(
+            StaleShardError, match=r"'net.head.weight' changed after it was published"
+        ) as error:
             t.fit(module, loader(shares(rank, (3, 3))))
         return str(error.value)
     t.fit(module, loader(shares(rank, (3, 3))))

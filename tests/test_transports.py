@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,16 +69,21 @@ def run(request: pytest.FixtureRequest) -> Callable[[Scenario, int], list[Any]]:
     return request.param
 
 
-def windows_start_at_zero_and_apart(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[list[float]]:
+def windows_start_at_zero_and_apart(
+    transport: Transport, meet: Callable[[Any], list[Any]]
+) -> list[list[float]]:
     transport.open(SPEC)
     mine = transport.rank
     zeros = [
-        transport.shard(owner, unit).abs().sum().item() + transport.accumulator(owner, unit).abs().sum().item()
+        transport.shard(owner, unit).abs().sum().item()
+        + transport.accumulator(owner, unit).abs().sum().item()
         for owner in range(transport.world_size)
         for unit in range(3)
     ]
     assert not any(zeros)
-    assert not any(transport.load(owner, word) for owner in range(transport.world_size) for word in range(SPEC.words))
+    assert not any(
+        transport.load(owner, word) for owner in range(transport.world_size) for word in range(SPEC.words)
+    )
     meet(None)
     for unit in range(3):
         transport.shard(mine, unit).fill_(10 * mine + unit)
@@ -160,7 +166,11 @@ def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> lis
     meet(None)
     first = transport.try_lock(0, 0) if transport.rank == 0 else None
     meet(None)
-    second = [transport.try_lock(0, 0), transport.try_lock(0, 2), transport.try_lock(1, 0)] if transport.rank else []
+    second = (
+        [transport.try_lock(0, 0), transport.try_lock(0, 2), transport.try_lock(1, 0)]
+        if transport.rank
+        else []
+    )
     meet(None)
     if transport.rank == 0:
         transport.unlock(0, 0)
@@ -281,7 +291,9 @@ def _too_little_memory(rank: int) -> str:
 def test_too_little_memory_is_refused_on_every_rank():
     messages = run_ranks(_too_little_memory)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("Rank 1 could not share memory with its peers: the windows need 0.00 GiB (2 ranks")
+    assert messages[0].startswith(
+        "Rank 1 could not share memory with its peers: the windows need 0.00 GiB (2 ranks"
+    )
     assert "bf16-mixed" in messages[0]
 
 
@@ -323,7 +335,7 @@ def _open_and_close(rank: int) -> list[Any]:
     links, named = _window_links(), set(os.listdir("/dev/shm")) - before
     dist.barrier()
     transport.close()
-    maps = sum("lightning-odc" in line for line in open("/proc/self/maps"))
+    maps = Path("/proc/self/maps").read_text().count("lightning-odc")
     return [len(links), named, _window_links(), maps]
 
 

@@ -53,7 +53,9 @@ class Minibatch:
 
     def _check(self) -> None:
         if any(isinstance(microbatch, Minibatch) for microbatch in self.microbatches):
-            raise TypeError("A microbatch cannot be a Minibatch itself: Minibatch([a, b]), not Minibatch([Minibatch(...)]).")
+            raise TypeError(
+                "A microbatch cannot be a Minibatch itself: Minibatch([a, b]), not Minibatch([Minibatch(...)])."
+            )
         if self.weights is None:
             return
         if len(self.weights) != len(self.microbatches):
@@ -63,7 +65,9 @@ class Minibatch:
             )
         for index, weight in enumerate(self.weights):
             if not 0 <= weight < float("inf"):
-                raise ValueError(f"The weight of microbatch {index} is {weight}; weights must be finite and not negative.")
+                raise ValueError(
+                    f"The weight of microbatch {index} is {weight}; weights must be finite and not negative."
+                )
 
     def __len__(self) -> int:
         return len(self.microbatches)

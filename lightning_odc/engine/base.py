@@ -51,7 +51,12 @@ class Ledger:
 
     def record(self) -> Record:
         weight = float(self.weight) if self.kind == _WEIGHTED else 1.0
-        return {"batches": self.kind, "weight": weight, "microbatches": self.microbatches, "plans": self.plans}
+        return {
+            "batches": self.kind,
+            "weight": weight,
+            "microbatches": self.microbatches,
+            "plans": self.plans,
+        }
 
 
 def denominator(records: list[Record]) -> float:
@@ -75,7 +80,9 @@ def denominator(records: list[Record]) -> float:
             )
     total = float(sum(record["weight"] for record in records))
     if total < 0 or total != total:
-        raise DisagreementError(f"The weights of this minibatch add up to {total}; they must be positive numbers.")
+        raise DisagreementError(
+            f"The weights of this minibatch add up to {total}; they must be positive numbers."
+        )
     return total or 1.0
 
 
@@ -90,7 +97,7 @@ class Traffic:
 
 
 class Engine(ABC):
-    """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in :meth:`attach`.
+    """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`.
 
     Attributes:
         ledger: the weights of the current optimizer step.

@@ -67,7 +67,9 @@ class CollectiveEngine(Engine):
             for parameter, kept in zip(self._shards, before, strict=True):
                 new, parameter.grad = parameter.grad, kept
                 if new is not None:
-                    self._sums[parameter] = self._sums[parameter].add_(new) if parameter in self._sums else new
+                    self._sums[parameter] = (
+                        self._sums[parameter].add_(new) if parameter in self._sums else new
+                    )
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:

@@ -25,7 +25,7 @@ class OnDemandEngine(Engine):
 
     Args:
         make_transport: makes a fresh, unopened transport.
-        rendezvous: gives every rank's object to every rank; used at :meth:`attach` only.
+        rendezvous: gives every rank's object to every rank; used at `attach` only.
         timeout: seconds after which any wait gives up.
         deterministic: sum gradients in rank order (bit-equal from run to run); one accumulator per source rank.
         lockstep: a barrier at every unit, the control experiment.
@@ -101,23 +101,22 @@ class OnDemandEngine(Engine):
         Unsharding a unit calls its all-gather comm with this rank's shard; what the peers' slices hold does not
         matter, since the unit is resharded at once.
         """
-        shown: dict[int, tuple[int, Tensor]] = {}
-        showing = 0
+        shown: list[tuple[int, Tensor]] = []
 
-        def capture(index: int, output: Tensor, own: Tensor) -> None:
-            shown[showing] = (index, own.clone())
+        def capture(index: int, _output: Tensor, own: Tensor) -> None:
+            shown.append((index, own.clone()))
 
         for unit in units:
             set_comms(unit.modules, GatherComm(partial(capture, unit.index)), StockReduceScatter())
-        for showing, unit in enumerate(units):
+        for unit in units:
             unit.modules[0].unshard()
             for slot in unit.slots:
                 self._hook(slot)
             unit.modules[0].reshard()
-        own_shards = {index: own for index, own in shown.values()}
-        same_group = {showing: index for showing, (index, _) in shown.items()}
-        merged = merge_groups(units, same_group)
-        for unit, own in zip(merged, own_shards.values(), strict=True):
+        assert len(shown) == len(units), "a unit was not gathered exactly once"
+        # Modules that share a group answer with the comm object of the one that was set last.
+        merged = merge_groups(units, {asked: answered for asked, (answered, _) in enumerate(shown)})
+        for unit, own in zip(merged, dict(shown).values(), strict=True):
             _lay_out_like(unit, own, self._accumulator_dtype)
         return merged
 
@@ -169,7 +168,12 @@ class OnDemandEngine(Engine):
         with self._timed():
             self._reshard()
             used = [flag for unit in self._units for flag in unit.take_used()]
-            record = {"kind": "optimizer step", **self._take_ledger().record(), "used": _pack(used), "logs": logs}
+            record = {
+                "kind": "optimizer step",
+                **self._take_ledger().record(),
+                "used": _pack(used),
+                "logs": logs,
+            }
             records = self.protocol.meet(record)
             scale = 1.0 / denominator(records)
             used_anywhere = _unpack([r["used"] for r in records], len(used))

@@ -59,20 +59,23 @@ class Word(IntEnum):
     STATE = 1  # a State
     LOCKSTEP = 2  # barriers passed under communication="lockstep"
     VERSION = 3  # for reports: the version this rank works on
-    ACTIVITY = 4  # for reports: an Activity
-    UNIT = 5  # for reports: the unit of the activity
-    MICROBATCH = 6  # for reports: microbatches begun in this minibatch
-    SINCE = 7  # for reports: monotonic nanoseconds when the activity began
-    COUNT = 8
+    ACTIVITY = 4  # for reports: an Activity, plus its unit times the number of activities
+    MICROBATCH = 5  # for reports: microbatches begun in this minibatch
+    SINCE = 6  # for reports: monotonic nanoseconds when the activity began
+    COUNT = 7
 
 
 class State(IntEnum):
+    """Whether a rank still takes part."""
+
     RUNNING = 0
     LEFT = 1
     FAILED = 2
 
 
 class Activity(IntEnum):
+    """What a rank does, for reports."""
+
     COMPUTE = 0
     GATHER = 1
     ACCUMULATE = 2
@@ -88,7 +91,7 @@ _ACTIVITY_TEXT = {
 
 
 class Protocol:
-    """One rank's side of the protocol over any :class:`Transport`.
+    """One rank's side of the protocol over any `Transport`.
 
     Args:
         transport: not yet opened.
@@ -153,11 +156,11 @@ class Protocol:
     # -- the data plane -----------------------------------------------------------------------------------
 
     def own_shard(self, unit: int) -> Tensor:
-        """The place to write this rank's shard of ``unit`` before :meth:`publish`."""
+        """The place to write this rank's shard of ``unit`` before `publish`."""
         return self.transport.shard(self.transport.rank, unit)
 
     def publish(self, unit: int) -> None:
-        """Make :meth:`own_shard` readable as the current version. See Note [Versions instead of barriers]."""
+        """Make `own_shard` readable as the current version. See Note [Versions instead of barriers]."""
         self.transport.store(Word.COUNT + unit, self.version)
 
     def gather(self, unit: int, out: Tensor) -> None:
@@ -191,7 +194,7 @@ class Protocol:
     def summed(self, unit: int) -> Tensor:
         """The gradients that all ranks added for this rank's shard of ``unit``: 1-D, ``grad_numel`` elements.
 
-        Read it only between :meth:`meet` and :meth:`clear`. Summed in rank order if ``deterministic``, else a view.
+        Read it only between `meet` and `clear`. Summed in rank order if ``deterministic``, else a view.
         """
         rank = self.transport.rank
         total = self.transport.accumulator(rank, unit)
@@ -202,7 +205,7 @@ class Protocol:
         return total
 
     def clear(self, unit: int) -> None:
-        """Zero this rank's accumulators of ``unit``, before the next :meth:`publish`."""
+        """Zero this rank's accumulators of ``unit``, before the next `publish`."""
         for source in range(self._spec.sources):
             self.transport.accumulator(self.transport.rank, unit, source).zero_()
 
@@ -335,16 +338,19 @@ class Protocol:
         state = load(Word.STATE)
         if state != State.RUNNING:
             return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"
-        activity = _ACTIVITY_TEXT[Activity(load(Word.ACTIVITY))].format(unit=self._units[load(Word.UNIT)].name)
+        unit, activity = divmod(load(Word.ACTIVITY), len(Activity))
+        doing = _ACTIVITY_TEXT[Activity(activity)].format(unit=self._units[unit].name)
         since = max(time.monotonic_ns() - load(Word.SINCE), 0) / 1e9
         step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
-        return f"  {name}: {step}, {activity} for {since:.1f} s"
+        return f"  {name}: {step}, {doing} for {since:.1f} s"
 
     def _await_meeting(self, peer: int, record: Record) -> None:
         self.waiter.until(
             lambda: self.transport.load(peer, Word.MEETING) >= self._meetings,
             Cause.SETTLE,
-            lambda: f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})",
+            lambda: (
+                f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
+            ),
         )
 
     def _agree(self, key: str, records: Sequence[Record]) -> None:
@@ -380,10 +386,8 @@ class Protocol:
             )
 
     def _begin(self, activity: Activity, unit: int) -> None:
-        store = self.transport.store
-        store(Word.UNIT, unit)
-        store(Word.SINCE, time.monotonic_ns())
-        store(Word.ACTIVITY, activity)
+        self.transport.store(Word.SINCE, time.monotonic_ns())
+        self.transport.store(Word.ACTIVITY, unit * len(Activity) + activity)
 
     def _set_state(self, state: State) -> None:
         try:
@@ -392,5 +396,3 @@ class Protocol:
             return
         if current == State.RUNNING:
             self.transport.store(Word.STATE, state)
-
-

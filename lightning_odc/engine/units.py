@@ -106,13 +106,18 @@ class Unit:
             else:
                 slot.grad_offset = -1
         own = [slot.sharded.dtype for slot in self.trainable]
-        self.grad_dtype = accumulator_dtype or torch.promote_types(own[0] if own else torch.float32, torch.float32)
+        self.grad_dtype = accumulator_dtype or torch.promote_types(
+            own[0] if own else torch.float32, torch.float32
+        )
 
     def spec(self) -> UnitSpec:
-        width = (lambda slot: slot.compute_dtype.itemsize) if self.as_bytes else (lambda slot: 1)
+        """Sizes for the window."""
+        widths = [slot.compute_dtype.itemsize if self.as_bytes else 1 for slot in self.slots]
         return UnitSpec(
             name=self.name,
-            shard_numel=sum(slot.padded_numel * width(slot) for slot in self.slots),
+            shard_numel=sum(
+                slot.padded_numel * width for slot, width in zip(self.slots, widths, strict=True)
+            ),
             shard_dtype=torch.uint8 if self.as_bytes else self.slots[0].compute_dtype,
             grad_numel=sum(slot.padded_numel for slot in self.trainable),
             grad_dtype=self.grad_dtype,
@@ -120,7 +125,7 @@ class Unit:
 
     @torch.no_grad()
     def write_shard(self, target: Tensor) -> None:
-        """Write this rank's shard (1-D, as :meth:`spec` says) in the compute dtype."""
+        """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
         for slot in self.slots:
             local = slot.local.reshape(-1)
             if self.as_bytes:
@@ -134,9 +139,12 @@ class Unit:
             yield slot.current, slot.local
 
     def changed_since_published(self) -> str | None:
-        """Name of a parameter that was replaced or changed in place after :meth:`write_shard`, if any. Sharded only."""
+        """Name of a parameter that was replaced or changed in place after `write_shard`, if any. Sharded only."""
         for slot, (parameter, local, version, local_version) in zip(self.slots, self._published, strict=True):
-            if slot.current is not parameter or (parameter._version, local._version) != (version, local_version):
+            if slot.current is not parameter or (parameter._version, local._version) != (
+                version,
+                local_version,
+            ):
                 return slot.name
         return None
 
@@ -160,7 +168,7 @@ class Unit:
         return segments
 
     def take_used(self) -> list[bool]:
-        """Which parameters (by position in :attr:`slots`) received a gradient on this rank; then forget it."""
+        """Which parameters (by position in `slots`) received a gradient on this rank; then forget it."""
         used = [slot.used for slot in self.slots]
         for slot in self.slots:
             slot.used = False
@@ -232,7 +240,9 @@ def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[Pa
                 seen.add(id(parameter))
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 slots.append(
-                    ParamSlot(name, module, attribute, _padded_numel(parameter), compute_dtype=parameter.dtype)
+                    ParamSlot(
+                        name, module, attribute, _padded_numel(parameter), compute_dtype=parameter.dtype
+                    )
                 )
     return slots
 

@@ -6,7 +6,7 @@ accumulators; its **control plane** holds 64-bit words and mailboxes. The rules 
 - a control word or mailbox is written by its owner only, and read by everybody;
 - a published shard is written by its owner only, and read by everybody;
 - an accumulator is added to by everybody, under the lock of its (owner, unit) unless each source has its own;
-- what a rank wrote before :meth:`Transport.store` is visible to whoever :meth:`Transport.load`-s the stored value.
+- what a rank wrote before `Transport.store` is visible to whoever `Transport.load`-s the stored value.
 
 When a shard may be read or written is not decided here: see the Notes in ``lightning_odc/engine/protocol.py``.
 """
@@ -184,7 +184,7 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, box: int, message: bytes) -> None:
-        """Put a message into an own mailbox, over the last one (announce it with :meth:`store`).
+        """Put a message into an own mailbox, over the last one (announce it with `store`).
 
         Raises:
             ValueError: if it is longer than the mailbox.

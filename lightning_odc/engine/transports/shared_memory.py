@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import platform
 import secrets
 import select
 import struct
@@ -28,6 +29,7 @@ from lightning_odc.errors import WindowError
 
 _SEALS = "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL"
 _SECRET_BYTES = 32
+_STRONGLY_ORDERED = platform.machine() in ("x86_64", "AMD64")
 _HEADER = struct.Struct("<32sqq")  # secret, rank, total bytes
 _HEADER_BYTES = 4096
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -149,14 +151,17 @@ class SharedMemoryTransport(Transport):
         memory = self._regions[owner].bytes
         length = int.from_bytes(memory[start : start + 8], "little")
         if length > self._spec.mailbox_bytes:
-            raise WindowError(f"Rank {owner} posted a message of {length} bytes, more than its mailbox holds.")
+            raise WindowError(
+                f"Rank {owner} posted a message of {length} bytes, more than its mailbox holds."
+            )
         return bytes(memory[start + 8 : start + 8 + length])
 
     def _order_memory(self) -> None:
         # x86-64 orders stores with stores and loads with loads. Weaker machines (aarch64) need a fence between
         # data and the word that announces it: an uncontended lock is one release and one acquire operation.
-        with self._fence:
-            pass
+        if not _STRONGLY_ORDERED:
+            with self._fence:
+                pass
 
     # -- peers --------------------------------------------------------------------------------------------
 

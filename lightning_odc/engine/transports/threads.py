@@ -13,7 +13,7 @@ from lightning_odc.engine.transports.base import Transport, WindowSpec, check_me
 
 
 class ThreadHub:
-    """What the threads of one job share. Make one, then one :meth:`transport` per thread.
+    """What the threads of one job share. Make one, then one `transport` per thread.
 
     Args:
         world_size: number of threads.
@@ -51,7 +51,7 @@ class _ThreadWindow:
 
 
 class ThreadTransport(Transport):
-    """One thread's view of all windows of a :class:`ThreadHub`."""
+    """One thread's view of all windows of a `ThreadHub`."""
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.rank = rank

@@ -1,0 +1,187 @@
+"""The demo's text: functions and classes cut from the Python standard library's own source.
+
+Real code has what this package is about, a long tail: half of the definitions are shorter than 450
+bytes, one in a hundred is longer than 18,000. Nothing is downloaded, and every rank cuts the same samples
+in the same order, so the ranks agree on each minibatch without talking to each other.
+
+Everything here is a pure function of its arguments and of the installed standard library.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import random
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_odc.demo.options import OptionError
+
+BOS = 256
+"""Token that begins a sample; a byte is its own token, 0-255."""
+EOS = 257
+"""Token that ends a sample."""
+VOCABULARY = 258
+SPECIAL_TOKENS = 2
+"""How many tokens :func:`encode` adds to the bytes of a sample."""
+
+# Test suites, bundled applications, and tables in which nearly the same text stands many times.
+SKIPPED_DIRECTORIES = frozenset(
+    {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages"}
+    | {"test", "tests", "turtledemo"}
+)
+
+Plan = list[list[list[int]]]
+"""``plan[minibatch][rank]`` is that rank's sample indices, in the order in which it trains on them."""
+
+
+class CorpusError(OptionError):
+    """The standard library's source cannot serve as the requested corpus."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Samples of source text that fit under a length cap.
+
+    Attributes:
+        samples: the bytes of each sample, in the order of sorted file names and of lines in a file.
+        max_length: the cap, in tokens (bytes plus :data:`SPECIAL_TOKENS`).
+        dropped: how many definitions were longer than the cap and left out.
+        files: how many source files were read.
+    """
+
+    samples: tuple[bytes, ...]
+    max_length: int
+    dropped: int
+    files: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens per sample."""
+        return [len(sample) + SPECIAL_TOKENS for sample in self.samples]
+
+    @property
+    def digest(self) -> str:
+        """Hash of all samples. The text changes with the Python version; equal digests, equal corpora."""
+        sha = hashlib.sha256()
+        for sample in self.samples:
+            sha.update(len(sample).to_bytes(8, "little") + sample)
+        return sha.hexdigest()[:16]
+
+
+def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
+    """Cut every top-level function and class of at most ``max_length`` tokens out of the library's source.
+
+    Longer definitions are *dropped*, not truncated: truncation would put about a sixth of all samples at
+    exactly the cap, a spike that no data has and that flatters on-demand communication, and would train
+    on functions without an end.
+
+    Args:
+        max_length: the cap in tokens, that is bytes plus two.
+        root: folder of ``.py`` files; by default the running interpreter's standard library.
+
+    Raises:
+        CorpusError: no source is there, or no definition is short enough.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    files = _source_files(root)
+    definitions = [text for path in files for text in cut_definitions(path.read_bytes())]
+    if not definitions:
+        raise CorpusError(f"there are no Python source files in {root} to cut samples from")
+    samples = tuple(text for text in definitions if len(text) + SPECIAL_TOKENS <= max_length)
+    if not samples:
+        raise CorpusError(f"no function or class in {root} fits in {max_length} tokens")
+    return Corpus(samples, max_length, dropped=len(definitions) - len(samples), files=len(files))
+
+
+def _source_files(root: Path) -> list[Path]:
+    """All modules below ``root`` outside the skipped folders, in an order that no file system changes."""
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = (path for path in relative if SKIPPED_DIRECTORIES.isdisjoint(path.parts))
+    return [root / path for path in sorted(kept, key=Path.as_posix)]
+
+
+def cut_definitions(source: bytes) -> Iterator[bytes]:
+    """Yield the bytes of each top-level function and class of a module, decorators included.
+
+    A module that this interpreter cannot parse yields nothing.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Invalid escapes in old modules are not the demo's business.
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    lines = source.splitlines(keepends=True)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield b"".join(lines[first - 1 : node.end_lineno])
+
+
+def equal_pieces(corpus: Corpus) -> Corpus:
+    """The same text in pieces of the mean length: the control, in which no sample is worth waiting for."""
+    text = b"".join(corpus.samples)
+    size = len(text) // len(corpus.samples)
+    pieces = tuple(text[start : start + size] for start in range(0, size * len(corpus.samples), size))
+    return replace(corpus, samples=pieces)
+
+
+def encode(sample: bytes) -> Tensor:
+    """Token ids of a sample: :data:`BOS`, its bytes, :data:`EOS`. Shape ``[len(sample) + 2]``, int64."""
+    return torch.tensor([BOS, *sample, EOS])
+
+
+def plan_minibatches(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    samples_per_rank: int,
+    minibatches: int,
+    seed: int,
+    longest_first: bool = True,
+) -> Plan:
+    """Draw global minibatches and deal each of them to the ranks.
+
+    Samples are drawn without replacement until too few are left for a minibatch, then from a new shuffle.
+    The plan depends on the arguments alone, so every rank makes the same one.
+
+    Args:
+        lengths: tokens per sample.
+        ranks: how many ranks share a minibatch.
+        samples_per_rank: samples of each rank in a minibatch.
+        minibatches: how many to plan.
+        seed: of the shuffles.
+        longest_first: sort each rank's share by length. This is the paper's *LocalSort*, the kindest order
+            to collectives that needs no agreement: the ranks' longest samples meet in the first
+            microbatch, their shortest in the last. Otherwise a share stays in the order of the shuffle.
+
+    Returns:
+        ``plan[minibatch][rank]``, each a list of ``samples_per_rank`` sample indices.
+
+    Raises:
+        CorpusError: there are fewer samples than one minibatch needs.
+    """
+    size = ranks * samples_per_rank
+    if size > len(lengths):
+        raise CorpusError(
+            f"a minibatch of {ranks} ranks x {samples_per_rank} samples is more than the {len(lengths)} there are"
+        )
+    generator = random.Random(seed)
+    order: list[int] = []
+    plan: Plan = []
+    for _ in range(minibatches):
+        if len(order) < size:
+            order = generator.sample(range(len(lengths)), len(lengths))
+        drawn, order = order[:size], order[size:]
+        shares = [drawn[start : start + samples_per_rank] for start in range(0, size, samples_per_rank)]
+        if longest_first:
+            shares = [sorted(share, key=lambda index: -lengths[index]) for share in shares]
+        plan.append(shares)
+    return plan

@@ -1,0 +1,120 @@
+"""What the demo can be told, and the checks that need no process and no heavy import."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Mode = Literal["collective", "on_demand", "lockstep"]
+"""``ODCStrategy``'s ways to communicate: stock collectives; one-sided; one-sided with a barrier per unit."""
+Order = Literal["sorted", "shuffled"]
+Precision = Literal["32-true", "bf16-mixed"]
+MODES: tuple[str, ...] = get_args(Mode)
+ORDERS: tuple[str, ...] = get_args(Order)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+EXTRA_PACKAGES = ("transformers", "matplotlib", "rich")
+RANKS_PER_CORE = 4
+SHORTEST_CAP = 64
+HEAD_SIZE = 64
+
+
+class OptionError(ValueError):
+    """An option that cannot work; the message is the one line that the user sees."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Options of ``lightning-odc demo``; the command line's ``--help`` says what each one means.
+
+    Raises:
+        OptionError: at construction, if a value cannot work.
+    """
+
+    output: Path = Path("odc-demo")
+    devices: int = 2
+    communication: tuple[Mode, ...] = ("collective", "on_demand")
+    minibatches: int = 8
+    repetitions: int = 3
+    samples_per_rank: int = 8
+    samples_per_microbatch: int = 1
+    max_length: int = 2048
+    order: Order = "sorted"
+    equal_lengths: bool = False
+    layers: int = 4
+    hidden_size: int = 256
+    precision: Precision = "32-true"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_choices()
+        most = RANKS_PER_CORE * available_cores()
+        if self.devices > most:
+            raise OptionError(
+                f"--devices {self.devices} is too many for {available_cores()} cores: the most is {most}"
+            )
+        if self.max_length < SHORTEST_CAP:
+            raise OptionError(
+                f"--max-length {self.max_length} leaves hardly any text: use at least {SHORTEST_CAP} tokens"
+            )
+        if self.hidden_size % HEAD_SIZE:
+            raise OptionError(f"--hidden-size {self.hidden_size} is not a multiple of {HEAD_SIZE}")
+
+    def _check_counts(self) -> None:
+        """Everything that is counted is counted from one."""
+        for name in (
+            "devices",
+            "minibatches",
+            "repetitions",
+            "samples_per_rank",
+            "samples_per_microbatch",
+            "layers",
+            "hidden_size",
+        ):
+            if getattr(self, name) < 1:
+                raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name)}: use 1 or more")
+
+    def _check_choices(self) -> None:
+        """Names are among the known ones, and no mode is named twice."""
+        if not self.communication:
+            raise OptionError(f"--communication needs at least one of {', '.join(MODES)}")
+        if len(set(self.communication)) < len(self.communication):
+            raise OptionError("--communication names a mode twice")
+        chosen: list[tuple[str, str, tuple[str, ...]]] = [
+            ("order", self.order, ORDERS),
+            ("precision", self.precision, PRECISIONS),
+            *(("communication", mode, MODES) for mode in self.communication),
+        ]
+        for name, value, known in chosen:
+            if value not in known:
+                raise OptionError(f"--{name} {value!r} is unknown: choose from {', '.join(known)}")
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_extra_packages() -> None:
+    """Raise :class:`OptionError` with the line that installs what is missing, if anything is."""
+    missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f'the demo needs {" and ".join(missing)}: pip install "lightning-odc[demo]"')
+
+
+def prepare_output(folder: Path) -> None:
+    """Create the output folder and write to it once, so that a long run does not end in an error.
+
+    Raises:
+        OptionError: the folder cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OptionError(f"--output {folder}: {error.strerror or error}") from error

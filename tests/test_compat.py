@@ -1,0 +1,77 @@
+"""Private names of torch and Lightning are where we expect them; importing is light and touches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import subprocess
+import sys
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_odc import _compat
+from tests.models import Net
+
+
+def test_names_exist_with_the_expected_arguments():
+    assert list(
+        inspect.signature(_compat._lightning_model_parallel._materialize_distributed_module).parameters
+    ) == [
+        "module",
+        "device",
+    ]
+    load = inspect.signature(_compat._lightning_model_parallel._load_checkpoint).parameters
+    assert {"path", "state", "strict", "optimizer_states_from_list"} <= set(load)
+    assert callable(_compat._lightning_fsdp._setup_activation_checkpointing)
+    assert callable(_compat._lightning_fsdp._distributed_checkpoint_save)
+    assert callable(_compat._lightning_fsdp._is_sharded_checkpoint)
+    assert isinstance(_compat.METADATA_FILENAME, str)
+
+
+def test_logging_as_sets_and_restores_the_hook():
+    module = LightningModule()
+    module._current_fx_name = "optimizer_step"
+    with _compat.logging_as(module, "training_step"):
+        assert module._current_fx_name == "training_step"
+    assert module._current_fx_name == "optimizer_step"
+    with contextlib.suppress(KeyError), _compat.logging_as(module, "training_step"):
+        raise KeyError
+    assert module._current_fx_name == "optimizer_step"
+
+
+def test_materialize_gives_meta_parameters_memory():
+    with torch.device("meta"):
+        layer = nn.Linear(2, 2)
+    _compat.materialize(layer, torch.device("cpu"))
+    assert layer.weight.device.type == "cpu"
+    assert layer.weight.abs().sum() > 0
+
+
+def test_checkpoint_wrapping_by_policy():
+    model = Net()
+    _compat.wrap_checkpointed(model, {"check_fn": lambda module: module is model.blocks[1]})
+    assert [isinstance(block, _compat.CheckpointWrapper) for block in model.blocks] == [False, True, False]
+
+
+IMPORT = """
+import lightning, lightning.pytorch, torch, torch.distributed.fsdp
+import torch.distributed.fsdp._fully_shard._fsdp_param_group
+import sys
+modules = dict(sys.modules)
+ours = {name: dict(vars(module)) for name, module in modules.items() if name.startswith(("torch.", "lightning."))}
+import lightning_odc
+heavy = {"transformers", "matplotlib", "rich", "ortools", "triton", "IPython"} & (sys.modules.keys() - modules.keys())
+assert not heavy, heavy
+changed = [f"{name}.{key}" for name, old in ours.items() for key, value in old.items()
+           if callable(value) and vars(modules[name]).get(key) is not value]
+assert not changed, changed
+"""
+
+
+def test_importing_is_light_and_patches_nothing():
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,106 @@
+"""From records to the figures of the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_odc.demo.result import (
+    RankRecord,
+    Repetition,
+    loss_disagreement,
+    quartiles,
+    speedups,
+    speedups_by_repetition,
+    summarise,
+)
+
+
+def repetition(mode: str, seconds: list[float], *, waits: list[float] | None = None) -> Repetition:
+    """Two ranks that agree on the time; rank 1 waits, rank 0 does not; losses 2.0, 1.0, 0.5."""
+    ranks = [
+        RankRecord(
+            seconds=seconds,
+            loss_sums=[30.0, 10.0, 5.0],
+            tokens=[10, 10, 10],
+            waits=[{} if waits is None else {"settle": 0.0} for _ in seconds],
+        ),
+        RankRecord(
+            seconds=seconds,
+            loss_sums=[10.0, 20.0, 10.0],
+            tokens=[10, 20, 20],
+            waits=[{} for _ in seconds] if waits is None else [{"settle": wait} for wait in waits],
+        ),
+    ]
+    return Repetition(mode, ranks)
+
+
+def test_losses_are_weighted_by_tokens() -> None:
+    assert repetition("on_demand", [9.0, 1.0, 1.0]).losses == pytest.approx([2.0, 1.0, 0.5])
+
+
+def test_the_first_minibatch_is_not_timed() -> None:
+    run = summarise([repetition("on_demand", [9.0, 1.0, 3.0])], samples_per_minibatch=16)
+    assert run.seconds_per_minibatch == [1.0, 3.0]
+    assert run.samples_per_second == pytest.approx(2 * 16 / 4)
+    assert run.tokens_per_second == pytest.approx(60 / 4)
+    assert run.loss == pytest.approx([2.0, 1.0, 0.5])
+
+
+def test_repetitions_are_put_together_in_order() -> None:
+    run = summarise([repetition("x", [9.0, 1.0, 2.0]), repetition("x", [9.0, 3.0, 4.0])], 4)
+    assert run.seconds_per_minibatch == [1.0, 2.0, 3.0, 4.0]
+    assert run.seconds_quartiles == pytest.approx((1.75, 2.5, 3.25))
+    assert run.samples_per_second == pytest.approx(4 * 4 / 10)
+
+
+def test_waiting_gives_idle_share_and_distance_from_the_bound() -> None:
+    # Rank 0 is busy all the time, so the bound is the measured time itself.
+    run = summarise([repetition("on_demand", [9.0, 1.0, 3.0], waits=[5.0, 0.5, 1.5])], 4)
+    assert run.idle_seconds == pytest.approx({"settle": 2.0})
+    assert run.idle_share == pytest.approx(2.0 / 8.0)
+    assert run.over_bound == pytest.approx(0.0)
+
+
+def test_the_bound_is_the_busiest_rank_of_each_minibatch() -> None:
+    records = [
+        RankRecord([1.0, 2.0, 2.0], [1.0] * 3, [1] * 3, [{}, {"gather": 0.5}, {"gather": 1.0}]),
+        RankRecord(
+            [1.0, 2.0, 2.0], [1.0] * 3, [1] * 3, [{}, {"gather": 1.0}, {"gather": 0.2, "settle": 0.3}]
+        ),
+    ]
+    one = Repetition("on_demand", records)
+    assert one.bounds == pytest.approx([1.5, 1.5])
+    assert summarise([one], 2).over_bound == pytest.approx(4.0 / 3.0 - 1)
+
+
+def test_without_measured_waits_nothing_is_claimed_about_idling() -> None:
+    run = summarise([repetition("collective", [9.0, 1.0, 3.0])], 4)
+    assert (run.idle_seconds, run.idle_share, run.over_bound) == ({}, None, None)
+
+
+def test_speedups_are_relative_to_collectives() -> None:
+    repetitions = [
+        repetition("collective", [9.0, 2.0, 4.0]),
+        repetition("on_demand", [9.0, 1.0, 2.0]),
+        repetition("collective", [9.0, 3.0, 3.0]),
+        repetition("on_demand", [9.0, 2.0, 2.0]),
+    ]
+    runs = {
+        mode: summarise([one for one in repetitions if one.mode == mode], 4)
+        for mode in ("collective", "on_demand")
+    }
+    assert speedups(runs) == pytest.approx({"collective": 1.0, "on_demand": 12 / 7})
+    assert speedups_by_repetition(repetitions) == pytest.approx([2.0, 1.5])
+    assert speedups({"on_demand": runs["on_demand"]}) == {}
+
+
+def test_disagreement_is_the_largest_over_minibatches_modes_and_repetitions() -> None:
+    same = repetition("collective", [1.0, 1.0, 1.0])
+    other = repetition("on_demand", [1.0, 1.0, 1.0])
+    assert loss_disagreement([same, other]) == 0.0
+    other.ranks[1].loss_sums[1] += 3.0
+    assert loss_disagreement([same, other, same]) == pytest.approx(0.1)
+
+
+def test_quartiles_of_one_value() -> None:
+    assert quartiles([2.0]) == (2.0, 2.0, 2.0)

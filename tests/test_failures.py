@@ -1,0 +1,207 @@
+"""When a rank raises, dies or disagrees, the others stop within seconds, say why, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_odc import Minibatch
+from lightning_odc.engine.transports import shared_memory
+from tests.modules import TokenModule, loader, token_batches, trainer
+from tests.ranks import Outcome, try_ranks
+
+#: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
+SECONDS = 20
+
+
+def fit(rank: int, module: TokenModule, batches: list[Any], **options: Any) -> None:
+    trainer(2, **options).fit(module, loader(batches))
+
+
+class Raises(TokenModule):
+    def __init__(self, rank: int, at: int) -> None:
+        super().__init__("items")
+        self.failing, self.at = rank == 1, at
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.failing and len(self.seen) == self.at:
+            raise ValueError("no such token")
+        return super().training_step(batch, batch_idx)
+
+
+def _raises(rank: int, at: int) -> None:
+    fit(rank, Raises(rank, at), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+
+
+@pytest.mark.parametrize("at", [0, 2, 4], ids=["first microbatch", "last microbatch", "second minibatch"])
+def test_a_rank_that_raises_stops_the_others_with_its_error(at):
+    survivor, failed = try_ranks(_raises, at, timeout=SECONDS)
+    assert "ValueError: no such token" in failed.error
+    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too. Its error was:" in survivor.error
+    assert "ValueError: no such token" in survivor.error
+    assert survivor.exitcode == failed.exitcode == 1
+
+
+class Dies(TokenModule):
+    def __init__(self, rank: int) -> None:
+        super().__init__("items")
+        self.dying = rank == 1
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.dying and len(self.seen) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def _dies(rank: int) -> None:
+    fit(rank, Dies(rank), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+
+
+def test_a_killed_rank_stops_the_others():
+    survivor, killed = try_ranks(_dies, timeout=SECONDS)
+    assert killed.exitcode == -signal.SIGKILL
+    assert "PeerFailedError: rank 1 (process " in survivor.error
+    assert "ended without a word (killed, out of memory, or crashed)" in survivor.error
+    assert "rank 1 (process " in survivor.error.rsplit("ended without a word", 1)[1]  # where everybody was
+
+
+class Stalls(TokenModule):
+    def __init__(self, rank: int) -> None:
+        super().__init__("items")
+        self.stalling = rank == 1
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.stalling:
+            time.sleep(4)
+        return super().training_step(batch, batch_idx)
+
+
+def _stalls(rank: int) -> None:
+    fit(rank, Stalls(rank), [Minibatch(token_batches([5]))], timeout=timedelta(seconds=2))
+
+
+def test_a_stalled_rank_is_given_up_at_the_timeout():
+    waiting, stalled = try_ranks(_stalls, timeout=60)
+    assert "WaitTimeoutError: Gave up after 2 s of waiting for rank 1" in waiting.error
+    assert "rank 1 (process " in waiting.error
+    assert "microbatch 1, computing" in waiting.error
+    assert "PeerFailedError: Rank 0 failed" in stalled.error or "WaitTimeoutError" in stalled.error
+
+
+def errors(function: Any, *args: Any, world_size: int = 2) -> list[str]:
+    outcomes: list[Outcome] = try_ranks(function, *args, world_size=world_size, timeout=60)
+    assert all(outcome.exitcode == 1 for outcome in outcomes)
+    return [outcome.error for outcome in outcomes]
+
+
+def _different_models(rank: int) -> None:
+    fit(rank, TokenModule("items", vocab=11 + rank), [Minibatch(token_batches([5]))])
+
+
+def test_different_models_are_found_at_setup():
+    for message in errors(_different_models):
+        assert "DisagreementError: The ranks built different models. The first difference" in message
+        assert "net.embed.weight: shape [11, 7]" in message
+        assert "net.embed.weight: shape [12, 7]" in message
+
+
+def _different_plans(rank: int) -> None:
+    fit(rank, TokenModule("items"), [Minibatch(token_batches([5]), plan=f"seed {rank}")])
+
+
+def test_different_plans_are_found_at_the_first_minibatch():
+    for message in errors(_different_plans):
+        assert "Rank 1 follows another minibatch plan than rank 0: ['seed 1'] against ['seed 0']" in message
+
+
+def _different_kinds(rank: int) -> None:
+    batches = token_batches([5])
+    fit(rank, TokenModule(), [Minibatch(batches)] if rank else batches)
+
+
+def test_a_minibatch_here_and_a_plain_batch_there():
+    for message in errors(_different_kinds):
+        assert "Rank 0 trained on plain batches, rank 1 on Minibatches" in message
+
+
+def _different_steps(rank: int) -> None:
+    fit(rank, TokenModule("items"), [Minibatch(token_batches([5])) for _ in range(2 + rank)])
+
+
+def test_different_numbers_of_steps_are_found_before_the_first():
+    for message in errors(_different_steps):
+        assert "DisagreementError: The ranks have [2, 3] training batches per epoch (by rank)." in message
+
+
+def _uneven(rank: int, communication: str) -> None:
+    batches = token_batches([5, 9, 4])
+    fit(rank, TokenModule("items"), [Minibatch(batches[: 2 + rank])], communication=communication)
+
+
+@pytest.mark.parametrize("communication", ["collective", "lockstep"])
+def test_unequal_counts_are_refused_where_ranks_wait_at_every_unit(communication):
+    for message in errors(_uneven, communication):
+        assert f'ValueError: communication="{communication}"' in message
+        assert "this minibatch has [2, 3] (by rank)" in message
+        assert 'ODCStrategy(communication="on_demand")' in message
+
+
+def _no_memory(rank: int) -> None:
+    shared_memory.available_memory = lambda: 4096  # type: ignore[assignment]
+    fit(rank, TokenModule("items"), [Minibatch(token_batches([5]))])
+
+
+def test_windows_that_do_not_fit_in_memory():
+    for message in errors(_no_memory):
+        assert "WindowError: Rank 0 could not share memory with its peers: the windows need" in message
+
+
+SCRIPT = """
+import sys
+import torch
+from tests.test_failures import Raises
+from tests.modules import loader, token_batches, trainer
+from lightning_odc import Minibatch
+
+if __name__ == "__main__":
+    t = trainer(2)
+    t.fit(Raises(t.global_rank, 4), loader([Minibatch(token_batches([5, 9, 4])) for _ in range(4)]))
+"""
+
+
+def test_lightnings_own_launcher_ends_and_leaves_no_process(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parent.parent
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(root)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert "ValueError: no such token" in run.stderr
+    assert not [line for line in _command_lines() if str(script) in line]
+
+
+def _command_lines() -> list[str]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return lines

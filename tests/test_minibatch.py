@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_odc import Minibatch
+
+
+def test_it_is_a_sequence_of_microbatches():
+    share = Minibatch(iter(["a", "b"]), weights=[3, 5], plan="p")
+    assert len(share) == 2
+    assert list(share) == ["a", "b"]
+    assert share[1] == "b"
+    assert list(share.weighted()) == [("a", 3.0), ("b", 5.0)]
+    assert repr(share) == "Minibatch(2 microbatches, weights=[3.0, 5.0])"
+
+
+def test_it_may_be_empty():
+    assert list(Minibatch([])) == list(Minibatch([]).weighted()) == []
+    assert list(Minibatch(["a"]).weighted()) == [("a", 1.0)]
+
+
+def test_map_keeps_weights_and_plan():
+    share = Minibatch([1, 2], weights=[1, 2], plan="p").map(lambda x: x * 10)
+    assert (share.microbatches, share.weights, share.plan) == ([10, 20], [1.0, 2.0], "p")
+
+
+def test_lightnings_collection_helpers_keep_weights_and_plan():
+    share = Minibatch([{"x": torch.ones(2)}, {"x": torch.zeros(2)}], weights=[1, 2], plan="p")
+    halved = apply_to_collection(share, torch.Tensor, torch.Tensor.half)
+    assert isinstance(halved, Minibatch)
+    assert [batch["x"].dtype for batch in halved] == [torch.float16] * 2
+    assert (halved.weights, halved.plan) == ([1.0, 2.0], "p")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([1, 2], [1]), ValueError, "got 2 microbatches but 1 weights; give one weight per microbatch"),
+        (([1], [-1]), ValueError, "weight of microbatch 0 is -1.0"),
+        (([1], [float("nan")]), ValueError, "weight of microbatch 0 is nan"),
+        (([1], [float("inf")]), ValueError, "must be finite"),
+        (([Minibatch([])],), TypeError, "cannot be a Minibatch itself"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Minibatch(*arguments)
+
+
+def test_use_as_a_plain_batch_teaches_the_strategy():
+    share = Minibatch([torch.ones(1)])
+    for use in (lambda: share["input_ids"], lambda: share.to("cpu")):
+        with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):
+            use()
