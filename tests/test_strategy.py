@@ -446,5 +446,5 @@ def test_a_resumed_run_is_bit_equal(tmp_path, kind):
 
 def test_a_full_checkpoint_is_an_ordinary_one(tmp_path):
     straight, _ = run_ranks(_save_and_resume, str(tmp_path), "full")[0]
-    module = TokenModule.load_from_checkpoint(tmp_path / "one.ckpt", returns="items", weights_only=False)
+    module = TokenModule.load_from_checkpoint(tmp_path / "one.ckpt", returns="items")
     assert set(full_parameters(module)) == set(straight)

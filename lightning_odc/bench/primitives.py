@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_odc.bench.processes import run_ranks
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol
@@ -131,38 +129,14 @@ def _quartiles(values: list[float]) -> list[float]:
     return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 
-def _rank_main(
-    sender: Connection, rank: int, world_size: int, store: str, sizes: list[int], rounds: int
-) -> None:
-    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    sender.send([time_unit(rank, world_size, size, rounds) for size in sizes])
-    dist.barrier()
-    dist.destroy_process_group()
+def time_units(rank: int, world_size: int, sizes: list[int], rounds: int) -> list[dict[str, list[float]]]:
+    """`time_unit` for several sizes, on one rank."""
+    return [time_unit(rank, world_size, size, rounds) for size in sizes]
 
 
-def run(world_size: int, mib: list[int], rounds: int, scratch: Path) -> list[dict[str, Any]]:
+def run(world_size: int, mib: list[int], rounds: int) -> list[dict[str, Any]]:
     """Start the ranks, time every size, return one summary per size."""
-    context = multiprocessing.get_context("spawn")
-    store = scratch / f"store-{os.getpid()}-{world_size}"
-    pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        arguments = (sender, rank, world_size, str(store), [size * MIB for size in mib], rounds)
-        process = context.Process(target=_rank_main, args=arguments, daemon=True)
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    try:
-        by_rank = [pipe.recv() for pipe in pipes]
-    except EOFError:
-        raise SystemExit("A rank ended early; its error is above.") from None
-    finally:
-        for process in processes:
-            process.join(30)
-            process.kill()
-        store.unlink(missing_ok=True)
+    by_rank = run_ranks(time_units, world_size, [size * MIB for size in mib], rounds)
     return [
         {"ranks": world_size, "mib": size, **summarize([times[index] for times in by_rank])}
         for index, size in enumerate(mib)
@@ -171,18 +145,13 @@ def run(world_size: int, mib: list[int], rounds: int, scratch: Path) -> list[dic
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m lightning_odc.bench.primitives``."""
-    import tempfile
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64], help="sizes of a unit in MiB")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as scratch:
-        results = [
-            r for ranks in options.ranks for r in run(ranks, options.mib, options.rounds, Path(scratch))
-        ]
+    results = [result for ranks in options.ranks for result in run(ranks, options.mib, options.rounds)]
     print(table(results))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
