@@ -9,6 +9,7 @@ from lightning_odc.demo.result import (
     Repetition,
     loss_disagreement,
     quartiles,
+    speedup_undisturbed,
     speedups,
     speedups_by_repetition,
     summarise,
@@ -92,6 +93,17 @@ def test_speedups_are_relative_to_collectives() -> None:
     assert speedups(runs) == pytest.approx({"collective": 1.0, "on_demand": 12 / 7})
     assert speedups_by_repetition(repetitions) == pytest.approx([2.0, 1.5])
     assert speedups({"on_demand": runs["on_demand"]}) == {}
+
+
+def test_the_undisturbed_speedup_takes_each_minibatch_at_its_fastest() -> None:
+    repetitions = [
+        repetition("collective", [9.0, 2.0, 8.0]),
+        repetition("on_demand", [9.0, 1.0, 9.0]),
+        repetition("collective", [9.0, 7.0, 4.0]),
+        repetition("on_demand", [9.0, 6.0, 2.0]),
+    ]
+    assert speedup_undisturbed(repetitions) == pytest.approx(6.0 / 3.0)
+    assert speedup_undisturbed(repetitions[::2]) is None
 
 
 def test_disagreement_is_the_largest_over_minibatches_modes_and_repetitions() -> None:

@@ -23,6 +23,7 @@ from lightning_odc.demo.result import (
     Repetition,
     RunSummary,
     loss_disagreement,
+    speedup_undisturbed,
     speedups,
     speedups_by_repetition,
     summarise,
@@ -112,7 +113,7 @@ class Outcome:
             listed = ", ".join(f"x{pair:.2f}" for pair in pairs)
             uneven = max(pairs) / min(pairs) > 1 + SPREAD
             console.print(
-                f"speed-up by repetition: {listed}"
+                f"speed-up by repetition: {listed}; undisturbed: x{speedup_undisturbed(self.repetitions):.2f}"
                 + (" [yellow](they differ: was the machine busy?)" if uneven else "")
             )
         console.print(f"files: {self.options.output}/result.json, lengths.png, minibatches.png")
@@ -134,6 +135,7 @@ class Outcome:
             "speedup": gains.get("on_demand"),
             "speedups": gains,
             "speedup_by_repetition": speedups_by_repetition(self.repetitions),
+            "speedup_undisturbed": speedup_undisturbed(self.repetitions),
             "loss_disagreement": loss_disagreement(self.repetitions),
             "loss_tolerance": LOSS_TOLERANCE[self.options.precision],
             "config": asdict(self.options) | {"output": str(self.options.output)},

@@ -55,7 +55,7 @@ def minibatches_picture(runs: Mapping[str, RunSummary], minibatches: int) -> Fig
     axes.set_xlabel("minibatch (the same samples under every mode)")
     axes.set_ylabel("seconds")
     axes.set_title("time per minibatch: bar, median; dots, repetitions", fontsize=11, pad=12)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=len(runs))
     _plain(axes)
     return figure
 

@@ -160,6 +160,23 @@ def speedups_by_repetition(
     return [slow / fast for fast, slow in zip(times[mode], times[baseline], strict=False)]
 
 
+def speedup_undisturbed(
+    repetitions: Sequence[Repetition], mode: str = "on_demand", baseline: str = "collective"
+) -> float | None:
+    """The speed-up if every minibatch had taken what it took in its fastest repetition, or None.
+
+    Whatever else runs on the machine only adds time, so the fastest repetition is the least disturbed one.
+    """
+    times = {
+        name: [repetition.seconds for repetition in repetitions if repetition.mode == name]
+        for name in (mode, baseline)
+    }
+    if not all(times.values()):
+        return None
+    fast, slow = (sum(map(min, zip(*times[name], strict=True))) for name in (mode, baseline))
+    return slow / fast
+
+
 def loss_disagreement(repetitions: Sequence[Repetition]) -> float:
     """Largest relative difference between the losses of a minibatch in any two repetitions, of any modes."""
     of_minibatches = zip(*(repetition.losses for repetition in repetitions), strict=True)
