@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 
@@ -83,8 +84,11 @@ def other_strategy_registry() -> Any | None:
     """
     if importlib.util.find_spec("pytorch_lightning") is None:
         return None
+    log = rank_zero.log  # which the import would turn to its own logger, for everybody
     try:
         from pytorch_lightning.strategies import StrategyRegistry
     except Exception:
         return None  # a broken or foreign installation is none of our business
+    finally:
+        rank_zero.log = log
     return StrategyRegistry

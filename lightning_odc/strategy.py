@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -191,7 +192,13 @@ class ODCStrategy(FSDPStrategy):
 
     def setup_environment(self) -> None:
         self._check_devices()
+        self._share_cores()
         super().setup_environment()
+
+    def _share_cores(self) -> None:
+        """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
+        if self._device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(len(os.sched_getaffinity(0)) // self.num_processes, 1))
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None

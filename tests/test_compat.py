@@ -61,7 +61,10 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group
 import sys
 modules = dict(sys.modules)
 ours = {name: dict(vars(module)) for name, module in modules.items() if name.startswith(("torch.", "lightning."))}
+import lightning_utilities.core.rank_zero
+log = lightning_utilities.core.rank_zero.log
 import lightning_odc
+assert lightning_utilities.core.rank_zero.log is log
 heavy = {"transformers", "matplotlib", "rich", "ortools", "triton", "IPython"} & (sys.modules.keys() - modules.keys())
 assert not heavy, heavy
 changed = [f"{name}.{key}" for name, old in ours.items() for key, value in old.items()

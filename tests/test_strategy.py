@@ -5,6 +5,7 @@ The tolerance of parity is derived in ``test_parity.py``.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -448,3 +449,14 @@ def test_a_full_checkpoint_is_an_ordinary_one(tmp_path):
     straight, _ = run_ranks(_save_and_resume, str(tmp_path), "full")[0]
     module = TokenModule.load_from_checkpoint(tmp_path / "one.ckpt", returns="items")
     assert set(full_parameters(module)) == set(straight)
+
+
+def _threads(rank: int) -> int:
+    torch.set_num_threads(7)
+    trainer(2).fit(TokenModule(), loader(plain_batches(rank)[:1]))
+    return torch.get_num_threads()
+
+
+def test_cpu_ranks_share_the_cores():
+    share = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert run_ranks(_threads) == [share, share]
