@@ -438,7 +438,13 @@ class ODCStrategy(FSDPStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        return batch.map(move) if isinstance(batch, Minibatch) else move(batch)
+        if not isinstance(batch, Minibatch):
+            return move(batch)
+        moved = batch.map(move)
+        if moved.all_shares is not None:
+            convert = self.precision_plugin.convert_input
+            moved.all_shares = moved.all_shares.map(lambda microbatch: move(convert(microbatch)))
+        return moved
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over ranks as Lightning does, but the mean of integers is not rounded down.

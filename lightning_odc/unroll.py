@@ -5,7 +5,8 @@ Note [The last backward belongs to Lightning]
 Lightning calls ``training_step`` once per batch, then ``zero_grad``, then ``backward`` once. For a minibatch the
 strategy runs all microbatches inside that one ``training_step`` call and backpropagates all but the last itself; the
 last one's loss is returned with its graph. It is returned *with the value* of the whole share, so that progress
-bars, ``on_train_batch_end`` and loggers see the minibatch. A share without microbatches returns a zero.
+bars, ``on_train_batch_end`` and loggers see the minibatch. A share without microbatches returns a zero, and so does
+one whose ranks help each other: there, no backward pass is left for later.
 """
 
 from __future__ import annotations
@@ -107,18 +108,21 @@ def run_share(
     engine.begin_minibatch(len(minibatch), minibatch.plan)
     totals = _Totals()
     pending: Tensor | None = None
-    for index, (microbatch, weight) in enumerate(minibatch.weighted()):
+    helping = minibatch.all_shares is not None
+    for microbatch, weight in engine.tasks(minibatch):
         if pending is not None:
             backward(pending / normalize)
-        engine.begin_microbatch(index)
+        pending = None
         item = contribution(step(microbatch), weight)
         logbook.weigh(weight if item is None else item.weight)
         if item is None:
-            pending = None
             continue
         engine.ledger.add(item.weight / normalize)
         totals.add(item)
         pending = item.loss
+        if helping:  # a rank may take over work only when its own is done: no backward pass is left for later
+            backward(pending / normalize)
+            pending = None
     value = totals.mean(device)
     if pending is None:
         pending = torch.zeros((), device=device, requires_grad=True)

@@ -124,6 +124,18 @@ class Interleaved(Transport):
         self._step()
         self.inner.store(word, value)
 
+    @property
+    def claim_lock(self) -> int:
+        return self.inner.claim_lock
+
+    def load_claim(self, owner: int) -> int:
+        self._step()
+        return self.inner.load_claim(owner)
+
+    def store_claim(self, owner: int, value: int) -> None:
+        self._step()
+        self.inner.store_claim(owner, value)
+
     def post(self, box: int, message: bytes) -> None:
         self._step()
         self.inner.post(box, message)

@@ -18,6 +18,30 @@ _TEACH = (
 )
 
 
+class AllShares:
+    """What all ranks are planned to do in one minibatch, so that they can help each other.
+
+    (Not a dataclass: Lightning's collection helpers would look for tensors inside.)
+
+    Args:
+        costs: by rank, the planned cost of every microbatch, in any unit.
+        weights: by rank, the weight of every microbatch.
+        fetch: makes a microbatch of a rank, by its number, just as that rank's loader would.
+    """
+
+    def __init__(
+        self, costs: list[list[float]], weights: list[list[float]], fetch: Callable[[int, int], Any]
+    ) -> None:
+        self.costs = costs
+        self.weights = weights
+        self.fetch = fetch
+
+    def map(self, function: Callable[[Any], Any]) -> AllShares:
+        """The same, with ``function`` applied to every microbatch that is fetched."""
+        fetch = self.fetch
+        return AllShares(self.costs, self.weights, lambda rank, number: function(fetch(rank, number)))
+
+
 @dataclass(init=False, repr=False, eq=False)
 class Minibatch:
     """What one rank does for one optimizer step: 0 to k microbatches, each a batch as ``training_step`` expects it.
@@ -35,6 +59,9 @@ class Minibatch:
         plan: any text that is equal on all ranks when they follow the same plan (seed, epoch and step, say). It is
             compared at the end of the step, so that ranks that drifted apart are found out.
 
+    Attributes:
+        all_shares: set by a loader that balances by stealing; lets a rank that has run dry run microbatches of others.
+
     Raises:
         ValueError: if there are not as many weights as microbatches, or a weight is negative or not finite.
     """
@@ -42,6 +69,7 @@ class Minibatch:
     microbatches: list[Any]
     weights: list[float] | None
     plan: str | None
+    all_shares: AllShares | None
 
     def __init__(
         self, microbatches: Iterable[Any], weights: Iterable[float] | None = None, plan: str | None = None
@@ -49,6 +77,7 @@ class Minibatch:
         self.microbatches = list(microbatches)
         self.weights = None if weights is None else [float(weight) for weight in weights]
         self.plan = plan
+        self.all_shares = None
         self._check()
 
     def _check(self) -> None:
@@ -90,7 +119,11 @@ class Minibatch:
 
     def map(self, function: Callable[[Any], Any]) -> Minibatch:
         """A new ``Minibatch`` with ``function`` applied to every microbatch."""
-        return Minibatch([function(microbatch) for microbatch in self.microbatches], self.weights, self.plan)
+        mapped = Minibatch(
+            [function(microbatch) for microbatch in self.microbatches], self.weights, self.plan
+        )
+        mapped.all_shares = self.all_shares
+        return mapped
 
     def pin_memory(self) -> Minibatch:
         """Called by ``DataLoader(pin_memory=True)``."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.protocol import Record
 from lightning_odc.errors import DisagreementError
 
@@ -126,6 +127,12 @@ class Engine(ABC):
     @abstractmethod
     def begin_microbatch(self, index: int) -> None:
         """For reports."""
+
+    def tasks(self, share: Minibatch) -> Iterator[tuple[Any, float]]:
+        """The microbatches for this rank to run, with their weights; ends when there is nothing left to do."""
+        for index, task in enumerate(share.weighted()):
+            self.begin_microbatch(index)
+            yield task
 
     @abstractmethod
     @contextmanager

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine, Traffic, denominator
 from lightning_odc.engine.comm import AccumulateComm, GatherComm, StockGather, StockReduceScatter, set_comms
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
 from lightning_odc.errors import DisagreementError, StaleShardError
@@ -22,6 +24,9 @@ from lightning_odc.errors import DisagreementError, StaleShardError
 
 class OnDemandEngine(Engine):
     """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators.
+
+    Attributes:
+        stolen: microbatches of other ranks that this rank has run so far.
 
     Args:
         make_transport: makes a fresh, unopened transport.
@@ -54,6 +59,8 @@ class OnDemandEngine(Engine):
         self._trainable: list[bool] = []
         self._hooks: list[RemovableHandle] = []
         self._protocol: Protocol | None = None
+        self._queues_opened = 0
+        self.stolen = 0
 
     @property
     def protocol(self) -> Protocol:
@@ -158,6 +165,17 @@ class OnDemandEngine(Engine):
 
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
+
+    def tasks(self, share: Minibatch) -> Iterator[tuple[Any, float]]:
+        if share.all_shares is None or self._lockstep or self.world_size == 1:
+            yield from super().tasks(share)
+            return
+        self._queues_opened += 1
+        work = Stealing(self.protocol, self._queues_opened, share, share.all_shares)
+        for index, task in enumerate(work):
+            self.begin_microbatch(index)
+            yield task
+        self.stolen += work.stolen
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -62,7 +62,8 @@ class Word(IntEnum):
     ACTIVITY = 4  # for reports: an Activity, plus its unit times the number of activities
     MICROBATCH = 5  # for reports: microbatches begun in this minibatch
     SINCE = 6  # for reports: monotonic nanoseconds when the activity began
-    COUNT = 7
+    RATE = 7  # measured seconds per planned cost, as the bits of a float: for stealing
+    COUNT = 8
 
 
 class State(IntEnum):

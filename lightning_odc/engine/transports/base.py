@@ -6,6 +6,7 @@ accumulators; its **control plane** holds 64-bit words and mailboxes. The rules 
 - a control word or mailbox is written by its owner only, and read by everybody;
 - a published shard is written by its owner only, and read by everybody;
 - an accumulator is added to by everybody, under the lock of its (owner, unit) unless each source has its own;
+- the claim word of an owner is written by everybody, under the owner's claim lock;
 - what a rank wrote before `Transport.store` is visible to whoever `Transport.load`-s the stored value.
 
 When a shard may be read or written is not decided here: see the Notes in ``lightning_odc/engine/protocol.py``.
@@ -79,7 +80,7 @@ class WindowSpec:
         return 8 + self.mailbox_bytes
 
     def mailbox_offset(self, box: int) -> int:
-        return self.words * 8 + box * self.mailbox_stride
+        return (self.words + 1) * 8 + box * self.mailbox_stride  # one word more: the claim word
 
     @property
     def control_bytes(self) -> int:
@@ -161,6 +162,11 @@ class Transport(ABC):
     def unlock(self, owner: int, unit: int) -> None:
         """Give the accumulator lock back."""
 
+    @property
+    @abstractmethod
+    def claim_lock(self) -> int:
+        """The number to `try_lock` instead of a unit's to change an owner's claim word."""
+
     def read(self, owner: int, unit: int, out: Tensor) -> None:
         """Copy ``owner``'s published shard into ``out`` (same numel and dtype)."""
         out.copy_(self.shard(owner, unit))
@@ -181,6 +187,14 @@ class Transport(ABC):
     @abstractmethod
     def store(self, word: int, value: int) -> None:
         """Write an own control word, after everything this rank wrote before."""
+
+    @abstractmethod
+    def load_claim(self, owner: int) -> int:
+        """Read the claim word of ``owner``, with the ordering of `load`."""
+
+    @abstractmethod
+    def store_claim(self, owner: int, value: int) -> None:
+        """Write the claim word of ``owner``; the caller holds its claim lock."""
 
     @abstractmethod
     def post(self, box: int, message: bytes) -> None:

@@ -140,6 +140,17 @@ class SharedMemoryTransport(Transport):
         self._order_memory()
         self._regions[self.rank].words[word] = value
 
+    @property
+    def claim_lock(self) -> int:
+        return len(self._spec.units)
+
+    def load_claim(self, owner: int) -> int:
+        return self.load(owner, self._spec.words)
+
+    def store_claim(self, owner: int, value: int) -> None:
+        self._order_memory()
+        self._regions[owner].words[self._spec.words] = value
+
     def post(self, box: int, message: bytes) -> None:
         check_message(self._spec, message)
         start = _HEADER_BYTES + self._spec.mailbox_offset(box)
@@ -199,7 +210,7 @@ class _Region:
         self.bytes[: _HEADER.size] = _HEADER.pack(secret, rank, len(self.bytes))
 
     def map_units(self, spec: WindowSpec) -> None:
-        self.words = self.bytes[_HEADER_BYTES : _HEADER_BYTES + spec.words * 8].cast("q")
+        self.words = self.bytes[_HEADER_BYTES : _HEADER_BYTES + (spec.words + 1) * 8].cast("q")
         memory = torch.frombuffer(self.bytes, dtype=torch.uint8)[_HEADER_BYTES:]
         for index, (unit, shard, grad) in enumerate(
             zip(spec.units, spec.shard_offsets(), spec.grad_offsets(), strict=True)

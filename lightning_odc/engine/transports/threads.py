@@ -47,7 +47,8 @@ class _ThreadWindow:
         self.accumulators = [
             [torch.zeros(u.grad_numel, dtype=u.grad_dtype) for _ in range(spec.sources)] for u in spec.units
         ]
-        self.locks = [threading.Lock() for _ in spec.units]
+        self.locks = [threading.Lock() for _ in range(len(spec.units) + 1)]
+        self.claim = 0
 
 
 class ThreadTransport(Transport):
@@ -84,6 +85,16 @@ class ThreadTransport(Transport):
 
     def store(self, word: int, value: int) -> None:
         self._hub.windows[self.rank].words[word] = value
+
+    @property
+    def claim_lock(self) -> int:
+        return len(self._spec.units)
+
+    def load_claim(self, owner: int) -> int:
+        return self._hub.windows[owner].claim
+
+    def store_claim(self, owner: int, value: int) -> None:
+        self._hub.windows[owner].claim = value
 
     def post(self, box: int, message: bytes) -> None:
         check_message(self._spec, message)

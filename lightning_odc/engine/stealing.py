@@ -1,0 +1,232 @@
+"""Work stealing inside a minibatch: a rank that has run dry runs microbatches that a loaded peer has not begun.
+
+Note [Every microbatch runs exactly once]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every rank's share is a queue: its owner takes from the front, thieves take from the back. Front and back stand in one
+word of the owner's window, which is changed under one lock, so no microbatch is taken twice; and the owner comes to the
+meeting only when its queue is empty, so none is left. The word also holds the number of the minibatch, so a thief sees
+when an owner has not begun this one, or has gone on (ranks may be apart by the minibatches of one optimizer step).
+Where a microbatch runs changes neither its weight nor its data, so the gradient is that of the plan (Note [Who
+divides]).
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_odc.data.minibatch import AllShares, Minibatch
+from lightning_odc.engine.protocol import Protocol, Word
+from lightning_odc.engine.waiting import Cause
+
+_BITS = 12
+_MASK = (1 << _BITS) - 1
+
+#: A steal must shorten the victim's remaining time by at least this share, or it does not pay.
+_LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A share at one moment: microbatches ``front`` to ``back - 1`` are not begun."""
+
+    front: int
+    back: int
+
+
+_Change = Callable[[Queue], tuple[int | None, Queue]]
+
+
+class WorkQueues:
+    """All ranks' queues of the current minibatch.
+
+    Args:
+        protocol: of this rank.
+        number: of the minibatch, counted from 1 on every rank.
+        costs: by rank, the planned cost of every microbatch, in any unit.
+
+    Raises:
+        ValueError: a share has more microbatches than a queue can count.
+    """
+
+    def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
+        if max(len(share) for share in costs) > _MASK:
+            raise ValueError(f"Stealing works with up to {_MASK} microbatches per rank; use larger ones.")
+        self._protocol = protocol
+        self._transport = protocol.transport
+        self._number = number
+        self._costs = costs
+        self._rank = protocol.transport.rank
+        self._write(self._rank, Queue(0, len(costs[self._rank])))
+
+    def take(self) -> int | None:
+        """The next microbatch of the own share, if one is left."""
+
+        def first(queue: Queue) -> tuple[int | None, Queue]:
+            if queue.front >= queue.back:
+                return None, queue
+            return queue.front, Queue(queue.front + 1, queue.back)
+
+        return self._change(self._rank, first)
+
+    def steal(self) -> tuple[int, int] | None:
+        """Rank and number of a microbatch that is better run here, if there is one."""
+        self._await_all_open()
+        while (victim := self._most_loaded()) is not None:
+            stolen = self._change(victim, self._last_if_it_pays(victim))
+            if stolen is not None:
+                return victim, stolen
+            if not self._pays(victim, self._read(victim)):
+                return None
+        return None
+
+    def report_rate(self, seconds_per_cost: float) -> None:
+        """Tell the peers how fast this rank works, so that they know whether stealing pays."""
+        self._transport.store(Word.RATE, _to_bits(seconds_per_cost))
+
+    # -- whether it pays ----------------------------------------------------------------------------------
+
+    def _most_loaded(self) -> int | None:
+        candidates = [
+            (self._remaining(peer, queue), peer)
+            for peer in range(len(self._costs))
+            if peer != self._rank and self._pays(peer, queue := self._read(peer))
+        ]
+        return max(candidates)[1] if candidates else None
+
+    def _pays(self, victim: int, queue: Queue) -> bool:
+        """Whether this rank would finish the victim's last microbatch before the victim finished everything."""
+        if queue.front >= queue.back:
+            return False
+        here = self._costs[victim][queue.back - 1] * self._rate(self._rank)
+        return here < self._remaining(victim, queue) * (1 - _LEAST_GAIN)
+
+    def _remaining(self, rank: int, queue: Queue) -> float:
+        """Seconds until a rank has run its queue; of the microbatch under way half is taken as done."""
+        costs = self._costs[rank]
+        under_way = costs[queue.front - 1] / 2 if queue.front else 0.0
+        return (under_way + sum(costs[queue.front : queue.back])) * self._rate(rank)
+
+    def _rate(self, rank: int) -> float:
+        """Measured seconds per cost; ranks that have measured nothing yet count as average."""
+        load = self._transport.load
+        rates = [_from_bits(load(peer, Word.RATE)) for peer in range(len(self._costs))]
+        known = [rate for rate in rates if rate > 0]
+        return rates[rank] or (sum(known) / len(known) if known else 1.0)
+
+    # -- the queues ---------------------------------------------------------------------------------------
+
+    def _last_if_it_pays(self, victim: int) -> _Change:
+        def last(queue: Queue) -> tuple[int | None, Queue]:
+            if not self._pays(victim, queue):
+                return None, queue
+            return queue.back - 1, Queue(queue.front, queue.back - 1)
+
+        return last
+
+    def _change(self, owner: int, change: _Change) -> int | None:
+        """Change a queue under its lock; ``change`` returns what was taken and the new queue."""
+        transport, lock = self._transport, self._transport.claim_lock
+        self._protocol.waiter.until(
+            lambda: transport.try_lock(owner, lock),
+            Cause.LOCK,
+            lambda: f"waiting to look at the queue of {transport.describe(owner)}",
+        )
+        try:
+            taken, queue = change(self._read(owner))
+            if (
+                taken is not None
+            ):  # else the queue may be that of another minibatch, which is not ours to touch
+                self._write(owner, queue)
+        finally:
+            transport.unlock(owner, lock)
+        return taken
+
+    def _read(self, owner: int) -> Queue:
+        word = self._transport.load_claim(owner)
+        if word >> (2 * _BITS) != self._number:
+            return Queue(0, 0)
+        return Queue(word >> _BITS & _MASK, word & _MASK)
+
+    def _write(self, owner: int, queue: Queue) -> None:
+        self._transport.store_claim(owner, self._number << (2 * _BITS) | queue.front << _BITS | queue.back)
+
+    def _await_all_open(self) -> None:
+        """A peer that has not begun this minibatch has a queue yet to show; there is nothing else to do meanwhile."""
+        transport = self._transport
+
+        def await_open(peer: int) -> None:
+            self._protocol.waiter.until(
+                lambda: transport.load_claim(peer) >> (2 * _BITS) >= self._number,
+                Cause.SETTLE,
+                lambda: f"waiting for {transport.describe(peer)} to begin the minibatch",
+            )
+
+        for peer in range(len(self._costs)):
+            await_open(peer)
+
+
+class Stealing:
+    """Iterates over the microbatches that this rank runs: its own, then those of loaded peers.
+
+    Args:
+        protocol: of this rank.
+        number: of the minibatch, counted from 1 on every rank.
+        share: this rank's share.
+        everybody: all ranks' shares.
+
+    Attributes:
+        stolen: microbatches of peers that were handed out so far.
+    """
+
+    def __init__(self, protocol: Protocol, number: int, share: Minibatch, everybody: AllShares) -> None:
+        self.stolen = 0
+        self._share = share
+        self._everybody = everybody
+        self._rank = protocol.transport.rank
+        self._queues = WorkQueues(protocol, number, everybody.costs)
+        self._clock = _Clock(protocol)
+
+    def __iter__(self) -> Iterator[tuple[Any, float]]:
+        while (own := self._queues.take()) is not None:
+            yield from self._timed(self._rank, own, self._share[own])
+        while (found := self._queues.steal()) is not None:
+            victim, number = found
+            self.stolen += 1
+            yield from self._timed(victim, number, self._everybody.fetch(victim, number))
+
+    def _timed(self, rank: int, number: int, microbatch: Any) -> Iterator[tuple[Any, float]]:
+        """Hand out a microbatch and learn from how long it takes until the next one is asked for."""
+        self._clock.start()
+        yield microbatch, self._everybody.weights[rank][number]
+        self._queues.report_rate(self._clock.stop(self._everybody.costs[rank][number]))
+
+
+class _Clock:
+    """Seconds of own work per planned cost, over the microbatches of this minibatch."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self._waiter = protocol.waiter
+        self._seconds = self._cost = self._begin = 0.0
+
+    def start(self) -> None:
+        self._begin = self._now()
+
+    def stop(self, cost: float) -> float:
+        self._seconds += self._now() - self._begin
+        self._cost += cost
+        return self._seconds / self._cost if self._cost else 0.0
+
+    def _now(self) -> float:
+        return time.monotonic() - sum(self._waiter.seconds.values())
+
+
+def _to_bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
+
+
+def _from_bits(bits: int) -> float:
+    return float(struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0])
