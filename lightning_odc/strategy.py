@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -312,21 +313,26 @@ class ODCStrategy(FSDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        with self.engine.backward():
+        with self.engine.backward(), self.engine.traced("backward"):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         totals: list[dict[str, Any]] = []
+        settled = 0
 
         def closure_then_settle() -> Any:
+            nonlocal settled
             result = closure()
             by_rank = self.engine.settle(self._logbook.take())
             totals.extend(merge(by_rank, own=self.global_rank))
+            settled = time.monotonic_ns()
             return result
 
         output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
+        if self.engine.tracer is not None and settled:
+            self.engine.tracer.record("optimizer", settled)
         self.engine.publish()
         self._log(totals, "training_step")
         return output
@@ -431,7 +437,7 @@ class ODCStrategy(FSDPStrategy):
         """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
         assert self.model is not None
         assert self.lightning_module is not None
-        with context():
+        with context(), self.engine.traced("forward", step=name):
             return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
     # -- values -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.protocol import Record
+from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.errors import DisagreementError
 
 _PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
@@ -97,15 +98,19 @@ class Traffic:
     bytes_added: int = 0
 
 
-class Engine(ABC):
+class Engine(Traced, ABC):
     """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`.
 
     Attributes:
         ledger: the weights of the current optimizer step.
+        note: something JSON-serialisable to tell the other ranks at the next settle, at no cost of its own.
+        notes: what all ranks told at the last settle, in rank order; empty where settling does not communicate.
     """
 
     def __init__(self) -> None:
         self.ledger = Ledger()
+        self.note: Any = None
+        self.notes: list[Any] = []
         self._seconds: dict[str, float] = {"settle_and_publish": 0.0}
 
     @property
@@ -169,6 +174,10 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the model back to stock communication and release everything. Idempotent."""
+
+    def listen(self, tracer: Tracer | None) -> None:
+        """Let somebody trace what this rank does, or nobody."""
+        self.tracer = tracer
 
     def peer_failures(self) -> dict[int, str]:
         """What failed peers said."""

@@ -73,11 +73,13 @@ class CollectiveEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
-        with self._timed():
+        with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
+            self.notes = []
             if not ledger.is_weighted:
                 return [logs] * self._world_size
-            records = self.exchange("optimizer step", {**ledger.record(), "logs": logs})
+            records = self.exchange("optimizer step", {**ledger.record(), "logs": logs, "note": self.note})
+            self.notes = [record["note"] for record in records]
             # fully_shard has divided by the world size already.
             scale = self._world_size / denominator(records)
             for parameter, total in self._sums.items():

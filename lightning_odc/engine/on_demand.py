@@ -17,6 +17,7 @@ from lightning_odc.engine.base import Engine, Traffic, denominator
 from lightning_odc.engine.comm import AccumulateComm, GatherComm, StockGather, StockReduceScatter, set_comms
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import Stealing
+from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
 from lightning_odc.errors import DisagreementError, StaleShardError
@@ -183,16 +184,13 @@ class OnDemandEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
-        with self._timed():
+        with self._timed(), self.traced("settle"):
             self._reshard()
             used = [flag for unit in self._units for flag in unit.take_used()]
-            record = {
-                "kind": "optimizer step",
-                **self._take_ledger().record(),
-                "used": _pack(used),
-                "logs": logs,
-            }
+            record = {"kind": "optimizer step", **self._take_ledger().record()}
+            record |= {"used": _pack(used), "logs": logs, "note": self.note}
             records = self.protocol.meet(record)
+            self.notes = [r["note"] for r in records]
             scale = 1.0 / denominator(records)
             used_anywhere = _unpack([r["used"] for r in records], len(used))
             for unit in self._units:
@@ -202,7 +200,7 @@ class OnDemandEngine(Engine):
         return [r["logs"] for r in records]
 
     def publish(self) -> None:
-        with self._timed():
+        with self._timed(), self.traced("publish"):
             if self._trainable_now() != self._trainable:
                 self._reattach()
                 return
@@ -215,6 +213,10 @@ class OnDemandEngine(Engine):
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return [record["item"] for record in self.protocol.meet({"kind": kind, "item": item})]
+
+    def listen(self, tracer: Tracer | None) -> None:
+        super().listen(tracer)
+        self.protocol.listen(tracer)
 
     def fail(self, message: str) -> None:
         if self._protocol is not None:
@@ -259,6 +261,7 @@ class OnDemandEngine(Engine):
         seconds = old.waiter.seconds
         self.close()
         self.attach(model)
+        self.protocol.listen(self.tracer)
         for cause, value in seconds.items():
             self.protocol.waiter.seconds[cause] += value
 

@@ -36,6 +36,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError, PeerFailedError
@@ -91,7 +92,7 @@ _ACTIVITY_TEXT = {
 }
 
 
-class Protocol:
+class Protocol(Traced):
     """One rank's side of the protocol over any `Transport`.
 
     Args:
@@ -145,6 +146,10 @@ class Protocol:
         """Size of this rank's window."""
         return self._spec.total_bytes
 
+    def listen(self, tracer: Tracer | None) -> None:
+        """Let somebody trace what this rank does, or nobody."""
+        self.tracer = self.waiter.tracer = tracer
+
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
         self.transport.open(self._spec)
@@ -166,7 +171,7 @@ class Protocol:
 
     def gather(self, unit: int, out: Tensor) -> None:
         """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards."""
-        self._begin(Activity.GATHER, unit)
+        begin = self._begin(Activity.GATHER, unit)
         if self._lockstep:
             self._barrier()
         for owner in self._readers_order:
@@ -175,13 +180,15 @@ class Protocol:
         self.reads += len(self._readers_order)
         self.bytes_read += len(self._readers_order) * self._units[unit].shard_bytes
         self._begin(Activity.COMPUTE, unit)
+        if self.tracer is not None:
+            self.tracer.record("read", begin, unit=self._units[unit].name)
 
     def accumulate(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
         """Add row ``p`` of ``chunks`` (shape ``[world_size, numel]``) into rank ``p``'s accumulator of ``unit``.
 
         Starts with its own and goes round; an owner whose lock is taken is passed over and tried again later.
         """
-        self._begin(Activity.ACCUMULATE, unit)
+        begin = self._begin(Activity.ACCUMULATE, unit)
         if self._deterministic:
             self._add_to_own_slots(unit, chunks, segments)
         else:
@@ -191,6 +198,8 @@ class Protocol:
         if self._lockstep:
             self._barrier()
         self._begin(Activity.COMPUTE, unit)
+        if self.tracer is not None:
+            self.tracer.record("add", begin, unit=self._units[unit].name)
 
     def summed(self, unit: int) -> Tensor:
         """The gradients that all ranks added for this rank's shard of ``unit``: 1-D, ``grad_numel`` elements.
@@ -219,6 +228,7 @@ class Protocol:
                 f"waiting to read unit {self._units[unit].name!r} (version {version}) "
                 f"from {self.transport.describe(owner)}"
             ),
+            owner,
         )
         found = load(owner, word)
         if found != version:
@@ -263,6 +273,7 @@ class Protocol:
             free,
             Cause.LOCK,
             lambda: f"waiting to add gradients of unit {self._units[unit].name!r} to {names}",
+            owners[0],
         )
 
     def _barrier(self) -> None:
@@ -273,6 +284,7 @@ class Protocol:
                 lambda peer=peer: self.transport.load(peer, Word.LOCKSTEP) >= self._barriers,  # type: ignore[misc]
                 Cause.LOCKSTEP,
                 lambda peer=peer: f"waiting in lockstep for {self.transport.describe(peer)}",  # type: ignore[misc]
+                peer,
             )
 
     # -- the control plane --------------------------------------------------------------------------------
@@ -386,9 +398,11 @@ class Protocol:
                 "needs the same number of Lightning batches and optimizer steps."
             )
 
-    def _begin(self, activity: Activity, unit: int) -> None:
-        self.transport.store(Word.SINCE, time.monotonic_ns())
+    def _begin(self, activity: Activity, unit: int) -> int:
+        now = time.monotonic_ns()
+        self.transport.store(Word.SINCE, now)
         self.transport.store(Word.ACTIVITY, unit * len(Activity) + activity)
+        return now
 
     def _set_state(self, state: State) -> None:
         try:

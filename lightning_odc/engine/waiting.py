@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
+from lightning_odc.engine.tracing import Traced
 from lightning_odc.errors import WaitTimeoutError
 
 _SPINS = 3
@@ -24,7 +25,7 @@ class Cause(StrEnum):
     LOCKSTEP = "lockstep"
 
 
-class Waiter:
+class Waiter(Traced):
     """Waits for other ranks, and keeps the books.
 
     Args:
@@ -42,8 +43,10 @@ class Waiter:
         self._check = check
         self._report = report
 
-    def until(self, ready: Callable[[], bool], cause: Cause, what: Callable[[], str]) -> float:
-        """Sleep until ``ready()``; returns the seconds waited.
+    def until(
+        self, ready: Callable[[], bool], cause: Cause, what: Callable[[], str], peer: int | None = None
+    ) -> float:
+        """Sleep until ``ready()``, which depends on ``peer``; returns the seconds waited.
 
         Sleeps grow with the time already waited (a sixteenth of it, from 20 to 500 microseconds): a short wait
         ends within microseconds of its cause, a long one costs less than 2 percent of a core.
@@ -53,7 +56,8 @@ class Waiter:
         """
         if ready():
             return 0.0
-        begin = time.monotonic()
+        begin_ns = time.monotonic_ns()
+        begin = begin_ns / 1e9
         next_check = begin + _CHECK_EVERY
         spins = _SPINS
         while not ready():
@@ -69,8 +73,10 @@ class Waiter:
                 time.sleep(0)
             else:
                 time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_SHARE)))
-        waited = time.monotonic() - begin
+        waited = (time.monotonic_ns() - begin_ns) / 1e9
         self.seconds[cause] += waited
+        if self.tracer is not None:
+            self.tracer.record("wait", begin_ns, cause=str(cause), peer=peer)
         return waited
 
     def _check_on_peers(self, ready: Callable[[], bool]) -> None:

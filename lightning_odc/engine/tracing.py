@@ -1,0 +1,76 @@
+"""What this rank did when: spans of work and waiting, in bounded memory, and nothing at all when nobody listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Span(NamedTuple):
+    """One thing that this rank did.
+
+    Attributes:
+        kind: ``"read"``, ``"add"``, ``"wait"``, ``"settle"``, ``"publish"``, ``"forward"``, ``"backward"``,
+            ``"optimizer"``, ``"data"``, or the name of a collective. Spans nest: waits lie inside what waited.
+        begin: nanoseconds of the monotonic clock.
+        end: nanoseconds of the monotonic clock.
+        details: what else is known: unit, peer, cause, microbatch, bytes, tokens.
+    """
+
+    kind: str
+    begin: int
+    end: int
+    details: dict[str, Any]
+
+
+class Tracer:
+    """Collects spans until it is full.
+
+    Args:
+        capacity: most spans to keep; later ones are counted and dropped.
+
+    Attributes:
+        spans: what was recorded, in the order of the ends.
+        dropped: spans that found no place.
+    """
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        self.capacity = capacity
+        self.spans: list[Span] = []
+        self.dropped = 0
+
+    def record(self, kind: str, begin: int, **details: Any) -> None:
+        """A span that ends now."""
+        if len(self.spans) < self.capacity:
+            self.spans.append(Span(kind, begin, time.monotonic_ns(), details))
+        else:
+            self.dropped += 1
+
+    def take(self) -> list[Span]:
+        """The spans so far; then start anew."""
+        spans, self.spans = self.spans, []
+        return spans
+
+
+class Traced:
+    """Something whose work can be traced. With no tracer set, tracing costs one comparison.
+
+    Attributes:
+        tracer: who listens, if anybody.
+    """
+
+    tracer: Tracer | None = None
+
+    @contextmanager
+    def traced(self, kind: str, **details: Any) -> Iterator[None]:
+        """Record the enclosed work as one span."""
+        if self.tracer is None:
+            yield
+            return
+        begin = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.tracer.record(kind, begin, **details)
