@@ -5,9 +5,10 @@ Importing this package registers the strategy: ``import lightning_odc``, then ``
 
 from lightning_odc._registration import register
 from lightning_odc._version import __version__
+from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.strategy import ODCStrategy
 
 register()
 
-__all__ = ["Minibatch", "ODCStrategy", "__version__"]
+__all__ = ["BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__"]

@@ -20,11 +20,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, checkpoint
+from lightning_odc import _compat, arguments, checkpoint
+from lightning_odc.data.convert import balanced_from
+from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
@@ -32,7 +35,8 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
-from lightning_odc.logbook import LogBook, flush, merge, neutral
+from lightning_odc.evaluation import Evaluation
+from lightning_odc.logbook import LogBook, flush, merge
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
 from lightning_odc.unroll import contribution, run_share
@@ -41,11 +45,6 @@ from lightning_odc.unroll import contribution, run_share
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 Communication = Literal["on_demand", "collective", "lockstep"]
-_COMMUNICATIONS = ("on_demand", "collective", "lockstep")
-_TRANSPORTS = ("auto", "shared_memory")
-_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP")
-#: Arguments of FSDP1 that mean nothing here but do no harm.
-_IGNORED_KWARGS = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
 
 
 class ODCStrategy(FSDPStrategy):
@@ -79,6 +78,14 @@ class ODCStrategy(FSDPStrategy):
         transport: ``"auto"`` or ``"shared_memory"``.
         deterministic: sum gradients in rank order, so that runs are bit-equal; takes ``world_size`` accumulators.
         accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        balance: how to level the work over ranks: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
+            ``None`` to leave the loader alone. Turns the training ``DataLoader`` into a
+            [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] of ``batch_size`` samples per rank on average.
+        max_tokens: the most tokens in a microbatch; by default as many as the longest sample has.
+        cost: what a sample costs by its length, as in ``BalancedDataLoader``.
+        length_fn: the length of a sample, where the data set does not tell.
+        weighting: what a sample counts in the gradient, as in ``BalancedDataLoader``; counts that ``training_step``
+            returns as ``num_items`` are exact and go before it.
         **kwargs: arguments of FSDP1 that have no meaning for ``fully_shard`` are refused by name.
 
     Raises:
@@ -111,13 +118,19 @@ class ODCStrategy(FSDPStrategy):
         transport: str = "auto",
         deterministic: bool = False,
         accumulator_dtype: torch.dtype | None = None,
+        balance: str | None = None,
+        max_tokens: int | None = None,
+        cost: Any = "quadratic",
+        length_fn: Callable[[Any], int] | None = None,
+        weighting: Any = "token",
         **kwargs: Any,
     ) -> None:
-        _check_choice("communication", communication, _COMMUNICATIONS)
-        _check_choice("transport", transport, _TRANSPORTS)
-        _check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
-        _check_sharding(sharding_strategy, device_mesh)
-        _check_kwargs(kwargs)
+        arguments.check_choice("communication", communication, arguments.COMMUNICATIONS)
+        arguments.check_choice("transport", transport, arguments.TRANSPORTS)
+        arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
+        arguments.check_sharding(sharding_strategy, device_mesh)
+        arguments.check_balance(balance, communication)
+        arguments.check_unknown(kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -138,10 +151,17 @@ class ODCStrategy(FSDPStrategy):
         self.transport = transport
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
+        self.balance = balance
+        self._balance_options = {
+            "max_tokens": max_tokens,
+            "cost": cost,
+            "length_fn": length_fn,
+            "weighting": weighting,
+        }
         self.precision_plugin = precision_plugin
         self._engine: Engine | None = None
         self._logbook = LogBook()
-        self._evaluated: dict[str, dict[str, Any]] = {}
+        self._evaluation = Evaluation()
         self._reduce_locally = False
         self._failed = False
 
@@ -150,10 +170,12 @@ class ODCStrategy(FSDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
+        describe = "Fully sharded training with on-demand communication"
+        strategy_registry.register("odc", cls, description=describe)
         strategy_registry.register(
-            "odc", cls, description="Fully sharded training with on-demand communication"
+            "odc_balanced", cls, description=f"{describe} and balanced minibatches", balance="lb_mini"
         )
-        cls._registered_strategies.append("odc")
+        cls._registered_strategies += ["odc", "odc_balanced"]
 
     @property
     def engine(self) -> Engine:
@@ -374,58 +396,32 @@ class ODCStrategy(FSDPStrategy):
         return run(*args, **kwargs)
 
     def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an evaluation step. Ranks may have different numbers of batches, and of microbatches in them.
-
-        So nothing here waits for other ranks, except once at the last batch of a loader of known length. Values of
-        single batches stay local; Lightning reduces them over ranks at the end of the epoch.
-        """
-        run = partial(self._redirect, name, context)
-        with self._local_reduce(self.communication != "collective"):
-            if args and isinstance(args[0], Minibatch):
-                return self._evaluate_share(name, run, *args, **kwargs)
-            return run(*args, **kwargs)
-
-    def _evaluate_share(
-        self, name: str, run: Callable[..., Any], share: Minibatch, *args: Any, **kwargs: Any
-    ) -> Any:
         module = self.lightning_module
         assert module is not None
-        outputs = []
+        self._evaluation.count()
+        if not (args and isinstance(args[0], Minibatch)):
+            with self._local_reduce(self.communication != "collective"):
+                return self._redirect(name, context, *args, **kwargs)
+
+        def step(microbatch: Any) -> Any:
+            return self._redirect(name, context, microbatch, *args[1:], **kwargs)
+
         with self._local_reduce(True):
-            with self._logbook.recording(module):
-                for microbatch, weight in share.weighted():
-                    outputs.append(run(microbatch, *args, **kwargs))
-                    self._logbook.weigh(weight)
-            totals = self._logbook.take()
-            flush(totals, module)
-            self._evaluated.update((total["name"], neutral(total)) for total in totals)
-            if self._is_last_evaluation_batch(module.trainer, *args):
-                self._log_what_only_others_logged(name, module)
-        return outputs
-
-    def _is_last_evaluation_batch(self, trainer: pl.Trainer, batch_idx: int, dataloader_idx: int = 0) -> bool:
-        return bool(batch_idx + 1 == _evaluation_batches(trainer)[dataloader_idx])
-
-    def _log_what_only_others_logged(self, name: str, module: pl.LightningModule) -> None:
-        """Lightning reduces every epoch value on the ranks that logged it: a rank that had nothing to do must too."""
-        mine, self._evaluated = self._evaluated, {}
-        by_rank = self.engine.exchange(f"last batch of {name}", list(mine.values()))
-        missing = {
-            total["name"]: total for totals in by_rank for total in totals if total["name"] not in mine
-        }
-        flush([total for total in missing.values() if total["options"].get("sync_dist")], module)
+            return self._evaluation.run_share(args[0], step, module, self.engine, name)
 
     def on_train_start(self) -> None:
         self._compare_training_batches()
         self.publish_parameters()
 
     def on_validation_start(self) -> None:
+        self._evaluation.begin()
         self.publish_parameters()
 
     def on_validation_end(self) -> None:
         self.publish_parameters()
 
     def on_test_start(self) -> None:
+        self._evaluation.begin()
         self.publish_parameters()
 
     def on_predict_start(self) -> None:
@@ -439,6 +435,28 @@ class ODCStrategy(FSDPStrategy):
         assert self.lightning_module is not None
         with context(), self.engine.traced("forward", step=name):
             return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Level the training data over ranks, if asked to; with no way to know lengths, say so and leave it alone."""
+        module = self.lightning_module
+        if self.balance is None or module is None or not module.trainer.training:
+            return dataloader
+        try:
+            balanced = balanced_from(
+                dataloader,
+                num_replicas=self.world_size,
+                rank=self.global_rank,
+                policy=self.balance,
+                distributed_sampler="replace",  # Lightning has put one in
+                **self._balance_options,
+            )
+            balanced.lengths  # noqa: B018 - looked up now, so that an unknown length is found out here
+        except LengthsUnknownError as error:
+            rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
+            return dataloader
+        return balanced
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -517,40 +535,3 @@ class ODCStrategy(FSDPStrategy):
         rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
         self.publish_parameters()
         return rest
-
-
-def _evaluation_batches(trainer: pl.Trainer) -> list[int | float]:
-    """Number of batches of every evaluation loader on this rank."""
-    if trainer.sanity_checking:
-        return trainer.num_sanity_val_batches
-    return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
-
-
-def _check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        known = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
-
-
-def _check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
-    name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
-    if name == "NO_SHARD":
-        raise ValueError(
-            'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
-            'sharding_strategy="FULL_SHARD".'
-        )
-    if "HYBRID" in name or device_mesh is not None:
-        raise ValueError(
-            f'Hybrid sharding (sharding_strategy="{name}", device_mesh={device_mesh!r}) is not part of this version: '
-            'use sharding_strategy="FULL_SHARD" within one node.'
-        )
-    _check_choice("sharding_strategy", name, _SHARDING)
-
-
-def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    unknown = sorted(set(kwargs) - _IGNORED_KWARGS)
-    if unknown:
-        raise TypeError(
-            f"ODCStrategy does not know {', '.join(unknown)}: it shards with `fully_shard`, not with FSDP1. Drop the "
-            "argument, or shard by hand with `fully_shard(module, ...)` in `configure_model`."
-        )

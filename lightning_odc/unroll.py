@@ -73,7 +73,8 @@ def contribution(output: Any, weight: float) -> Contribution | None:
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         extras = {key: value for key, value in output.items() if key != "loss"}
         if "num_items" in output:
-            return Contribution(output["loss"], _checked(output["num_items"]), extras)
+            counts = float(weight > 0)  # a microbatch of weight zero only keeps ranks together
+            return Contribution(output["loss"] * counts, _checked(output["num_items"]) * counts, extras)
         return Contribution(output["loss"] * weight, weight, extras)
     raise TypeError(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "

@@ -1,0 +1,62 @@
+"""Checks of what users write into ``ODCStrategy(...)``: each error shows the line to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_odc.balance.planner import POLICIES
+
+COMMUNICATIONS = ("on_demand", "collective", "lockstep")
+TRANSPORTS = ("auto", "shared_memory")
+STATE_DICT_TYPES = ("full", "sharded")
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+#: Policies that give every rank the same number of microbatches.
+EQUAL_COUNTS = ("lb_micro", "local_sort")
+#: Arguments of FSDP1 that mean nothing here but do no harm.
+IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
+
+
+def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of the known ones."""
+    if value not in choices:
+        known = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
+
+
+def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
+    """Refuse ways of sharding that are not here."""
+    name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+    if name == "NO_SHARD":
+        raise ValueError(
+            'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
+            'sharding_strategy="FULL_SHARD".'
+        )
+    if "HYBRID" in name or device_mesh is not None:
+        raise ValueError(
+            f'Hybrid sharding (sharding_strategy="{name}", device_mesh={device_mesh!r}) is not part of this version: '
+            'use sharding_strategy="FULL_SHARD" within one node.'
+        )
+    check_choice("sharding_strategy", name, SHARDING_STRATEGIES)
+
+
+def check_balance(balance: str | None, communication: str) -> None:
+    """Refuse unequal microbatch counts where ranks meet at every unit."""
+    if balance is None:
+        return
+    check_choice("balance", balance, POLICIES)
+    if communication != "on_demand" and balance not in EQUAL_COUNTS:
+        raise ValueError(
+            f'ODCStrategy(balance="{balance}") gives ranks different numbers of microbatches, which '
+            f'communication="{communication}" cannot run: use communication="on_demand", or balance="lb_micro".'
+        )
+
+
+def check_unknown(kwargs: Mapping[str, Any]) -> None:
+    """Refuse what FSDP1 knows and this does not."""
+    unknown = sorted(set(kwargs) - IGNORED)
+    if unknown:
+        raise TypeError(
+            f"ODCStrategy does not know {', '.join(unknown)}: it shards with `fully_shard`, not with FSDP1. Drop the "
+            "argument, or shard by hand with `fully_shard(module, ...)` in `configure_model`."
+        )

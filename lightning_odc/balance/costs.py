@@ -1,0 +1,199 @@
+"""What samples and microbatches cost: tokens, a quadratic, any function, each at any speed per rank.
+
+The planner asks one thing of a cost: a microbatch on rank ``r`` takes the sum of its samples' costs on ``r`` plus
+the overhead of ``r``. The unit is the cost's own (tokens, FLOPs, seconds); only ratios matter to a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from lightning_odc.balance.arrays import Floats, Ints
+
+CROSSOVER = 42_166
+"""Tokens at which the quadratic part of a sample's cost equals the linear part, by default.
+
+From the cost that the paper fitted to its 1.5B model, ``1.982122 x^2 + 2.611821 x`` with ``x = s / 32000``:
+``32000 * 2.611821 / 1.982122``. Its 7B model crosses at 64 527: wider models spend more on the linear part. Source:
+*Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
+"""
+
+NAMED = ("tokens", "quadratic")
+
+
+@runtime_checkable
+class Cost(Protocol):
+    """A microbatch costs ``samples(lengths).sum() + overhead``.
+
+    Equal inputs must give equal outputs on all ranks, since every rank makes the plan for itself.
+    """
+
+    def samples(self, lengths: Floats) -> Floats:
+        """Cost of each sample: ``[n]`` if all ranks are alike, or ``[num_ranks, n]``; positive and finite."""
+
+    @property
+    def overhead(self) -> Floats:
+        """What a microbatch costs besides its samples: ``[]`` or ``[num_ranks]``; finite, not negative."""
+
+
+@dataclass(frozen=True)
+class PolynomialCost:
+    """``quadratic * s^2 + linear * s`` per sample of ``s`` tokens, ``constant`` per microbatch.
+
+    Attributes:
+        quadratic: attention, per token squared.
+        linear: everything else, per token.
+        constant: launches, gathers and whatever a microbatch costs even when it is short.
+    """
+
+    quadratic: float = 0.0
+    linear: float = 1.0
+    constant: float = 0.0
+
+    def __post_init__(self) -> None:
+        terms = (self.quadratic, self.linear, self.constant)
+        if not all(0 <= term < float("inf") for term in terms) or self.quadratic + self.linear <= 0:
+            raise ValueError(
+                f"{self} is no cost: the terms must be finite and not negative, and quadratic or linear positive: "
+                "PolynomialCost(quadratic=2e-5, linear=1.0)."
+            )
+
+    def samples(self, lengths: Floats) -> Floats:
+        return (self.quadratic * lengths + self.linear) * lengths
+
+    @property
+    def overhead(self) -> Floats:
+        return np.array(self.constant, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class FunctionCost:
+    """Any function of the lengths.
+
+    Attributes:
+        function: from lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
+        constant: cost of a microbatch besides its samples.
+    """
+
+    function: Callable[[Floats], Any]
+    constant: float = 0.0
+
+    def samples(self, lengths: Floats) -> Floats:
+        return np.asarray(self.function(lengths), dtype=np.float64)
+
+    @property
+    def overhead(self) -> Floats:
+        return np.array(self.constant, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class SpeedCost:
+    """Another cost on ranks of different speeds.
+
+    Attributes:
+        cost: at speed 1.
+        speeds: one per rank; a rank of speed 0.5 takes twice as long.
+    """
+
+    cost: Cost
+    speeds: tuple[float, ...]
+
+    def samples(self, lengths: Floats) -> Floats:
+        return self.cost.samples(lengths) / np.array(self.speeds)[:, None]
+
+    @property
+    def overhead(self) -> Floats:
+        return self.cost.overhead / np.array(self.speeds)
+
+
+def tokens() -> PolynomialCost:
+    """A sample costs its number of tokens: right for short samples, where attention hardly counts."""
+    return PolynomialCost()
+
+
+def quadratic(crossover: float = CROSSOVER, constant: float = 0.0) -> PolynomialCost:
+    """A sample of ``s`` tokens costs ``s + s^2 / crossover``, in tokens of a short sample.
+
+    Args:
+        crossover: tokens at which attention costs as much as everything else.
+        constant: cost of a microbatch besides its samples, in the same unit.
+
+    Raises:
+        ValueError: ``crossover`` is not positive.
+    """
+    if not crossover > 0:
+        raise ValueError(f"crossover must be positive, got {crossover}: quadratic(crossover={CROSSOVER}).")
+    return PolynomialCost(quadratic=1 / crossover, linear=1.0, constant=constant)
+
+
+def with_speeds(cost: Any, speeds: Sequence[float]) -> SpeedCost:
+    """``cost`` on ranks of these relative speeds: ``with_speeds("quadratic", [1, 1, 1, 0.67])``.
+
+    Raises:
+        ValueError: a speed is not positive and finite, or ``cost`` is unknown.
+    """
+    values = tuple(float(speed) for speed in speeds)
+    if not values or not all(0 < speed < float("inf") for speed in values):
+        raise ValueError(
+            f"speeds must be positive and finite, one per rank, got {list(speeds)}: [1.0, 1.0, 0.67]."
+        )
+    return SpeedCost(resolve_cost(cost), values)
+
+
+def resolve_cost(cost: Any) -> Cost:
+    """A `Cost` from its name, a function of lengths, or a `Cost`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(cost, str):
+        if cost not in NAMED:
+            raise ValueError(
+                f"cost={cost!r} is unknown; write 'tokens', 'quadratic', transformer(model.config), a FittedCost, or a "
+                "function of lengths: cost=lambda lengths: lengths**1.5."
+            )
+        return tokens() if cost == "tokens" else quadratic()
+    if isinstance(cost, Cost):
+        return cost
+    if callable(cost):
+        return FunctionCost(cost)
+    raise ValueError(f"cost={cost!r} is no cost; write cost='quadratic', or a function of lengths.")
+
+
+def evaluate(cost: Cost, lengths: Ints, num_ranks: int) -> tuple[Floats, Floats]:
+    """Checked costs of samples and overheads.
+
+    Returns:
+        Costs ``[1, n]`` if all ranks are alike, else ``[num_ranks, n]``, and overheads ``[num_ranks]``.
+
+    Raises:
+        ValueError: a shape that does not fit, or a value that is no cost.
+    """
+    samples = np.asarray(cost.samples(lengths.astype(np.float64)), dtype=np.float64)
+    overhead = np.asarray(cost.overhead, dtype=np.float64)
+    if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
+        raise ValueError(
+            f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples on {num_ranks} ranks; it must give "
+            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ."
+        )
+    if overhead.shape not in ((), (1,), (num_ranks,)):
+        raise ValueError(
+            f"the cost has an overhead of shape {list(overhead.shape)} for {num_ranks} ranks; it must be one number, "
+            "or one per rank."
+        )
+    samples = samples.reshape(-1, len(lengths))
+    if not (samples > 0).all() or not np.isfinite(samples).all():
+        index = int(np.argmin(((samples > 0) & np.isfinite(samples)).all(0)))
+        raise ValueError(
+            f"the cost of sample {index} ({lengths[index]} tokens) is {samples[:, index].tolist()}; costs must be "
+            "positive and finite, for example cost=lambda lengths: lengths + 2e-5 * lengths**2."
+        )
+    if not (overhead >= 0).all() or not np.isfinite(overhead).all():
+        raise ValueError(
+            f"the overhead of a microbatch is {overhead.tolist()}; it must be finite and not negative."
+        )
+    return samples, np.broadcast_to(overhead, (num_ranks,))

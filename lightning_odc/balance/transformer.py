@@ -1,0 +1,156 @@
+"""Floating-point operations of training a decoder-only transformer, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_odc.balance.arrays import Floats
+
+_FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
+_ALIASES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "vocab_size": ("vocab_size",),
+}
+_REQUIRED = ("hidden_size", "layers", "heads")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_GATED_FAMILIES = ("llama", "mistral", "qwen", "gemma", "phi3", "granite", "olmo", "smollm", "cohere")
+_GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu")
+
+
+@dataclass(frozen=True)
+class TransformerCost:
+    """FLOPs of the forward and backward pass of each sample, attention causal and separate for each sample.
+
+    A sample of ``s`` tokens costs ``per_token * s + per_pair * pairs``, where ``pairs`` counts a query and a key that
+    it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window.
+
+    Attributes:
+        per_token: FLOPs of projections, feed-forward layers and the output head, for one token.
+        per_pair: FLOPs of attention in one layer, for one pair.
+        full_layers: number of layers with full attention.
+        windows: the window of each layer with sliding-window attention, in tokens.
+        constant: cost of a microbatch besides its samples, in FLOPs.
+    """
+
+    per_token: float
+    per_pair: float
+    full_layers: int
+    windows: tuple[int, ...] = ()
+    constant: float = 0.0
+
+    def samples(self, lengths: Floats) -> Floats:
+        pairs = self.full_layers * (lengths * (lengths + 1) / 2)
+        for window in sorted(set(self.windows)):
+            inside = np.minimum(lengths, window)
+            seen = inside * (inside + 1) / 2 + (lengths - inside) * window
+            pairs = pairs + self.windows.count(window) * seen
+        return self.per_token * lengths + self.per_pair * pairs
+
+    @property
+    def overhead(self) -> Floats:
+        return np.array(self.constant, dtype=np.float64)
+
+
+def transformer(config: Any, *, gated_mlp: bool | None = None, constant: float = 0.0) -> TransformerCost:
+    """The cost of training the dense decoder-only transformer that a configuration describes.
+
+    Multi-head, grouped-query and multi-query attention, plain and gated feed-forward layers, full and sliding-window
+    attention. Norms, activations and embedding look-ups are left out (they are linear in the tokens and small).
+
+    Args:
+        config: a Hugging Face ``PretrainedConfig``, or a mapping with its names: ``hidden_size``,
+            ``num_hidden_layers`` and ``num_attention_heads``, and optionally ``num_key_value_heads``, ``head_dim``,
+            ``intermediate_size`` (by default 4 times ``hidden_size``) and ``vocab_size``. GPT-2's names work too.
+        gated_mlp: whether feed-forward layers have a gate, that is three matrices instead of two; by default what
+            the model's type or its activation tells.
+        constant: cost of a microbatch besides its samples, in FLOPs.
+
+    Raises:
+        ValueError: a needed number is missing, or the model has experts, an encoder, or layers of unknown attention.
+
+    Example:
+        >>> transformer({"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).full_layers
+        28
+    """
+    raw = _mapping(config)
+    _refuse_others(raw)
+    sizes = {name: _first(raw, names) for name, names in _ALIASES.items()}
+    missing = [_ALIASES[name][0] for name in _REQUIRED if sizes[name] is None]
+    if missing:
+        raise ValueError(
+            f"the configuration lacks {', '.join(missing)}: transformer(model.config), or transformer("
+            '{"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).'
+        )
+    hidden, layers, heads = (int(sizes[name]) for name in _REQUIRED)
+    head_dim = int(sizes["head_dim"] or hidden // heads)
+    queries, keys = heads * head_dim, int(sizes["key_value_heads"] or heads) * head_dim
+    matrices = 3 if (_is_gated(raw) if gated_mlp is None else gated_mlp) else 2
+    feed_forward = matrices * hidden * int(sizes["intermediate_size"] or 4 * hidden)
+    weights = layers * (2 * hidden * queries + 2 * hidden * keys + feed_forward)
+    weights += hidden * int(sizes["vocab_size"] or 0)
+    windows = _windows(raw, layers)
+    return TransformerCost(
+        per_token=_FORWARD_AND_BACKWARD * 2.0 * weights,
+        per_pair=_FORWARD_AND_BACKWARD * 4.0 * queries,  # one product for the scores, one with the values
+        full_layers=layers - len(windows),
+        windows=windows,
+        constant=constant,
+    )
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    """The configuration of the text model as a mapping."""
+    raw = config if isinstance(config, Mapping) else getattr(config, "to_dict", lambda: vars(config))()
+    text = raw.get("text_config")
+    if _first(raw, _ALIASES["hidden_size"]) is None and text is not None:
+        return _mapping(text)
+    return raw
+
+
+def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((raw[name] for name in names if raw.get(name) is not None), None)
+
+
+def _refuse_others(raw: Mapping[str, Any]) -> None:
+    experts = _first(raw, _EXPERTS)
+    if (isinstance(experts, int) and experts > 1) or raw.get("is_encoder_decoder"):
+        raise ValueError(
+            "transformer(config) knows dense decoder-only models, and this one has experts or an encoder; fit its cost "
+            "while training, cost=FittedCost(num_ranks), or give a function: cost=lambda lengths: ..."
+        )
+
+
+def _is_gated(raw: Mapping[str, Any]) -> bool:
+    family = str(raw.get("model_type") or "")
+    activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
+    return family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
+
+
+def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """The windows of the layers with sliding-window attention."""
+    window = raw.get("sliding_window")
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        slides = window and raw.get("use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * layers
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown or len(kinds) != layers:
+        raise ValueError(
+            f"transformer(config) knows full and sliding attention in {layers} layers, not {sorted(set(kinds))} in "
+            f"{len(kinds)}; fit the cost while training: cost=FittedCost(num_ranks)."
+        )
+    sliding = kinds.count("sliding_attention")
+    if sliding and not window:
+        raise ValueError(
+            "the configuration has sliding attention but no sliding_window, its width in tokens."
+        )
+    return (int(window),) * sliding if window else ()

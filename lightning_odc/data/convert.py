@@ -1,0 +1,141 @@
+"""A user's plain ``DataLoader`` turned into a `BalancedDataLoader`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_odc.data.lengths import LengthFunction
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.plan import Weighting
+from lightning_odc.data.reading import WorkerOptions
+
+
+def balanced_from(
+    dataloader: Any,
+    *,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    policy: str = "lb_mini",
+    max_tokens: int | None = None,
+    cost: Any = "quadratic",
+    length_fn: LengthFunction | None = None,
+    weighting: Weighting = "token",
+    seed: int | None = None,
+    window: int | None = None,
+    regroup: bool = False,
+    cache_dir: str | Path | Literal[False] | None = None,
+    distributed_sampler: Literal["refuse", "replace"] = "refuse",
+) -> BalancedDataLoader:
+    """The same samples as ``dataloader`` yields, balanced: ``batch_size`` samples per rank and minibatch on average.
+
+    Taken over are data set, batch size, order (shuffled or not), ``collate_fn``, ``drop_last``, the generator's seed
+    and all that concerns workers.
+
+    Args:
+        dataloader: with torch's own sampling; a `BalancedDataLoader` is returned as it is.
+        num_replicas: as in `BalancedDataLoader`.
+        rank: as in `BalancedDataLoader`.
+        policy: as in `BalancedDataLoader`.
+        max_tokens: as in `BalancedDataLoader`.
+        cost: as in `BalancedDataLoader`.
+        length_fn: as in `BalancedDataLoader`.
+        weighting: as in `BalancedDataLoader`.
+        seed: as in `BalancedDataLoader`; by default that of the loader's generator, if it has one.
+        window: as in `BalancedDataLoader`.
+        regroup: as in `BalancedDataLoader`.
+        cache_dir: as in `BalancedDataLoader`.
+        distributed_sampler: what to do with torch's ``DistributedSampler``: refuse it, since samples would be dealt
+            out to ranks twice, or replace it by the loader's own dealing, where Lightning put it in.
+
+    Raises:
+        TypeError: it is not a ``DataLoader``.
+        ValueError: it samples in a way that cannot be taken over, or what `BalancedDataLoader` raises.
+    """
+    if isinstance(dataloader, BalancedDataLoader):
+        return dataloader
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(
+            f"Only a torch DataLoader can be balanced, got {type(dataloader).__name__}. Write "
+            "BalancedDataLoader(dataset, minibatch_size=8, ...), or yield `Minibatch`es yourself."
+        )
+    return BalancedDataLoader(
+        dataloader.dataset,
+        minibatch_size=_batch_size(dataloader),
+        length_fn=length_fn,
+        max_tokens=max_tokens,
+        policy=policy,
+        cost=cost,
+        weighting=weighting,
+        collate_fn=dataloader.collate_fn,
+        shuffle=_shuffles(dataloader, distributed_sampler),
+        seed=_seed(dataloader) if seed is None else seed,
+        drop_last=dataloader.drop_last,
+        window=window,
+        regroup=regroup,
+        num_replicas=num_replicas,
+        rank=rank,
+        cache_dir=cache_dir,
+        **_workers(dataloader),
+    )
+
+
+def _batch_size(dataloader: DataLoader[Any]) -> int:
+    if dataloader.batch_size is not None:
+        return dataloader.batch_size
+    if dataloader.batch_sampler is None:
+        raise ValueError(
+            "DataLoader(batch_size=None) yields what its data set made; samples that are batches already cannot be "
+            "balanced. Write DataLoader(dataset, batch_size=8), or yield `Minibatch`es and leave balancing out."
+        )
+    raise ValueError(
+        f"DataLoader(batch_sampler={type(dataloader.batch_sampler).__name__}(...)) says itself which samples go "
+        "together, and so does balancing. Write DataLoader(dataset, batch_size=8, shuffle=True)."
+    )
+
+
+def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
+    if isinstance(dataloader.dataset, IterableDataset):
+        return False
+    sampler: Any = dataloader.sampler
+    if type(sampler) is SequentialSampler:
+        return False
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
+        return True
+    if isinstance(sampler, DistributedSampler):
+        if type(sampler) is DistributedSampler and distributed_sampler == "replace":
+            return sampler.shuffle
+        raise ValueError(
+            "The DataLoader's DistributedSampler gives every rank a part of the samples, and balancing would deal that "
+            "part out again. Leave the sampler out: DataLoader(dataset, batch_size=8, shuffle=True)."
+        )
+    raise ValueError(
+        f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(sampler).__name__}(...)). Write "
+        "DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to choose."
+    )
+
+
+def _seed(dataloader: DataLoader[Any]) -> int | None:
+    sampler: Any = dataloader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return sampler.seed
+    return None if dataloader.generator is None else dataloader.generator.initial_seed()
+
+
+def _workers(dataloader: DataLoader[Any]) -> WorkerOptions:
+    return WorkerOptions(
+        num_workers=dataloader.num_workers,
+        pin_memory=dataloader.pin_memory,
+        prefetch_factor=dataloader.prefetch_factor,
+        persistent_workers=dataloader.persistent_workers,
+        timeout=dataloader.timeout,
+        worker_init_fn=dataloader.worker_init_fn,
+        multiprocessing_context=dataloader.multiprocessing_context,
+    )

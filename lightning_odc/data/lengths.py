@@ -1,0 +1,240 @@
+"""How long every sample is: where lengths come from, and what they must be like."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Number
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from lightning_odc.data.length_cache import LengthCache
+from lightning_odc.data.length_key import dataset_key
+from lightning_odc.data.rng import isolated_rng
+
+LengthArray = npt.NDArray[np.int64]
+LengthFunction = Callable[[Any], int]
+Source = Literal["given", "attribute", "column", "length_fn", "samples"]
+
+_ROWS_AT_ONCE = 1000
+_TEACH = (
+    "Say how long the samples are:\n"
+    "    BalancedDataLoader(dataset, lengths=[12, 7, ...], ...)    # or `dataset.lengths = [12, 7, ...]`\n"
+    '    BalancedDataLoader(dataset, length_fn=lambda sample: len(sample["tokens"]), ...)'
+)
+
+
+class LengthsUnknownError(ValueError):
+    """Nothing tells how long the samples are, so they cannot be balanced."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """One length per sample of a data set.
+
+    Attributes:
+        values: int64, at least 1 each.
+        source: ``"given"``, ``"attribute"`` (``dataset.lengths``), ``"column"`` (of a Hugging Face data set),
+            ``"length_fn"``, or ``"samples"`` (every sample was looked at).
+    """
+
+    values: LengthArray
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @cached_property
+    def digest(self) -> str:
+        """Short text that differs when a length does."""
+        return hashlib.sha256(self.values.astype("<i8").tobytes()).hexdigest()[:12]
+
+
+def find_lengths(
+    dataset: Any,
+    lengths: Any = None,
+    length_fn: LengthFunction | None = None,
+    cache_dir: str | Path | Literal[False] | None = None,
+) -> Lengths:
+    """The length of every sample, from the first of these that knows it.
+
+    1. ``lengths``; 2. ``length_fn`` of every sample; 3. ``dataset.lengths``; 4. the ``input_ids``, ``length`` or
+    ``lengths`` column of a Hugging Face data set; 5. every sample itself, see :func:`measure`. A ``Subset`` or
+    ``ConcatDataset`` of data sets that know their lengths by 3 or 4 knows its own. Looking at every sample (2 and 5)
+    is done once and remembered on disk.
+
+    Args:
+        dataset: a map-style data set.
+        lengths: one positive whole number per sample, in anything that numpy takes for an array.
+        length_fn: the length of a sample.
+        cache_dir: where to remember scanned lengths, see :class:`LengthCache`; ``False``: nowhere.
+
+    Raises:
+        LengthsUnknownError: none of the five applies.
+        ValueError: lengths that are missing, not positive, not whole, or not one per sample.
+    """
+    count = len(dataset)
+    if lengths is not None:
+        return Lengths(checked(lengths, count, "lengths"), "given")
+    known = _known(dataset) if length_fn is None else None
+    if known is not None:
+        return Lengths(checked(known.values, count, f"the data set's {known.source}"), known.source)
+    if count == 0:
+        return Lengths(np.empty(0, dtype=np.int64), "samples")
+    source: Source = "samples" if length_fn is None else "length_fn"
+    length_of = length_fn or measure
+    key = dataset_key(dataset, length_of)
+    values = LengthCache(cache_dir).get(key, count, lambda: _scan(dataset, length_of))
+    return Lengths(checked(values, count, source), source)
+
+
+def measure(sample: Any) -> int:
+    """The length of a sample: of its ``"input_ids"``, of itself, or of the first item if it is a tuple.
+
+    A one-dimensional tensor or array has a length, and so has a list or tuple of numbers.
+
+    Raises:
+        LengthsUnknownError: it is nothing of the kind.
+    """
+    length = _length(sample)
+    if length is None:
+        raise LengthsUnknownError(
+            f"The length of a sample that is {_describe(sample)} is not known. {_TEACH}"
+        )
+    return length
+
+
+def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> LengthArray:
+    """``lengths`` as an int64 array.
+
+    Args:
+        lengths: anything that numpy takes for an array of numbers.
+        count: how many there must be, if that is known.
+        name: what to call them in messages.
+
+    Raises:
+        ValueError: a length is missing, not positive or not whole, or their number is not ``count``.
+    """
+    try:
+        values = np.asarray(lengths, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be one number per sample: lengths=[12, 7, ...]. numpy says: {error}"
+        ) from None
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be one number per sample, got an array of shape {list(values.shape)}.")
+    if count is not None and len(values) != count:
+        raise ValueError(
+            f"{name} has {len(values)} entries, but the data set has {count} samples: give one for each."
+        )
+    wrong = ~(np.isfinite(values) & (values > 0) & (values == np.floor(values)))
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"{name}: sample {index} has length {values[index]:g} ({int(wrong.sum())} such samples in all). Lengths "
+            "are whole numbers of at least 1; leave empty samples out: torch.utils.data.Subset(dataset, indices)."
+        )
+    return values.astype(np.int64)
+
+
+def check_longest(lengths: LengthArray, max_tokens: int | None) -> None:
+    """Refuse a sample that fits no microbatch.
+
+    Raises:
+        ValueError: a sample is longer than ``max_tokens``.
+    """
+    if max_tokens is None or not len(lengths) or lengths.max() <= max_tokens:
+        return
+    index = int(lengths.argmax())
+    raise ValueError(
+        f"Sample {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
+        f"({int((lengths > max_tokens).sum())} such samples in all). Write max_tokens={lengths[index]} or more, cut "
+        "the samples, or leave them out: torch.utils.data.Subset(dataset, indices)."
+    )
+
+
+def _known(dataset: Any) -> Lengths | None:
+    """What the data set says about its lengths without being looked through."""
+    if isinstance(dataset, Subset):
+        whole = _known(dataset.dataset)
+        return None if whole is None else Lengths(whole.values[np.asarray(dataset.indices)], whole.source)
+    if isinstance(dataset, ConcatDataset):
+        parts = [_known(part) for part in dataset.datasets]
+        found = [part for part in parts if part is not None]
+        if not found or len(found) < len(parts):
+            return None
+        return Lengths(np.concatenate([part.values for part in found]), found[0].source)
+    attribute = getattr(dataset, "lengths", None)
+    if attribute is not None and not callable(attribute):
+        return Lengths(checked(attribute, len(dataset), "dataset.lengths"), "attribute")
+    column = _column(dataset)
+    return None if column is None else Lengths(column, "column")
+
+
+def _column(dataset: Any) -> LengthArray | None:
+    """Lengths from the columns of a Hugging Face data set, unless it transforms samples as they are read."""
+    names = getattr(dataset, "column_names", None)
+    if not isinstance(names, list) or not hasattr(dataset, "with_format") or not len(dataset):
+        return None
+    if getattr(dataset, "format", {}).get("type") == "custom":
+        return None
+    if "input_ids" in names:
+        row = dataset.with_format(None)[0]["input_ids"]
+        return _row_lengths(dataset, "input_ids") if _length(row) is not None else None
+    for name in ("length", "lengths"):
+        if name in names:
+            return checked(dataset.with_format(None)[name][:], len(dataset), f"column {name!r}")
+    return None
+
+
+def _row_lengths(dataset: Any, name: str) -> LengthArray:
+    """Lengths of the lists in a column; the Arrow form holds them, so that no list is built."""
+    view = dataset.with_format("arrow", columns=[name])
+    parts = [np.empty(0, dtype=np.int64)]
+    for start in range(0, len(dataset), _ROWS_AT_ONCE):
+        chunks = view[start : start + _ROWS_AT_ONCE][name].chunks
+        parts.extend(np.asarray(chunk.value_lengths().to_numpy(zero_copy_only=False)) for chunk in chunks)
+    return checked(np.concatenate(parts), len(dataset), f"column {name!r}")
+
+
+def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
+    """Look at every sample, with a progress bar if it takes more than a moment."""
+    indices = tqdm(range(len(dataset)), desc="Lengths of samples", unit="sample", delay=2, leave=False)
+    with isolated_rng():
+        lengths = [length_of(dataset[index]) for index in indices]
+    return checked(lengths, len(dataset), "the samples")
+
+
+def _length(sample: Any) -> int | None:
+    if isinstance(sample, Mapping):
+        return _length_of_ids(sample["input_ids"]) if "input_ids" in sample else None
+    if isinstance(sample, Tensor | np.ndarray):
+        return len(sample) if sample.ndim == 1 else None
+    if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
+        return None
+    if all(isinstance(item, Number) for item in sample[:1]):
+        return len(sample)
+    return _length(sample[0]) if isinstance(sample, tuple) else None
+
+
+def _length_of_ids(ids: Any) -> int | None:
+    """Tokenizers that return tensors put a batch dimension of one before the tokens."""
+    return _length(
+        ids[0] if isinstance(ids, Tensor | np.ndarray) and ids.ndim == 2 and len(ids) == 1 else ids
+    )
+
+
+def _describe(sample: Any) -> str:
+    if isinstance(sample, Tensor | np.ndarray):
+        return f"{type(sample).__name__} of shape {list(sample.shape)}"
+    if isinstance(sample, Mapping):
+        return f"{type(sample).__name__} with keys {list(sample)[:10]}"
+    return f"a {type(sample).__name__}"

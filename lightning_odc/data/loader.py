@@ -1,0 +1,268 @@
+"""``BalancedDataLoader``: one rank's share of every minibatch, balanced over ranks.
+
+Note [Not a DataLoader]
+~~~~~~~~~~~~~~~~~~~~~~~
+Lightning builds every ``torch.utils.data.DataLoader`` anew, with a distributed sampler of its own, and replaces the
+sampler of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
+It has what Lightning looks for otherwise: ``__len__``; ``state_dict`` and ``load_state_dict``, saved with the loops;
+``batch_sampler.sampler.set_epoch``, called when an epoch starts; and ``_iterator``, whose workers are stopped when
+training ends. Lightning calls ``iter`` before it loads the state and before it sets the epoch, so a pass begins when
+its first minibatch is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, Unpack
+
+from torch.utils.data import default_collate
+
+from lightning_odc.data.checks import check_indexed, check_stream, check_unroll, is_stream
+from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.plan import Plan, Recipe, Weighting
+from lightning_odc.data.position import Position, Progress
+from lightning_odc.data.reading import MapReading, Reading, StreamReading, WorkerOptions, check_options
+from lightning_odc.data.schedule import Schedule
+from lightning_odc.data.shares import Collate
+from lightning_odc.data.stream import Stream
+from lightning_odc.data.world import check_world, current_world
+
+
+class Microbatch(NamedTuple):
+    """What ``BalancedDataLoader(unroll=True)`` yields.
+
+    Attributes:
+        batch: what ``collate_fn`` returned.
+        weight: to multiply its mean loss with; 1 on average over the microbatches of a minibatch on all ranks, and 0
+            for one that only keeps the ranks together.
+        last: whether it ends its minibatch.
+    """
+
+    batch: Any
+    weight: float
+    last: bool
+
+
+class BalancedDataLoader:
+    """Yields this rank's `Minibatch` of every global minibatch; the work in them is levelled over ranks.
+
+    A global minibatch is ``minibatch_size`` samples times the number of ranks. Every rank plans it alone, from the
+    lengths of its samples, and arrives at the same plan. All ranks yield equally many minibatches.
+
+    Args:
+        dataset: map-style, or an ``IterableDataset`` that yields the same samples on every rank.
+        minibatch_size: samples per rank and minibatch, on average over ranks.
+        lengths: one number per sample; by default they are found out, see :func:`find_lengths`.
+        length_fn: the length of a sample.
+        max_tokens: the most tokens in a microbatch; by default as many as the longest sample has (of a stream: the
+            longest of the minibatch).
+        policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
+        cost: what a sample costs by its length, see :func:`lightning_odc.balance.plan_minibatch`.
+        weighting: what a sample counts in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
+            causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
+        collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
+        shuffle: a new order every epoch.
+        seed: of the order, and of random numbers in the data set; by default what ``seed_everything`` was given, or 0.
+        drop_last: leave out the samples that do not fill a last minibatch; otherwise it is smaller.
+        unroll: yield every `Microbatch` by itself, for strategies that do not know a `Minibatch`.
+        window: how many minibatches of an ``IterableDataset`` are read ahead, and shuffled if ``shuffle``.
+        regroup: let the minibatches of a window exchange samples, so that large ones meet and ranks wait less for
+            them; see :func:`lightning_odc.balance.regroup`. For map-style data sets, too.
+        num_replicas: how many ranks share the data; by default those of the process group.
+        rank: which of them this is.
+        cache_dir: where to remember lengths that took a look at every sample; ``False``: nowhere.
+        **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
+            ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
+
+    Raises:
+        ValueError: a value that is not one of those above, or values that do not go together.
+        LengthsUnknownError: when lengths are first needed, and nothing tells them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        minibatch_size: int,
+        lengths: Any = None,
+        length_fn: LengthFunction | None = None,
+        max_tokens: int | None = None,
+        policy: str = "lb_mini",
+        cost: Any = "quadratic",
+        weighting: Weighting = "token",
+        collate_fn: Collate | None = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        drop_last: bool = False,
+        unroll: bool = False,
+        window: int | None = None,
+        regroup: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        cache_dir: str | Path | Literal[False] | None = None,
+        **workers: Unpack[WorkerOptions],
+    ) -> None:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.recipe = Recipe(
+            minibatch_size,
+            max_tokens,
+            policy,
+            cost,
+            weighting,
+            shuffle,
+            seed,
+            drop_last,
+            1 if window is None else window,
+            regroup,
+        )
+        self.unroll = unroll
+        self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
+        self._samples = dataset
+        self._given = lengths
+        self._length_fn = length_fn
+        self._collate = collate_fn or default_collate
+        self._world = num_replicas, rank
+        self._cache_dir = cache_dir
+        self._workers = workers
+        self._progress = Progress()
+        self._reading: tuple[tuple[int, int], Reading] | None = None
+        self._iterator: Iterator[Minibatch] | None = None
+        self._check(window)
+
+    def _check(self, window: int | None) -> None:
+        check_world(*self._world)
+        check_options(self._workers)
+        if self.unroll:
+            check_unroll(self.recipe)
+        if is_stream(self._samples):
+            check_stream(window, self._given, self.recipe)
+            return
+        check_indexed(window, self.recipe)
+        if self._given is not None:
+            check_longest(self.lengths.values, self.recipe.max_tokens)
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """The length of every sample of a map-style data set; found out when first asked for."""
+        found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
+        check_longest(found.values, self.recipe.max_tokens)
+        return found
+
+    # -- what it yields -----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Minibatches per epoch, or microbatches of the epoch under way if ``unroll``; the same on all ranks.
+
+        Raises:
+            TypeError: the data set is a stream without a length, or a stream that is unrolled.
+        """
+        reading = self._current()
+        if self.unroll:
+            latest = self._progress.latest
+            return reading.count_microbatches(latest.epoch + (latest.minibatches >= len(reading)))
+        return len(reading)
+
+    def __iter__(self) -> Iterator[Minibatch | Microbatch]:
+        reading = self._current()
+        start = self._progress.begin(reading.order, _length(reading))
+        options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
+        fresh = self._iterator is None  # Lightning stops kept workers by the iterator, and takes it away
+        shares = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, fresh))
+        try:
+            for done, share in enumerate(shares, start.minibatches):
+                after = Position(start.epoch, done + 1)
+                if self.unroll:
+                    yield from self._unrolled(share, Position(start.epoch, done, start.microbatches), after)
+                    start = Position(start.epoch)
+                else:
+                    self._progress.reach(after)
+                    yield reading.completed(share, start.epoch, done)
+        finally:
+            if self._iterator is shares and not self._workers.get("persistent_workers"):
+                self._iterator = None
+        self._progress.reach(Position(start.epoch + 1))
+
+    def _unrolled(self, share: Minibatch, start: Position, after: Position) -> Iterator[Microbatch]:
+        for number, (batch, weight) in enumerate(share.weighted()):
+            if number >= start.microbatches:
+                last = number == len(share) - 1
+                self._progress.reach(after if last else Position(start.epoch, start.minibatches, number + 1))
+                yield Microbatch(batch, weight, last)
+
+    def plan(self, step: int, epoch: int | None = None) -> Plan:
+        """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way."""
+        reading = self._current()
+        if not isinstance(reading, MapReading):
+            raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
+        return reading.schedule.plan(self._progress.latest.epoch if epoch is None else epoch, step)
+
+    def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
+        """Any microbatch of a map-style data set, from the indices that a `Plan` has for it, on any rank."""
+        reading = self._current()
+        if not isinstance(reading, MapReading):
+            raise TypeError("The samples of an IterableDataset cannot be read by index.")
+        return reading.read(self._progress.latest.epoch if epoch is None else epoch, microbatch)
+
+    def _current(self) -> Reading:
+        """How this rank reads, for the number of ranks there is now."""
+        world = current_world(*self._world)
+        if self._reading is None or self._reading[0] != world:
+            self._reading = world, self._make_reading(*world)
+        return self._reading[1]
+
+    def _make_reading(self, num_replicas: int, rank: int) -> Reading:
+        if is_stream(self._samples):
+            length_of = self._length_fn or measure
+            stream = Stream(self._samples, self.recipe, length_of, self._collate, num_replicas)
+            return StreamReading(stream, rank, self.unroll)
+        schedule = Schedule(self.lengths, self.recipe, num_replicas)
+        compared_by = measure if self.lengths.source == "samples" else None
+        return MapReading(schedule, rank, self._samples, self._collate, compared_by, self.unroll)
+
+    # -- where it is --------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next pass at the start of ``epoch``. Without it, passes are epochs 0, 1, 2 and so on."""
+        self._progress.set_epoch(epoch)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Where Lightning looks for ``set_epoch``; see Note [Not a DataLoader]."""
+        return SimpleNamespace(sampler=self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been yielded, whatever workers have read ahead, and what a `FittedCost` has learnt.
+
+        Plain numbers and text, the same on all ranks.
+        """
+        cost = self.recipe.cost
+        learnt = {"cost": cost.state_dict()} if hasattr(cost, "state_dict") else {}
+        order = self._current().order if self._progress.latest.started else None
+        return {**self._progress.state(order), **learnt}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Begin the next pass where the state was taken.
+
+        The state is compared with the data set and the settings when the pass begins.
+        """
+        state = dict(state_dict)
+        learnt = state.pop("cost", None)
+        self._progress.load(state)
+        if learnt is not None and hasattr(self.recipe.cost, "load_state_dict"):
+            try:
+                self.recipe.cost.load_state_dict(learnt)
+            except ValueError as error:
+                warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
+
+
+def _length(reading: Reading) -> int | None:
+    try:
+        return len(reading)
+    except TypeError:
+        return None

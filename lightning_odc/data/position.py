@@ -1,0 +1,124 @@
+"""Where a loader is in its epochs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Position:
+    """What has been yielded.
+
+    Attributes:
+        epoch: that is under way.
+        minibatches: of it that are done.
+        microbatches: of the minibatch after those that are done, where they are yielded one by one.
+    """
+
+    epoch: int = 0
+    minibatches: int = 0
+    microbatches: int = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether anything of the epoch is done."""
+        return self.minibatches > 0 or self.microbatches > 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a position refers to.
+
+    Attributes:
+        order: text that is equal where samples come in the same order.
+        samples_per_minibatch: on all ranks together.
+    """
+
+    order: str
+    samples_per_minibatch: int
+
+
+class Progress:
+    """Decides where the next pass over a loader begins.
+
+    A pass begins where `set_epoch` or `load` said last; without them the first one begins at epoch 0, and each later
+    one at the epoch after that of the one before, whether that was finished or not.
+
+    Attributes:
+        latest: what a checkpoint taken now must remember.
+    """
+
+    def __init__(self) -> None:
+        self.latest = Position()
+        self._next: Position | None = None
+        self._saved: Mapping[str, Any] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next pass at the start of ``epoch``; inside it, if a loaded position waits for that very epoch."""
+        if self._next is None or self._next.epoch != epoch:
+            self._next = self.latest = Position(epoch)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Begin the next pass where `state` was taken."""
+        self._saved = dict(state)
+        self._next = self.latest = Position(state["epoch"], state["minibatches"], state["microbatches"])
+
+    def state(self, order: Order | None = None) -> dict[str, Any]:
+        """What `load` takes; with the order of samples if anything of the epoch is done."""
+        state = asdict(self.latest)
+        return state if order is None else {**state, **asdict(order)}
+
+    def begin(self, order: Order, minibatches: int | None) -> Position:
+        """Where the pass that begins now begins.
+
+        Args:
+            order: of samples there is now.
+            minibatches: per epoch, if that is known; the end of an epoch is the beginning of the next one.
+
+        Raises:
+            ValueError: a loaded position is in the middle of an epoch in which samples come in another order.
+        """
+        if self._next is not None:
+            self.latest, self._next = self._next, None
+        elif self.latest.started:
+            self.latest = Position(self.latest.epoch + 1)
+        if minibatches is not None and self.latest.minibatches >= minibatches:
+            self.latest = Position(self.latest.epoch + 1)
+        saved, self._saved = self._saved, {}
+        if saved and self.latest.started:
+            self.latest = translated(
+                self.latest, Order(saved["order"], saved["samples_per_minibatch"]), order
+            )
+        return self.latest
+
+    def reach(self, position: Position) -> None:
+        """Everything up to there has been yielded."""
+        self.latest = position
+
+
+def translated(start: Position, saved: Order, now: Order) -> Position:
+    """A saved position, in minibatches of the size there is now.
+
+    Raises:
+        ValueError: the samples come in another order.
+    """
+    if saved.order != now.order:
+        raise ValueError(
+            "The loader's state was saved in the middle of an epoch in which samples come in another order "
+            f"({saved.order}) than here ({now.order}). Use the same data set, seed, shuffle and window, or resume from "
+            "a checkpoint saved at the end of an epoch."
+        )
+    if saved == now:
+        return start
+    warnings.warn(
+        f"The loader's state was saved with {saved.samples_per_minibatch} samples per minibatch on all ranks, now "
+        f"there are {now.samples_per_minibatch}: it goes on at the next minibatch that repeats no sample. "
+        "Lightning's count of batches cannot follow; resume from a checkpoint saved at the end of an epoch instead.",
+        stacklevel=2,
+    )
+    begun = start.minibatches + (start.microbatches > 0)
+    return Position(start.epoch, math.ceil(begun * saved.samples_per_minibatch / now.samples_per_minibatch))

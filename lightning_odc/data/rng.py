@@ -1,0 +1,62 @@
+"""Random numbers that belong to the data, not to the process that happens to read it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Leave the global generators of Python, numpy and torch (CPU) as they were before."""
+    before = _states()
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def seed_rng(*key: int) -> None:
+    """Seed the global generators of Python, numpy and torch (CPU) from non-negative integers."""
+    word = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+    random.seed(word)
+    np.random.seed(word & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(word)
+
+
+class PrivateRng:
+    """Random numbers of one's own: inside :meth:`active`, the global generators go on from where they last were there.
+
+    Args:
+        key: non-negative integers to seed from.
+    """
+
+    def __init__(self, *key: int) -> None:
+        with isolated_rng():
+            seed_rng(*key)
+            self._inside = _states()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with isolated_rng():
+            _restore(self._inside)
+            try:
+                yield
+            finally:
+                self._inside = _states()
+
+
+def _states() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _restore(states: tuple[Any, Any, torch.Tensor]) -> None:
+    python, array, tensor = states
+    random.setstate(python)
+    np.random.set_state(array)
+    torch.set_rng_state(tensor)

@@ -1,0 +1,243 @@
+"""Where lengths come from, and what they must be like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from lightning_odc.data import lengths as lengths_module
+from lightning_odc.data.lengths import LengthsUnknownError, check_longest, checked, find_lengths, measure
+
+
+class Samples(Dataset[Any]):
+    """Counts how often it is read."""
+
+    def __init__(self, samples: list[Any], lengths: Any = None) -> None:
+        self.samples = samples
+        self.reads = 0
+        if lengths is not None:
+            self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.samples[index]
+
+
+class Chunks:
+    """A column of an Arrow table, as far as its lists' lengths are asked for."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        half = len(rows) // 2
+        self.chunks = [FakeListArray(rows[:half]), FakeListArray(rows[half:])]
+
+
+class FakeListArray:
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+
+    def value_lengths(self) -> FakeListArray:
+        return self
+
+    def to_numpy(self, zero_copy_only: bool) -> Any:
+        assert not zero_copy_only
+        return np.array([len(row) for row in self.rows])
+
+
+class HuggingFace:
+    """The part of ``datasets.Dataset`` that is used, by duck typing."""
+
+    def __init__(self, columns: dict[str, list[Any]], form: str | None = None) -> None:
+        self.columns = columns
+        self.column_names = list(columns)
+        self.format = {"type": form}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def with_format(self, form: str | None, columns: list[str] | None = None) -> HuggingFace:
+        return HuggingFace({name: self.columns[name] for name in columns or self.columns}, form)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.columns[key]
+        if isinstance(key, int):
+            return {name: column[key] for name, column in self.columns.items()}
+        assert self.format["type"] == "arrow"
+        return {name: Chunks(column[key]) for name, column in self.columns.items()}
+
+
+ROWS = [[1] * n for n in (3, 1, 4, 1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("sample", "length"),
+    [
+        ([5, 6, 7], 3),
+        ((5, 6, 7), 3),
+        ([0.5], 1),
+        (torch.arange(4), 4),
+        (np.arange(2), 2),
+        ((torch.arange(4), 1), 4),
+        (([1, 2], [3]), 2),
+        ({"input_ids": [1, 2, 3], "labels": [1]}, 3),
+        ({"input_ids": torch.ones(1, 5)}, 5),
+        (range(6), 6),
+    ],
+)
+def test_a_sample_is_measured(sample, length):
+    assert measure(sample) == length
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        "a text",
+        b"bytes",
+        7,
+        None,
+        torch.ones(3, 4),
+        torch.tensor(3),
+        {"text": "a"},
+        {"input_ids": torch.ones(2, 5)},
+        ("a text", 3),
+        [[1, 2], [3]],
+        [torch.ones(3)],
+    ],
+    ids=repr,
+)
+def test_what_has_no_length_of_its_own_is_refused_with_the_line_to_write(sample):
+    with pytest.raises(LengthsUnknownError, match="length_fn=lambda sample"):
+        measure(sample)
+
+
+def test_given_lengths_come_first_and_the_data_set_is_not_read():
+    dataset = Samples(ROWS, lengths=[9] * 5)
+    for given in ([1, 2, 3, 4, 5], np.arange(1, 6), torch.arange(1, 6), (1.0, 2.0, 3.0, 4.0, 5.0)):
+        found = find_lengths(dataset, given)
+        assert found.values.tolist() == [1, 2, 3, 4, 5]
+        assert found.values.dtype == np.int64
+        assert found.source == "given"
+    assert dataset.reads == 0
+
+
+def test_a_length_function_comes_before_what_the_data_set_says():
+    found = find_lengths(Samples(ROWS, lengths=[9] * 5), length_fn=lambda row: 2 * len(row), cache_dir=False)
+    assert found.values.tolist() == [6, 2, 8, 2, 10]
+    assert found.source == "length_fn"
+
+
+def test_the_data_sets_own_lengths_are_believed():
+    dataset = Samples(ROWS, lengths=torch.tensor([3, 1, 4, 1, 5]))
+    assert find_lengths(dataset).source == "attribute"
+    assert dataset.reads == 0
+
+
+def test_samples_are_looked_at_last():
+    found = find_lengths(Samples(ROWS), cache_dir=False)
+    assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "samples")
+
+
+def test_parts_of_data_sets_know_the_lengths_that_their_wholes_know():
+    whole = Samples(ROWS, lengths=[3, 1, 4, 1, 5])
+    assert find_lengths(Subset(whole, [4, 0])).values.tolist() == [5, 3]
+    assert find_lengths(ConcatDataset([whole, Subset(whole, [2])])).values.tolist() == [3, 1, 4, 1, 5, 4]
+    assert whole.reads == 0
+    mixed = ConcatDataset([whole, Samples([[1, 2]])])
+    assert find_lengths(mixed, cache_dir=False).values.tolist() == [3, 1, 4, 1, 5, 2]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "length", "lengths"])
+def test_columns_of_a_hugging_face_data_set(name, monkeypatch):
+    monkeypatch.setattr(lengths_module, "_ROWS_AT_ONCE", 2)
+    column = ROWS if name == "input_ids" else [len(row) for row in ROWS]
+    found = find_lengths(HuggingFace({"text": ["x"] * 5, name: column}))
+    assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "column")
+
+
+def test_a_data_set_that_transforms_its_samples_is_looked_through():
+    found = find_lengths(HuggingFace({"input_ids": ROWS}, form="custom"), cache_dir=False)
+    assert found.source == "samples"
+
+
+def test_nested_rows_in_a_column_are_not_mistaken_for_tokens():
+    nested = HuggingFace({"input_ids": [torch.ones(1, 3), torch.ones(1, 2)]}, form=None)
+    assert find_lengths(nested, cache_dir=False).values.tolist() == [3, 2]
+
+
+def test_looking_leaves_random_numbers_alone():
+    class Noisy(Samples):
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(int(np.random.randint(1, 9)))
+
+    torch.manual_seed(0)
+    np.random.seed(0)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    find_lengths(Noisy([0] * 9), cache_dir=False)
+    assert (torch.rand(1), np.random.rand()) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, 0, 4], "sample 1 has length 0"),
+        ([3, -1, 0], r"sample 1 has length -1 \(2 such samples"),
+        ([3, None, 4], "sample 1 has length nan"),
+        ([3, float("inf"), 4], "sample 1 has length inf"),
+        ([3, 2.5, 4], "sample 1 has length 2.5"),
+        ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
+        ([[3, 4, 5]], r"shape \[1, 3\]"),
+        (["a", "b", "c"], r"lengths=\[12, 7, ...\]"),
+        ([[1], [2, 3], [4]], "one number per sample"),
+        (7, "one number per sample"),
+    ],
+)
+def test_wrong_lengths_are_named(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        checked(lengths, 3)
+
+
+def test_wrong_lengths_are_found_wherever_they_come_from():
+    with pytest.raises(ValueError, match=r"dataset\.lengths: sample 1 has length 0"):
+        find_lengths(Samples(ROWS, lengths=[1, 0, 1, 1, 1]))
+    with pytest.raises(ValueError, match=r"dataset\.lengths has 2 entries, but the data set has 5 samples"):
+        find_lengths(Samples(ROWS, lengths=[1, 2]))
+    with pytest.raises(ValueError, match="the samples: sample 1 has length 0"):
+        find_lengths(Samples([[1], [], [1]]), cache_dir=False)
+    with pytest.raises(ValueError, match="the samples: sample 0 has length nan"):
+        find_lengths(Samples(ROWS), length_fn=lambda _: None, cache_dir=False)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="sample 0 has length -1"):
+        find_lengths(Samples(ROWS), length_fn=lambda _: -1, cache_dir=False)
+
+
+def test_a_sample_that_fits_no_microbatch_is_named():
+    check_longest(np.array([3, 9, 4]), 9)
+    check_longest(np.array([3, 9, 4]), None)
+    with pytest.raises(
+        ValueError, match=r"Sample 1 has 9 tokens, more than max_tokens=8 \(1 such.*max_tokens=9"
+    ):
+        check_longest(np.array([3, 9, 4]), 8)
+
+
+def test_the_digest_tells_lengths_apart():
+    def digest(*values: int) -> str:
+        return find_lengths(Samples([[]] * len(values)), values).digest
+
+    assert digest(1, 2) == digest(1, 2)
+    assert len({digest(1, 2), digest(2, 1), digest(1, 2, 3)}) == 3
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv("LIGHTNING_ODC_CACHE", str(tmp_path))
+    yield
+    assert not list(tmp_path.rglob("*.part")), "a lock was left"

@@ -1,0 +1,412 @@
+"""``BalancedDataLoader`` without a trainer: what it yields, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_odc.balance import POLICIES, FittedCost
+from lightning_odc.data.lengths import LengthsUnknownError
+from lightning_odc.data.loader import BalancedDataLoader, Microbatch
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.packing import pack_samples
+
+LENGTHS = np.random.default_rng(0).integers(2, 30, 23).tolist()
+WORKERS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 2, "prefetch_factor": 3},
+    {"num_workers": 1, "persistent_workers": True},
+]
+
+
+class Rows(Dataset[Tensor]):
+    """Sample ``i`` is a row of ``i``s."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((self.lengths[index],), index)
+
+
+class Noise(Rows):
+    """Samples that are different at every reading."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = torch.rand(self.lengths[index]) + random.random() + float(np.random.rand())
+        return torch.cat([torch.tensor([float(index)]), noise])
+
+
+def loader(dataset: Any = None, **options: Any) -> BalancedDataLoader:
+    defaults: dict[str, Any] = {
+        "minibatch_size": 2,
+        "max_tokens": 50,
+        "collate_fn": list,
+        "shuffle": True,
+        "num_replicas": 2,
+        "rank": 0,
+    }
+    return BalancedDataLoader(Rows(LENGTHS) if dataset is None else dataset, **{**defaults, **options})
+
+
+def seen(share: Any) -> list[list[int]]:
+    """Sample indices by microbatch."""
+    return [[int(sample[0]) for sample in microbatch] for microbatch in share]
+
+
+def passes(balanced: BalancedDataLoader, count: int = 1) -> list[list[list[int]]]:
+    return [seen(share) for _ in range(count) for share in balanced]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("workers", WORKERS, ids=["0", "2", "kept"])
+def test_ranks_together_see_every_sample_once(policy, workers):
+    ranks = [loader(policy=policy, rank=rank, **workers) for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 6
+    for epoch in range(2):
+        together = []
+        for step, shares in enumerate(zip(*ranks, strict=True)):
+            assert all(isinstance(share, Minibatch) for share in shares)
+            assert len({share.plan for share in shares}) == 1
+            assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
+            for share in shares:
+                assert share.weights is not None
+                for microbatch, weight in share.weighted():
+                    assert weight in (0, sum(len(sample) for sample in microbatch))
+                    together += [int(sample[0]) for sample in microbatch if weight]
+        assert sorted(together) == list(range(23))
+        assert step == 5
+
+
+@pytest.mark.parametrize("workers", WORKERS[1:], ids=["2", "kept"])
+def test_workers_change_nothing(workers):
+    expected = [[m.tolist() for m in map(torch.cat, share)] for share in islice(loader(Noise(LENGTHS)), 4)]
+    found = [
+        [m.tolist() for m in map(torch.cat, share)] for share in islice(loader(Noise(LENGTHS), **workers), 4)
+    ]
+    assert found == expected
+
+
+def test_each_pass_is_an_epoch():
+    balanced = loader()
+    first, second = passes(balanced), passes(balanced)
+    assert first != second
+    assert passes(loader(), 2) == first + second
+    balanced.set_epoch(1)
+    assert passes(balanced) == second
+    assert passes(loader(seed=1)) != first
+    assert passes(loader(shuffle=False), 2) == passes(loader(shuffle=False)) * 2
+
+
+def test_seed_everything_is_the_default_seed(monkeypatch):
+    assert loader().recipe.seed == 0
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert loader().recipe.seed == 7
+    assert loader(seed=3).recipe.seed == 3
+
+
+def test_iterating_leaves_random_numbers_alone():
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    for workers in WORKERS:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        expected = draw()
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        list(loader(Noise(LENGTHS), **workers))
+        assert draw() == expected
+
+
+def test_random_numbers_follow_the_sample_not_the_rank():
+    """See Note [Random numbers follow the sample]: every policy, world size and rank reads the same noise."""
+    by_sample: dict[int, set[tuple[float, ...]]] = {}
+    for num_replicas, policy in ((1, "lb_mini"), (2, "local_sort"), (3, "lb_micro")):
+        for rank in range(num_replicas):
+            for share in loader(Noise(LENGTHS), num_replicas=num_replicas, rank=rank, policy=policy):
+                for sample, weight in ((s, w) for m, w in share.weighted() for s in m):
+                    if weight:
+                        by_sample.setdefault(int(sample[0]), set()).add(tuple(sample[1:].tolist()))
+    assert len(by_sample) == 23
+    assert all(len(noises) == 1 for noises in by_sample.values())
+
+
+def test_the_next_epoch_has_other_noise():
+    balanced = loader(Noise(LENGTHS), num_replicas=1, shuffle=False, policy="local_sort")
+    first, second = ([s for share in balanced for m in share for s in m] for _ in range(2))
+    assert [int(s[0]) for s in first] == [int(s[0]) for s in second]
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_samples_are_read_together_where_the_data_set_can():
+    class Batched(Rows):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [super(Batched, self).__getitem__(index) + 100 for index in indices]
+
+    assert all(i >= 100 for share in passes(loader(Batched(LENGTHS))) for m in share for i in m)
+
+
+def test_a_share_is_collated_by_microbatch():
+    for share in loader(collate_fn=pack_samples):
+        for microbatch, weight in share.weighted():
+            assert microbatch["input_ids"].shape == (1, weight)
+
+
+def test_default_collate_says_what_to_do_about_unequal_lengths():
+    with pytest.raises(RuntimeError) as caught:
+        list(loader(collate_fn=None))
+    assert any("pack_samples" in note for note in caught.value.__notes__)
+
+
+def test_the_largest_microbatch_is_the_longest_sample_by_default():
+    tokens = [weight for share in loader(max_tokens=None) for weight in share.weights or ()]
+    assert max(tokens) <= max(LENGTHS)
+
+
+# -- resuming --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["0", "2", "kept"])
+@pytest.mark.parametrize("done", [0, 1, 3, 6, 7, 11, 12])
+def test_a_loaded_state_goes_on_exactly_there(workers, done):
+    whole = loader(Noise(LENGTHS), **workers)
+    expected, states = [], [whole.state_dict()]
+    for _ in range(3):
+        for share in whole:
+            expected.append([sample.tolist() for microbatch in share for sample in microbatch])
+            states.append(whole.state_dict())
+    resumed = loader(Noise(LENGTHS), **workers)
+    resumed.load_state_dict(states[done])
+    assert resumed.state_dict() == states[done]
+    assert len(resumed) == 6
+    found = []
+    while len(found) < len(expected) - done:
+        found += [[sample.tolist() for microbatch in share for sample in microbatch] for share in resumed]
+    assert found == expected[done:]
+
+
+def test_a_state_is_plain_and_the_same_on_all_ranks():
+    ranks = [loader(rank=rank, num_workers=rank) for rank in range(2)]
+    for balanced in ranks:
+        assert isinstance(balanced, _Stateful)
+        next(iter(balanced))
+    states = [balanced.state_dict() for balanced in ranks]
+    assert states[0] == states[1]
+    assert all(type(value) in (int, str) for value in states[0].values())
+
+
+def test_a_state_of_another_data_set_or_order_is_refused_in_the_middle_of_an_epoch_only():
+    balanced = loader()
+    iterator = iter(balanced)
+    next(iterator)
+    middle = balanced.state_dict()
+    end = {**middle, "minibatches": 6}
+    for other in (loader(Rows(LENGTHS[1:])), loader(seed=1), loader(shuffle=False)):
+        other.load_state_dict(middle)
+        with pytest.raises(ValueError, match="another order"):
+            next(iter(other))
+        other.load_state_dict(end)
+        next(iter(other))
+        assert other.state_dict()["epoch"] == 1
+        other.load_state_dict(middle)
+        other.set_epoch(1)
+        next(iter(other))
+
+
+def test_a_state_of_another_number_of_ranks_repeats_no_sample():
+    ranks = [loader(rank=rank) for rank in range(2)]
+    done = [
+        index
+        for pair in islice(zip(*ranks, strict=True), 3)
+        for share in pair
+        for m in seen(share)
+        for index in m
+    ]
+    alone = loader(num_replicas=1)
+    alone.load_state_dict(ranks[0].state_dict())
+    with pytest.warns(UserWarning, match="saved with 4 samples per minibatch on all ranks, now there are 2"):
+        rest = [index for share in alone for m in seen(share) for index in m]
+    assert sorted(done + rest) == list(range(23))
+
+
+def test_lightning_finds_set_epoch_and_sets_it_after_iter():
+    balanced = loader()
+    iterator = iter(balanced)
+    _set_sampler_epoch(balanced, 3)
+    assert "epoch 3" in next(iterator).plan
+
+
+def test_a_cost_that_learns_is_saved_along():
+    def observed() -> FittedCost:
+        cost = FittedCost(2)
+        cost.observe([(0, [10, 20], 0.5), (1, [10, 20], 1.0)])
+        return cost
+
+    whole, resumed, other = loader(cost=observed()), loader(cost=FittedCost(2)), loader(cost=FittedCost(3))
+    next(iter(whole))
+    resumed.load_state_dict(whole.state_dict())
+    assert resumed.recipe.cost.coefficients.tolist() == observed().coefficients.tolist()
+    with pytest.warns(UserWarning, match="is not taken over: the saved FittedCost has 2 ranks"):
+        other.load_state_dict(whole.state_dict())
+
+
+def test_plans_can_be_looked_at_and_any_microbatch_read():
+    balanced = loader(Noise(LENGTHS))
+    other = loader(Noise(LENGTHS), rank=1)
+    share = list(other)[2]
+    plan = balanced.plan(2, epoch=0)
+    assert share.plan == plan.text
+    for number, microbatch in enumerate(share):
+        again = balanced.read(plan.microbatches[1][number], epoch=0)
+        assert all(torch.equal(a, b) for a, b in zip(microbatch, again, strict=True))
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["0", "2", "kept"])
+def test_stealing_comes_with_everybodys_work(workers):
+    ranks = [list(loader(Noise(LENGTHS), rank=rank, policy="steal", **workers)) for rank in range(2)]
+    for shares in zip(*ranks, strict=True):
+        for share in shares:
+            everybody = share.all_shares
+            assert everybody is not None
+            assert [len(costs) for costs in everybody.costs] == [len(other) for other in shares]
+            assert all(cost > 0 for costs in everybody.costs for cost in costs)
+            assert everybody.weights == [other.weights for other in shares]
+            for rank, other in enumerate(shares):
+                for number, microbatch in enumerate(other):
+                    again = everybody.fetch(rank, number)
+                    assert all(torch.equal(a, b) for a, b in zip(microbatch, again, strict=True))
+    assert all(share.all_shares is None for share in loader())
+    assert all(share.all_shares is None for share in loader(policy="steal", num_replicas=1))
+
+
+# -- unrolled --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lb_micro", "local_sort"])
+def test_unrolled_ranks_stay_together(policy):
+    ranks = [loader(policy=policy, rank=rank, unroll=True) for rank in range(2)]
+    whole = [loader(policy=policy, rank=rank) for rank in range(2)]
+    for _ in range(2):
+        length = len(ranks[0])
+        assert length == len(ranks[1]) == sum(len(share) for share in whole[0])
+        rows = list(zip(*ranks, strict=True))
+        assert len(rows) == length
+        assert all(isinstance(item, Microbatch) for row in rows for item in row)
+        assert [a.last for a, _ in rows] == [b.last for _, b in rows]
+        assert sum(a.last for a, _ in rows) == 6
+        list(whole[0])
+
+
+def test_unrolled_weights_are_one_on_average_over_a_minibatch():
+    ranks = [loader(policy="local_sort", rank=rank, unroll=True) for rank in range(2)]
+    minibatch: list[Microbatch] = []
+    for row in zip(*ranks, strict=True):
+        minibatch += row
+        if row[0].last:
+            assert np.mean([item.weight for item in minibatch]) == pytest.approx(1)
+            sizes = [sum(len(sample) for sample in item.batch) if item.weight else 0 for item in minibatch]
+            assert [item.weight for item in minibatch] == pytest.approx(np.array(sizes) / np.mean(sizes))
+            minibatch.clear()
+    assert not minibatch
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 5, 12, 13])
+def test_an_unrolled_state_goes_on_inside_a_minibatch(done):
+    options = {"policy": "local_sort", "unroll": True, "minibatch_size": 3}
+    whole = loader(**options)
+    expected, states = [], [whole.state_dict()]
+    for _ in range(2):
+        for item in whole:
+            expected.append((seen([item.batch]), item.weight, item.last))
+            states.append(whole.state_dict())
+    assert len(expected) == 2 * 12
+    resumed = loader(**options)
+    resumed.load_state_dict(states[done])
+    found: list[Any] = []
+    while len(found) < len(expected) - done:
+        found += [(seen([item.batch]), item.weight, item.last) for item in resumed]
+    assert found == expected[done:]
+
+
+# -- what it refuses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lengths": [1, 2]}, ValueError, "lengths has 2 entries, but the data set has 23 samples"),
+        ({"lengths": [60] * 23}, ValueError, "Sample 0 has 60 tokens, more than max_tokens=50"),
+        ({"policy": "fastest"}, ValueError, "policy='fastest' is unknown"),
+        ({"policy": "lb_mini", "unroll": True}, ValueError, 'Write policy="lb_micro"'),
+        ({"rank": 2}, ValueError, "rank=2 is not one of num_replicas=2"),
+        ({"rank": None}, ValueError, "must be given together"),
+        ({"window": 8}, ValueError, "window=... is for an IterableDataset"),
+        ({"regroup": True}, ValueError, "write window=16"),
+        ({"prefetch_factor": 2}, ValueError, "prefetch_factor"),
+        ({"batch_size": 2}, TypeError, "does not know batch_size.*`minibatch_size`"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(options, error, message):
+    with pytest.raises(error, match=message):
+        loader(**options)
+
+
+def test_what_lengths_forbid_is_refused_when_they_are_known():
+    with pytest.raises(ValueError, match="more than max_tokens=5"):
+        len(loader(max_tokens=5))
+    with pytest.raises(ValueError, match="3 samples, fewer than 4 ranks"):
+        next(iter(loader(Rows([1, 2, 3]), num_replicas=4)))
+    with pytest.raises(LengthsUnknownError, match="a str is not known"):
+        len(loader(["a text", "b"]))
+
+
+def test_samples_that_are_not_as_long_as_they_were_are_found_out(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_ODC_CACHE", "off")
+
+    class Changing(Dataset[Any]):
+        lengths_now = [3] * 8
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> list[int]:
+            return [index] * self.lengths_now[index]
+
+    dataset = Changing()
+    balanced = loader(dataset)
+    assert len(balanced) == 2
+    dataset.lengths_now = [4] * 8
+    with pytest.raises(ValueError, match="has length 4, but had 3"):
+        list(balanced)
+
+
+def test_it_is_left_alone_by_what_looks_for_a_data_loader():
+    balanced = loader()
+    assert not isinstance(balanced, DataLoader)
+    assert not hasattr(balanced, "dataset")
+    assert not hasattr(balanced, "sampler")
+
+
+def test_given_up_passes_stop_their_workers():
+    balanced = loader(num_workers=1)
+    iterator = iter(balanced)
+    next(iterator)
+    (worker,) = balanced._iterator._workers  # type: ignore[union-attr]
+    assert worker.is_alive()
+    iterator.close()  # type: ignore[attr-defined]
+    assert not worker.is_alive()

@@ -1,0 +1,130 @@
+"""Where a pass begins, and what a checkpoint remembers of it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from lightning_odc.data.position import Order, Position, Progress, translated
+from lightning_odc.data.world import check_world, current_world
+
+ORDER = Order("a", 8)
+
+
+def load(progress: Progress, *position: int) -> None:
+    saved = Progress()
+    saved.reach(Position(*position))
+    progress.load(saved.state(ORDER))
+
+
+def run(progress: Progress, minibatches: int, of: int | None = 5) -> Position:
+    """Begin a pass and yield that many minibatches; returns where it began."""
+    start = progress.begin(ORDER, of)
+    progress.reach(Position(start.epoch, start.minibatches + minibatches))
+    return start
+
+
+def test_passes_by_hand_are_one_epoch_after_another():
+    progress = Progress()
+    assert [run(progress, 5) for _ in range(3)] == [Position(0), Position(1), Position(2)]
+
+
+def test_a_pass_that_was_given_up_is_not_gone_on_with():
+    progress = Progress()
+    assert [run(progress, 2) for _ in range(3)] == [Position(0), Position(1), Position(2)]
+
+
+def test_a_pass_that_yielded_nothing_did_not_happen():
+    progress = Progress()
+    assert [run(progress, 0) for _ in range(3)] == [Position(0), Position(0), Position(0)]
+
+
+def test_set_epoch_rules():
+    progress = Progress()
+    progress.set_epoch(7)
+    assert run(progress, 5) == Position(7)
+    progress.set_epoch(7)
+    assert run(progress, 2) == Position(7)
+    progress.set_epoch(7)
+    assert run(progress, 2) == Position(7)
+    assert run(progress, 2) == Position(8)
+
+
+def test_a_loaded_position_is_gone_on_with():
+    progress = Progress()
+    load(progress, 3, 2)
+    assert progress.latest == Position(3, 2)
+    assert run(progress, 3) == Position(3, 2)
+    assert run(progress, 5) == Position(4)
+
+
+def test_lightning_sets_the_epoch_after_it_loaded_the_position():
+    same, later = Progress(), Progress()
+    for progress in (same, later):
+        load(progress, 3, 2)
+    same.set_epoch(3)
+    assert run(same, 1) == Position(3, 2)
+    later.set_epoch(4)
+    assert run(later, 1) == Position(4)
+
+
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
+    progress = Progress()
+    load(progress, 3, 5)
+    assert run(progress, 5) == Position(4)
+    load(progress, 3, 5)
+    assert run(progress, 5, of=None) == Position(3, 5)
+
+
+def test_what_is_yielded_counts_even_after_set_epoch():
+    progress = Progress()
+    progress.begin(ORDER, 5)
+    progress.reach(Position(0, 1))
+    progress.set_epoch(0)  # Lightning, when it had to look ahead in a stream without a length
+    progress.reach(Position(0, 2))
+    assert progress.latest == Position(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("start", "size", "expected"),
+    [
+        (Position(1, 3), 8, Position(1, 3)),
+        (Position(1, 3, 2), 8, Position(1, 3, 2)),
+        (Position(1, 3), 4, Position(1, 6)),
+        (Position(1, 3), 16, Position(1, 2)),
+        (Position(1, 3, 2), 16, Position(1, 2)),
+        (Position(1, 4, 2), 16, Position(1, 3)),
+    ],
+)
+def test_a_position_in_minibatches_of_another_size(start, size, expected):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert translated(start, ORDER, Order("a", size)) == expected
+    assert [str(w.message)[:60] for w in caught] == (
+        [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
+    )
+
+
+def test_a_position_in_another_order_is_refused():
+    with pytest.raises(ValueError, match=r"another order \(a\) than here \(b\)"):
+        translated(Position(0, 1), ORDER, Order("b", 8))
+
+
+@pytest.mark.parametrize("world", [(2, 2), (2, -1), (0, 0), (None, 1), (2, None)], ids=str)
+def test_a_rank_that_cannot_be_is_refused(world):
+    with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
+        check_world(*world)
+
+
+def test_the_world_is_given_or_torchruns_or_one_rank(monkeypatch: Any):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    check_world(None, None)
+    assert current_world(None, None) == (1, 0)
+    assert current_world(4, 3) == (4, 3)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    assert current_world(None, None) == (8, 5)
+    assert current_world(4, 3) == (4, 3)

@@ -1,0 +1,204 @@
+"""Minibatches of an epoch: whole, the same on all ranks, and weighted so that placement does not matter."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_odc.balance import POLICIES
+from lightning_odc.data.lengths import Lengths
+from lightning_odc.data.plan import Plan, Recipe
+from lightning_odc.data.schedule import Schedule
+
+
+def schedule(lengths: Any = range(1, 24), num_replicas: int = 3, **recipe: Any) -> Schedule:
+    options = {"minibatch_size": 2, "max_tokens": 40, **recipe}
+    return Schedule(Lengths(np.array(lengths, dtype=np.int64), "given"), Recipe(**options), num_replicas)
+
+
+def samples(plan: Plan, weightless: bool = False) -> list[int]:
+    """All sample indices of a plan, without those that count nothing."""
+    return [
+        index
+        for microbatches, weights in zip(plan.microbatches, plan.weights, strict=True)
+        for microbatch, weight in zip(microbatches, weights, strict=True)
+        for index in microbatch
+        if weight > 0 or weightless
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=60),
+    num_replicas=st.integers(1, 4),
+    minibatch_size=st.integers(1, 9),
+    policy=st.sampled_from(POLICIES),
+    shuffle=st.booleans(),
+    weighting=st.sampled_from(["token", "sample"]),
+)
+def test_every_sample_is_in_one_microbatch_of_its_minibatch(
+    lengths, num_replicas, minibatch_size, policy, shuffle, weighting
+):
+    options = {"minibatch_size": minibatch_size, "policy": policy, "shuffle": shuffle, "weighting": weighting}
+    made = schedule(lengths, num_replicas, **options)
+    seen = []
+    for _, plan in made.plans(epoch=1):
+        assert len(plan.microbatches) == len(plan.weights) == num_replicas
+        own = samples(plan)
+        seen.append(own)
+        total = sum(lengths[index] if weighting == "token" else 1 for index in own)
+        assert sum(chain.from_iterable(plan.weights)) == total
+        if policy != "local_sort":
+            assert all(sum(lengths[i] for i in m) <= 40 for rank in plan.microbatches for m in rank)
+        if made.recipe.equal_counts:
+            assert len({len(rank) for rank in plan.microbatches}) == 1
+        elif len(own) >= num_replicas:
+            assert len(samples(plan, weightless=True)) == len(own), "no sample twice"
+    assert len(seen) == len(made)
+    sizes = [len(own) for own in seen]
+    assert sizes[:-1] == [minibatch_size * num_replicas] * (len(sizes) - 1)
+    assert sorted(chain.from_iterable(seen)) == list(range(len(lengths)))
+
+
+def test_without_shuffle_minibatches_are_consecutive():
+    made = schedule()
+    assert [sorted(samples(plan)) for _, plan in made.plans(0)] == [
+        list(range(start, min(start + 6, 23))) for start in range(0, 23, 6)
+    ]
+
+
+def test_shuffling_depends_on_seed_and_epoch_alone():
+    def order(seed: int, epoch: int) -> list[int]:
+        return schedule(shuffle=True, seed=seed).order(epoch).tolist()
+
+    assert order(0, 0) == order(0, 0)
+    assert sorted(order(0, 1)) == list(range(23))
+    assert len({tuple(order(*key)) for key in ((0, 0), (0, 1), (1, 0), (1, 1))}) == 4
+
+
+def test_the_order_is_one_that_checkpoints_can_count_on():
+    made = schedule(range(1, 9), shuffle=True)
+    assert made.order(0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=4, max_size=60), st.integers(2, 5), st.booleans(), st.booleans())
+def test_regrouping_moves_samples_within_their_window_only(lengths, window, shuffle, drop_last):
+    if drop_last and len(lengths) < 6:
+        return
+    made = schedule(lengths, window=window, regroup=True, shuffle=shuffle, drop_last=drop_last)
+    order = made.order(2)
+    seen = [sorted(made.samples(2, step).tolist()) for step in range(len(made))]
+    assert [len(own) for own in seen[:-1]] == [6] * (len(seen) - 1)
+    for first in range(0, len(seen), window):
+        together = sorted(chain.from_iterable(seen[first : first + window]))
+        assert together == sorted(order[first * 6 : first * 6 + len(together)].tolist())
+    again = schedule(lengths, window=window, regroup=True, shuffle=shuffle, drop_last=drop_last)
+    assert sorted(again.samples(2, len(made) - 1).tolist()) == seen[-1], (
+        "from the middle as from the beginning"
+    )
+
+
+def test_regrouping_lets_large_samples_meet():
+    lengths = [40, 1, 1, 1, 1, 1] * 6
+    apart, together = schedule(lengths), schedule(lengths, window=6, regroup=True)
+    large = [[lengths[i] for i in samples(plan)].count(40) for _, plan in together.plans(0)]
+    assert [[lengths[i] for i in samples(plan)].count(40) for _, plan in apart.plans(0)] == [1] * 6
+    assert sorted(large) == [0, 0, 0, 0, 3, 3]
+
+
+def test_drop_last():
+    assert len(schedule()) == 4
+    assert len(schedule(drop_last=True)) == 3
+    assert len(schedule(range(1, 25), drop_last=True)) == len(schedule(range(1, 25))) == 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_last_minibatch_of_fewer_samples_than_ranks(policy):
+    made = schedule([9, 8, 7, 6, 5, 4, 3], policy=policy)
+    plan = made.plan(0, 1)
+    assert samples(plan) == [6]
+    if made.recipe.equal_counts:
+        assert [weight for weights in plan.weights for weight in weights].count(0.0) == 2
+        assert plan.microbatches == [[[6]]] * 3
+    else:
+        assert sorted(len(rank) for rank in plan.microbatches) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("policy", ["lb_micro", "local_sort"])
+def test_no_weightless_microbatch_while_there_are_samples(policy):
+    for _, plan in schedule(range(1, 25), policy=policy, max_tokens=24).plans(0):
+        assert all(weight > 0 for weights in plan.weights for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "expected"),
+    [
+        ("token", [4, 9]),
+        ("next_token", [3, 8]),
+        ("sample", [1, 1]),
+        (lambda lengths: lengths**2, [16, 81]),
+    ],
+    ids=["token", "next_token", "sample", "function"],
+)
+def test_weightings(weighting, expected):
+    plan = schedule([4, 9], 1, weighting=weighting, policy="local_sort").plan(0, 0)
+    assert sorted(plan.weights[0]) == expected
+
+
+def test_relative_weights_are_one_on_average():
+    plan = schedule(weighting="token").plan(0, 0)
+    relative = [plan.weights_of(rank, relative=True) for rank in range(3)]
+    flat = list(chain.from_iterable(relative))
+    assert sum(flat) / len(flat) == pytest.approx(1)
+    assert relative[0][0] / relative[1][0] == pytest.approx(plan.weights[0][0] / plan.weights[1][0])
+    assert Plan([[[0]]], [[0.0]], "").weights_of(0, relative=True) == [0.0]
+
+
+def test_the_text_tells_plans_apart():
+    texts = [
+        schedule(shuffle=True).plan(0, 0).text,
+        schedule(shuffle=True).plan(0, 1).text,
+        schedule(shuffle=True).plan(1, 0).text,
+        schedule(shuffle=True, seed=1).plan(0, 0).text,
+        schedule(shuffle=True, policy="local_sort").plan(0, 0).text,
+        schedule(range(2, 25), shuffle=True).plan(0, 0).text,
+        schedule(shuffle=True, cost="tokens", weighting="sample").plan(0, 0).text,
+    ]
+    assert len(set(texts)) == len(texts)
+    assert texts[0] == schedule(shuffle=True).plan(0, 0).text
+    assert texts[1].startswith("lb_mini, seed 0, epoch 0, minibatch 1, lengths ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"policy": "best"},
+            "policy='best' is unknown; write one of 'local_sort', 'lb_micro', 'lb_mini', 'steal'",
+        ),
+        ({"weighting": "words"}, "weighting='words' is unknown"),
+        ({"minibatch_size": 0}, "minibatch_size must be a whole number of at least 1"),
+        ({"minibatch_size": 2.0}, "minibatch_size must be"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"cost": "cubic"}, "cost='cubic' is unknown"),
+        ({"regroup": True}, "write window=16"),
+        ({"window": 0}, "window must be a whole number of at least 1"),
+        ({"minibatch_size": 9, "drop_last": True}, "drop_last=True leaves no minibatch: 23 samples"),
+        ({"num_replicas": 24}, r"23 samples, fewer than 24 ranks.*Trainer\(devices=23\)"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_line_to_write(options, message):
+    with pytest.raises(ValueError, match=message):
+        schedule(**options)
+
+
+def test_a_weighting_function_returns_one_weight_per_length():
+    with pytest.raises(ValueError, match="one weight per length"):
+        schedule(weighting=lambda lengths: lengths.sum()).plan(0, 0)

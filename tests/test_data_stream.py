@@ -1,0 +1,204 @@
+"""Iterable data sets: a window read ahead, balanced, and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from lightning_odc.balance import POLICIES
+from lightning_odc.data.lengths import LengthsUnknownError
+from lightning_odc.data.loader import BalancedDataLoader
+
+LENGTHS = np.random.default_rng(0).integers(2, 30, 23).tolist()
+
+
+class Endless(IterableDataset[Tensor]):
+    """Rows of their own number, as many as there are lengths; counts how far it was read."""
+
+    def __init__(self, lengths: list[int] = LENGTHS) -> None:
+        self.row_lengths = lengths
+        self.reads = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index, length in enumerate(self.row_lengths):
+            self.reads += 1
+            yield torch.full((length,), index)
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return len(self.row_lengths)
+
+
+class Noise(Endless):
+    def __iter__(self) -> Iterator[Tensor]:
+        for row in super().__iter__():
+            yield torch.cat([row[:1].float(), torch.rand(len(row))])
+
+
+class Epochs(Endless):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (row + 100 * self.epoch for row in super().__iter__())
+
+
+def loader(dataset: Any = None, **options: Any) -> BalancedDataLoader:
+    defaults: dict[str, Any] = {
+        "minibatch_size": 2,
+        "max_tokens": 50,
+        "collate_fn": list,
+        "window": 2,
+        "num_replicas": 2,
+        "rank": 0,
+    }
+    return BalancedDataLoader(Sized() if dataset is None else dataset, **{**defaults, **options})
+
+
+def seen(shares: Any) -> list[list[list[float]]]:
+    return [[sample.tolist() for microbatch in share for sample in microbatch] for share in shares]
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "steal"])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_together_see_every_sample_once(policy, shuffle, num_workers):
+    ranks = [loader(policy=policy, shuffle=shuffle, rank=rank, num_workers=num_workers) for rank in range(2)]
+    assert len(ranks[0]) == 6
+    for epoch in range(2):
+        minibatches = []
+        for step, shares in enumerate(zip(*ranks, strict=True)):
+            assert len({share.plan for share in shares}) == 1
+            assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
+            minibatches.append(
+                sorted(int(s[0]) for share in shares for m, w in share.weighted() if w for s in m)
+            )
+        assert sorted([index for minibatch in minibatches for index in minibatch]) == list(range(23))
+        if not shuffle:
+            assert minibatches == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
+
+
+def test_shuffling_stays_in_the_window():
+    balanced = loader(shuffle=True, num_replicas=1, window=5)
+    epochs = [[int(row[0]) for share in seen(balanced) for row in share] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    for order in epochs:
+        assert sorted(order) == list(range(23))
+        assert [sorted(order[i : i + 10]) for i in (0, 10, 20)] == [
+            list(range(10)),
+            list(range(10, 20)),
+            [20, 21, 22],
+        ]
+
+
+def test_regrouping_lets_large_samples_meet():
+    ranks = [loader(Sized([9, 1, 1, 1] * 4), regroup=True, window=4, rank=rank) for rank in range(2)]
+    large = [
+        sum(len(row) == 9 for share in shares for row in share)
+        for shares in zip(*map(seen, ranks), strict=True)
+    ]
+    assert sorted(large) == [0, 0, 2, 2]
+
+
+def test_no_more_than_the_window_is_read_ahead():
+    dataset = Endless()
+    iterator = iter(loader(dataset, window=2))
+    next(iterator)
+    assert dataset.reads == 8
+    next(iterator)
+    assert dataset.reads == 8
+    next(iterator)
+    assert dataset.reads == 16
+
+
+def test_drop_last():
+    assert len(loader(drop_last=True)) == 5
+    assert len(list(loader(drop_last=True))) == 5
+    assert len(list(loader(Endless(), drop_last=True))) == 5
+    assert len(list(loader(Endless([5] * 24), drop_last=True))) == 6
+
+
+def test_a_stream_without_length_has_none():
+    with pytest.raises(TypeError):
+        len(loader(Endless()))
+    with pytest.raises(TypeError, match="cannot be counted"):
+        len(loader(policy="lb_micro", unroll=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("done", [0, 1, 4, 6])
+@pytest.mark.parametrize("kind", [Noise, Sized])
+def test_a_loaded_state_goes_on_exactly_there(num_workers, done, kind):
+    whole = loader(kind(), num_workers=num_workers, shuffle=True)
+    expected, states = [], [whole.state_dict()]
+    for _ in range(2):
+        for share in whole:
+            expected += seen([share])
+            states.append(whole.state_dict())
+    resumed = loader(kind(), num_workers=num_workers, shuffle=True)
+    resumed.load_state_dict(states[done])
+    assert seen(resumed) + (seen(resumed) if done < 6 or kind is Noise else []) == expected[done:]
+
+
+def test_random_streams_are_the_same_on_all_ranks_and_leave_random_numbers_alone():
+    ranks = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        ranks.append([share.plan for share in loader(Noise(), rank=rank)])
+        after = torch.rand(1)
+        torch.manual_seed(rank)
+        assert torch.equal(torch.rand(1), after)
+    assert ranks[0] == ranks[1]
+
+
+def test_the_data_set_learns_of_the_epoch():
+    for num_workers in (0, 1):
+        balanced = loader(Epochs(), num_workers=num_workers, persistent_workers=num_workers > 0)
+        for epoch in range(3):
+            assert min(row[0] for share in seen(balanced) for row in share) // 100 == epoch
+
+
+def test_one_worker_at_most():
+    balanced = loader(num_workers=2)
+    with pytest.warns(UserWarning, match="write num_workers=1"):
+        assert len(list(balanced)) == 6
+
+
+def test_unrolled_streams():
+    ranks = [list(loader(policy="local_sort", unroll=True, rank=rank)) for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 12
+    assert [item.last for item in ranks[0]] == [item.last for item in ranks[1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": None}, r"BalancedDataLoader\(dataset, window=1"),
+        ({"window": 0}, "window must be"),
+        ({"lengths": LENGTHS}, "goes by index"),
+        ({"policy": "steal"}, 'write policy="lb_mini"'),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        loader(**options)
+
+
+def test_samples_are_checked_as_they_come():
+    with pytest.raises(ValueError, match="more than max_tokens=5") as caught:
+        list(loader(Sized([5, 5, 5, 5, 5, 6]), max_tokens=5))
+    assert caught.value.__notes__ == ["In minibatch 1 of the stream; samples are counted from its beginning."]
+    with pytest.raises(ValueError, match="sample 1 has length 0"):
+        list(loader(Sized([5, 0])))
+    with pytest.raises(LengthsUnknownError):
+        list(loader(iter(["a text"])))
+    assert len(list(loader(iter(["a text", "b"]), length_fn=len))) == 1
