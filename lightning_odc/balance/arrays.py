@@ -34,7 +34,7 @@ def as_lengths(lengths: Any) -> Ints:
         raise ValueError(
             f"lengths must be numbers of tokens, got {array.dtype}: lengths=[len(x) for x in samples]."
         )
-    good = (array >= 1) & (array < 2**53) & (array == np.floor(array))  # NaN compares false
+    good = (array >= 1) & (array < 2**40) & (array == np.floor(array))  # NaN compares false
     if not good.all():
         index = int(np.argmin(good))
         raise ValueError(

@@ -15,6 +15,7 @@ from itertools import combinations
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, bins_of_sets, sums_of_sets
 from lightning_odc.balance.packing import pack
 from lightning_odc.balance.partition import TOLERANCE, partition
 from lightning_odc.balance.workload import Workload, lower_bound
@@ -32,7 +33,8 @@ def partition_with_overheads(
 ) -> list[Ints]:
     """For every rank the indices of its samples.
 
-    Few samples are tried with shares for microbatches that are full, three quarters full, and with no shares.
+    Up to 10 samples are shared out in the best possible way. A few more are tried with shares for microbatches that
+    are full, three quarters full, and with no shares.
 
     Args:
         lengths: ``[n]`` tokens.
@@ -45,6 +47,9 @@ def partition_with_overheads(
     alike = len(samples) == 1 and bool((overhead == overhead[0]).all())
     shares = (overhead[:1] if alike else overhead)[:, None] * (lengths / cap)
     rows = np.broadcast_to(samples, (num_ranks, len(lengths)))
+    if starts > 0 and len(lengths) <= MOST_SAMPLES and num_ranks <= MOST_RANKS:
+        loads = sums_of_sets(rows) + overhead[:, None] * bins_of_sets(lengths, cap)
+        return [np.array(group, dtype=np.int64) for group in best_partition(loads)]
     few = len(lengths) <= _FEW_SAMPLES and starts > 0
     full = Workload.of(samples + shares, num_ranks)
     good_enough = lower_bound(full) / full.scale * (1 + TOLERANCE)

@@ -1,10 +1,11 @@
-"""Who gets which samples: start, search, and search from more starts while that can still pay."""
+"""Who gets which samples: start, search, and what more can still pay: all partitions, or a search from more starts."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats
+from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, sums_of_sets
 from lightning_odc.balance.search import Search
 from lightning_odc.balance.starts import (
     Groups,
@@ -33,8 +34,9 @@ def partition(work: Workload, equal_counts: bool = False, starts: int = STARTS) 
     Args:
         work: the workload.
         equal_counts: ranks get equally many samples, or one less where ``num_ranks`` does not divide them.
-        starts: how many more starts to search from, while the first one's result is not good enough; fewer, and at
-            last none, for more than ``384 / starts`` samples, which leave less to gain.
+        starts: how many more starts to search from, where the first one's result is not good enough; fewer, and at
+            last none, for more than ``384 / starts`` samples, which leave less to gain. If not 0, up to 10 samples
+            are shared out in the best possible way.
 
     Returns:
         For every rank its samples, numbered as in the workload; some ranks may get none.
@@ -47,19 +49,17 @@ def partition(work: Workload, equal_counts: bool = False, starts: int = STARTS) 
     search = Search(work, [first], equal_counts)
     search.run(good_enough, _ROUNDS)
     span, groups = search.best()
-    starts = min(starts, _SAMPLES_IN_STARTS // work.num_samples)
     if span <= bound * (1 + _MORE_STARTS_ABOVE) or starts < 1:
+        return groups
+    if not equal_counts and work.num_samples <= MOST_SAMPLES and work.num_ranks <= MOST_RANKS:
+        loads = sums_of_sets(work.costs[:, :-1]) + work.base[:, None]
+        return best_partition(np.broadcast_to(loads, (work.num_ranks, loads.shape[1])))
+    starts = min(starts, _SAMPLES_IN_STARTS // work.num_samples)
+    if starts < 1:
         return groups
     more = Search(work, [groups, *_more_starts(work, starts, equal_counts)], equal_counts)
     more.run(good_enough, _ROUNDS_OF_STARTS)
     return more.best()[1]
-
-
-def improve(work: Workload, groups: Groups) -> Groups:
-    """Search from this partition only."""
-    search = Search(work, [groups])
-    search.run(lower_bound(work) * (1 + TOLERANCE), _ROUNDS)
-    return search.best()[1]
 
 
 def _start(work: Workload, equal_counts: bool) -> Groups:

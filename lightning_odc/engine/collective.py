@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc.engine.base import Engine, denominator
+from lightning_odc.engine.comm import (
+    StockGather,
+    StockReduceScatter,
+    TracedGather,
+    TracedReduceScatter,
+    set_comms,
+)
 from lightning_odc.engine.on_demand import check_equal_counts
 from lightning_odc.engine.transports.base import Rendezvous
 
@@ -42,6 +50,9 @@ class CollectiveEngine(Engine):
     def attach(self, model: nn.Module) -> None:
         self._model = model
         self._find_shards()
+        gather = TracedGather(partial(self.traced, "all_gather"))
+        reduce_scatter = TracedReduceScatter(partial(self.traced, "reduce_scatter"))
+        set_comms(_units(model), gather, reduce_scatter)
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
@@ -97,12 +108,15 @@ class CollectiveEngine(Engine):
         self._find_shards()
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
-        return self._rendezvous(item)
+        with self.traced("exchange"):
+            return self._rendezvous(item)
 
     def fail(self, message: str) -> None:
         """Collectives have no way to say so; peers notice a closed connection."""
 
     def close(self) -> None:
+        if self._model is not None:
+            set_comms(_units(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()
         self._shards.clear()
         self._model = None
@@ -110,10 +124,13 @@ class CollectiveEngine(Engine):
     def _find_shards(self) -> None:
         """Between forward and backward a module holds full parameters, so look for the shards at rest."""
         assert self._model is not None, "the engine is not attached"
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in _units(self._model):
+            module.reshard()
         self._shards = list(self._model.parameters())
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def single_process(item: Any) -> list[Any]:

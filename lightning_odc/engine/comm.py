@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -78,6 +79,28 @@ class StockReduceScatter(_Allocating):
         async_op: bool = False,
     ) -> dist.Work | None:
         return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class TracedGather(StockGather):
+    """The stock all-gather, under a context (a tracer's span)."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with self._context():
+            return super().__call__(*args, **kwargs)
+
+
+class TracedReduceScatter(StockReduceScatter):
+    """The stock reduce-scatter, under a context (a tracer's span)."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with self._context():
+            return super().__call__(*args, **kwargs)
 
 
 def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: object) -> None:

@@ -364,6 +364,7 @@ class Protocol(Traced):
             lambda: (
                 f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
             ),
+            peer,
         )
 
     def _agree(self, key: str, records: Sequence[Record]) -> None:

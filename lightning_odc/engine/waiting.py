@@ -60,23 +60,24 @@ class Waiter(Traced):
         begin = begin_ns / 1e9
         next_check = begin + _CHECK_EVERY
         spins = _SPINS
-        while not ready():
-            now = time.monotonic()
-            if now >= next_check:
-                self._check_on_peers(ready)
-                next_check = now + _CHECK_EVERY
-            if now - begin > self.timeout:
-                self.seconds[cause] += now - begin
-                raise WaitTimeoutError(f"Gave up after {self.timeout:g} s of {what()}.\n{self._report()}")
-            if spins > 0:
-                spins -= 1
-                time.sleep(0)
-            else:
-                time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_SHARE)))
-        waited = (time.monotonic_ns() - begin_ns) / 1e9
-        self.seconds[cause] += waited
-        if self.tracer is not None:
-            self.tracer.record("wait", begin_ns, cause=str(cause), peer=peer)
+        try:
+            while not ready():
+                now = time.monotonic()
+                if now >= next_check:
+                    self._check_on_peers(ready)
+                    next_check = now + _CHECK_EVERY
+                if now - begin > self.timeout:
+                    raise WaitTimeoutError(f"Gave up after {self.timeout:g} s of {what()}.\n{self._report()}")
+                if spins > 0:
+                    spins -= 1
+                    time.sleep(0)
+                else:
+                    time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_SHARE)))
+        finally:  # a wait that failed was a wait, too
+            waited = (time.monotonic_ns() - begin_ns) / 1e9
+            self.seconds[cause] += waited
+            if self.tracer is not None:
+                self.tracer.record("wait", begin_ns, cause=str(cause), peer=peer)
         return waited
 
     def _check_on_peers(self, ready: Callable[[], bool]) -> None:

@@ -1,0 +1,80 @@
+"""The best partition of a few samples, by dynamic programming over sets of samples.
+
+A set is a number whose bit ``i`` says whether it has sample ``i``. The arrays below have one entry per set, or one per
+pair of a set and one of its subsets, of which ``n`` samples have ``3^n``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from lightning_odc.balance.arrays import Bools, Floats, Ints
+
+MOST_SAMPLES = 10
+MOST_RANKS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """All pairs of a set and a subset, ordered by the set."""
+
+    part: Ints
+    rest: Ints  # the set without the part
+    first: Ints  # where the pairs of each set begin
+
+
+@lru_cache(maxsize=MOST_SAMPLES)
+def _pairs(count: int) -> _Pairs:
+    sets, parts = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    for sample in range(count):  # in neither, in the set only, or in both
+        bit = 1 << sample
+        sets = np.concatenate([sets, sets + bit, sets + bit])
+        parts = np.concatenate([parts, parts, parts + bit])
+    order = np.lexsort((parts, sets))
+    sets, parts = sets[order], parts[order]
+    return _Pairs(parts, sets - parts, np.searchsorted(sets, np.arange(1 << count)))
+
+
+def sums_of_sets(values: Floats) -> Floats:
+    """``[..., 2^n]`` from ``[..., n]``: the sum over each set."""
+    sums = np.zeros((*values.shape[:-1], 1))
+    for sample in range(values.shape[-1]):
+        sums = np.concatenate([sums, sums + values[..., sample, None]], axis=-1)
+    return sums
+
+
+def bins_of_sets(sizes: Ints, cap: int) -> Ints:
+    """``[2^n]``: how many bins under the cap each set needs at least."""
+    pairs = _pairs(len(sizes))
+    fits: Bools = sums_of_sets(sizes.astype(np.float64)) <= cap
+    bins = np.zeros(len(fits), dtype=np.int64)
+    packed = np.zeros(len(fits), dtype=np.bool_)
+    packed[0] = True
+    while not packed.all():
+        bins += ~packed
+        packed = np.logical_or.reduceat(fits[pairs.part] & packed[pairs.rest], pairs.first)
+    return bins
+
+
+def best_partition(loads: Floats) -> list[list[int]]:
+    """Samples for every rank such that the largest load is the smallest possible.
+
+    Args:
+        loads: ``[num_ranks, 2^n]``, what each rank takes for each set.
+    """
+    count = loads.shape[1].bit_length() - 1
+    pairs = _pairs(count)
+    least = [loads[0]]  # of the ranks so far, for each set
+    for of_rank in loads[1:]:
+        larger = np.maximum(of_rank[pairs.part], least[-1][pairs.rest])
+        least.append(np.minimum.reduceat(larger, pairs.first))
+    left, groups = (1 << count) - 1, []
+    for rank in range(len(loads) - 1, 0, -1):
+        part = pairs.part[pairs.first[left] : pairs.first[left + 1] if left + 1 < 1 << count else None]
+        chosen = int(part[np.maximum(loads[rank][part], least[rank - 1][left - part]).argmin()])
+        groups.append(chosen)
+        left -= chosen
+    return [[i for i in range(count) if mask >> i & 1] for mask in [left, *reversed(groups)]]

@@ -1,0 +1,83 @@
+"""Files that are whole at every moment, in a directory that others may write to as well."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_MODE = 0o644  # less what the umask takes away
+_LOCK_SECONDS = 5.0
+_LOCK_EVERY = 0.02
+
+
+def check_directory(directory: Path) -> str:
+    """Make the directory and write to it once; returns what went wrong, or nothing."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".probe-{os.getpid()}"
+        write_whole(probe, b"")
+        probe.unlink()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that at every moment is either the old one or the new one. Replaces a link, never follows it."""
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a file that is neither a link nor a pipe nor a device.
+
+    Raises:
+        OSError: it is, or cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return file.read()
+
+
+@contextmanager
+def one_at_a_time(directory: Path) -> Iterator[None]:
+    """Let one process at a time in, as far as the file system can; wait for the others 5 seconds at most."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(handle) and time.monotonic() < deadline:
+            time.sleep(_LOCK_EVERY)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # this file system has no locks
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file that may be gone already."""
+    with suppress(OSError):
+        path.unlink()

@@ -1,0 +1,147 @@
+"""Timelines: what every rank did when, on one common clock. Plain values and arithmetic.
+
+Note [Waiting inside a collective]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A collective cannot end on any rank before the last rank has begun it. So on a common clock, the time from a rank's own
+begin to the last rank's begin is waiting, for that last rank, and the rest is moving bytes. All ranks run the same
+collectives in the same order, so the n-th on one rank is the n-th on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_odc.engine.tracing import Span
+
+COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "exchange"})
+"""Kinds of spans in which all ranks meet."""
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """What one rank did.
+
+    Attributes:
+        rank: its number.
+        host: the machine it ran on.
+        spans: in nanoseconds since the beginning of the run, on the clock of rank 0.
+        dropped: spans that found no place.
+        complete: whether all steps that were asked for are in it.
+        offset_ns: what was subtracted from this rank's own clock.
+        uncertainty_ns: how wrong ``offset_ns`` can be, at most.
+    """
+
+    rank: int
+    host: str
+    spans: list[Span]
+    dropped: int = 0
+    complete: bool = True
+    offset_ns: int = 0
+    uncertainty_ns: int = 0
+
+    def of(self, *kinds: str) -> list[Span]:
+        """The spans of these kinds."""
+        return [span for span in self.spans if span.kind in kinds]
+
+    @property
+    def covered_seconds(self) -> float:
+        """Time of which it is known what this rank did, waiting included."""
+        return _union(self.spans) / 1e9
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time in which this rank waited for others."""
+        return _union(self.of("wait")) / 1e9
+
+    @property
+    def idle_fraction(self) -> float:
+        """``idle_seconds / covered_seconds``, and 0 for an empty timeline."""
+        return self.idle_seconds / self.covered_seconds if self.spans else 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the ranks of one run did when.
+
+    Attributes:
+        ranks: in rank order; some are missing if they died before they wrote anything.
+        world_size: how many ranks there were.
+        strategy: how they trained, for people.
+        run: distinguishes runs that write to the same directory.
+        waiting_seen: whether waits for other ranks are among the spans.
+        notes: what a reader has to know.
+    """
+
+    ranks: list[RankTimeline]
+    world_size: int
+    strategy: str = ""
+    run: str = ""
+    waiting_seen: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def begin_ns(self) -> int:
+        """When the first span began."""
+        return min((span.begin for rank in self.ranks for span in rank.spans), default=0)
+
+    @property
+    def end_ns(self) -> int:
+        """When the last span ended."""
+        return max((span.end for rank in self.ranks for span in rank.spans), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first begin to the last end."""
+        return (self.end_ns - self.begin_ns) / 1e9
+
+    @property
+    def idle_fraction(self) -> float:
+        """Idle time of all ranks over the time of all ranks."""
+        covered = sum(rank.covered_seconds for rank in self.ranks)
+        return sum(rank.idle_seconds for rank in self.ranks) / covered if covered else 0.0
+
+
+def merge(parts: Sequence[Timeline]) -> Timeline:
+    """One timeline from those of single ranks, with the waits inside collectives told apart.
+
+    Args:
+        parts: at least one, all of the same run.
+    """
+    ranks = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.rank)
+    notes = list(dict.fromkeys(note for part in parts for note in part.notes))
+    first = parts[0]
+    missing = sorted(set(range(first.world_size)) - {rank.rank for rank in ranks})
+    if missing:
+        notes.append(f"Nothing is known of rank(s) {', '.join(map(str, missing))}.")
+    seen = all(part.waiting_seen for part in parts)
+    if len(ranks) == first.world_size > 1:
+        ranks, found = _tell_waits_apart(ranks)
+        seen = seen or found
+    return replace(first, ranks=ranks, notes=notes, waiting_seen=seen)
+
+
+def _tell_waits_apart(ranks: list[RankTimeline]) -> tuple[list[RankTimeline], bool]:
+    """See Note [Waiting inside a collective]. Also tells whether there were collectives."""
+    meetings = [sorted(rank.of(*COLLECTIVES), key=lambda span: span.begin) for rank in ranks]
+    waits: list[list[Span]] = [[] for _ in ranks]
+    for together in zip(*meetings, strict=False):
+        if len({span.kind for span in together}) > 1:
+            break  # some spans were dropped: from here on nobody knows what belongs together
+        last = max(range(len(ranks)), key=lambda index: together[index].begin)
+        for mine, span in zip(waits, together, strict=True):
+            until = min(together[last].begin, span.end)
+            if until > span.begin:
+                details = {"cause": "collective", "peer": ranks[last].rank}
+                mine.append(Span("wait", span.begin, until, details))
+    with_waits = [replace(rank, spans=rank.spans + new) for rank, new in zip(ranks, waits, strict=True)]
+    return with_waits, any(meetings)
+
+
+def _union(spans: Iterable[Span]) -> int:
+    """Nanoseconds covered by at least one of the spans."""
+    total, reached = 0, 0
+    for span in sorted(spans, key=lambda span: span.begin):
+        total += max(span.end - max(span.begin, reached), 0)
+        reached = max(reached, span.end)
+    return total

@@ -1,0 +1,156 @@
+"""Torchmetrics for idle time and load imbalance, exact over any number of ranks and steps; usable without a trainer.
+
+Note [A rank that was not updated did nothing]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank without work in a step often has nothing to report, and the others did wait for nobody there. For both metrics
+a missing update means what an update with zeros means: `IdleFraction` counts no time for that rank, `LoadImbalance`
+counts a rank that was busy for 0 seconds. Every rank of the process group takes part in the mean, updated or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+Seconds = float | Tensor
+Axes = Any
+
+
+class IdleFraction(Metric):
+    """The part of all devices' time that was spent waiting for other ranks.
+
+    With ``idle[r, s]`` and ``busy[r, s]`` the seconds given by rank ``r`` in its update ``s``, the value is
+    ``sum(idle) / sum(idle + busy)``, the sums running over all ranks and updates: a mean over ranks and steps in
+    which each counts as long as it took. It is ``nan`` as long as no time was counted at all. For a rank that was
+    never updated see Note [A rank that was not updated did nothing].
+
+    Args:
+        **kwargs: as in `torchmetrics.Metric`.
+
+    Attributes:
+        busy: seconds counted as busy so far, on this rank.
+        idle: seconds counted as idle so far, on this rank.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    plot_lower_bound = 0.0
+    plot_upper_bound = 1.0
+
+    busy: Tensor
+    idle: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("busy", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("idle", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, busy_seconds: Seconds, idle_seconds: Seconds) -> None:
+        """Count more time of this rank.
+
+        Args:
+            busy_seconds: computing, or moving own bytes; of a tensor, all elements are added up.
+            idle_seconds: waiting for other ranks.
+
+        Raises:
+            ValueError: for a time that is negative or not finite.
+        """
+        busy, idle = _seconds("busy_seconds", busy_seconds), _seconds("idle_seconds", idle_seconds)
+        self.busy += busy
+        self.idle += idle
+
+    def compute(self) -> Tensor:
+        """A scalar between 0 and 1."""
+        return (self.idle / (self.idle + self.busy)).to(torch.get_default_dtype())
+
+    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> Any:
+        """Torchmetrics' own plot: a point, or a line for a list of values."""
+        return self._plot(val, ax)
+
+
+class LoadImbalance(Metric):
+    """How much longer the slowest rank is busy than the average rank: the factor that perfect balance would save.
+
+    The ``s``-th update of every rank belongs to the ``s``-th step, at whose end the ranks meet. With ``busy[r, s]``
+    the seconds given by rank ``r`` in its update ``s``, the value is ``sum_s max_r busy / sum_s mean_r busy``. For
+    one update that is the slowest rank's time over the mean. For several it is a ratio of sums, not a mean of
+    ratios, so that long steps count more; and the slowest rank is looked for in every step, so that two ranks that
+    are slow in turns are as unbalanced as if it were always the same. To compare totals instead, update once, with
+    the totals. The mean is over all ranks of the process group, see
+    Note [A rank that was not updated did nothing]; a rank that was updated fewer times was busy for 0 seconds in the
+    steps that it lacks. It is 1 for perfect balance, the number of ranks if only one works, and ``nan`` as long as
+    nobody was busy.
+
+    Args:
+        **kwargs: as in `torchmetrics.Metric`.
+
+    Attributes:
+        steps: seconds by update: on one rank ``[S]``, and while synchronised ``[ranks, S]``; 8 bytes each, so
+            reset the metric at the end of an epoch.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = True  # updates are a sequence: there is no way to add two states up
+    plot_lower_bound = 1.0
+
+    steps: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("dist_sync_fn", gather_padded)
+        super().__init__(**kwargs)
+        self.add_state("steps", torch.zeros(0, dtype=torch.float64), dist_reduce_fx=None)
+
+    def update(self, busy_seconds: Seconds) -> None:
+        """Count one more step of this rank.
+
+        Args:
+            busy_seconds: computing, or moving own bytes; of a tensor, all elements are added up.
+
+        Raises:
+            ValueError: for a time that is negative or not finite.
+        """
+        busy = _seconds("busy_seconds", busy_seconds)
+        self.steps = torch.cat([self.steps, self.steps.new_tensor([busy])])
+
+    def compute(self) -> Tensor:
+        """A scalar of at least 1."""
+        return load_imbalance(self.steps).to(torch.get_default_dtype())
+
+    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> Any:
+        """Torchmetrics' own plot: a point, or a line for a list of values."""
+        return self._plot(val, ax)
+
+
+def load_imbalance(busy: Tensor) -> Tensor:
+    """The arithmetic of `LoadImbalance`.
+
+    Args:
+        busy: seconds, ``[ranks, steps]``, or ``[steps]`` of the only rank.
+    """
+    table = busy if busy.ndim == 2 else busy[None]
+    if table.shape[1] == 0:
+        return table.new_tensor(math.nan)
+    return table.amax(dim=0).sum() / table.mean(dim=0).sum()
+
+
+def gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
+    """Every rank's 1-D tensor, in rank order, filled with zeros up to the longest. All ranks together."""
+    gathered = gather_all_tensors(values, group)
+    longest = max(len(one) for one in gathered)
+    return [pad(one, (0, longest - len(one))) for one in gathered]
+
+
+def _seconds(name: str, value: Seconds) -> float:
+    seconds = float(value.detach().double().sum() if isinstance(value, Tensor) else value)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, got {seconds}")
+    return seconds

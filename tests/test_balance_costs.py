@@ -1,0 +1,184 @@
+"""Costs: their values, and floating-point operations counted by torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_odc.balance import (
+    Cost,
+    FunctionCost,
+    PolynomialCost,
+    quadratic,
+    resolve_cost,
+    tokens,
+    transformer,
+    with_speeds,
+)
+from lightning_odc.balance.costs import CROSSOVER, evaluate
+
+LENGTHS = np.array([1.0, 10.0, 1000.0])
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def test_tokens_and_quadratic() -> None:
+    assert tokens().samples(LENGTHS).tolist() == [1, 10, 1000]
+    assert quadratic(crossover=100).samples(LENGTHS).tolist() == pytest.approx([1.01, 11, 11_000])
+    at_crossover = quadratic().samples(np.array([float(CROSSOVER)]))[0]
+    assert at_crossover == pytest.approx(2 * CROSSOVER)
+
+
+def test_the_default_ratio_is_that_of_the_papers_fit() -> None:
+    x = LENGTHS / 32_000
+    fit = 1.982122 * x**2 + 2.611821 * x
+    np.testing.assert_allclose(quadratic().samples(LENGTHS) / fit, 32_000 / 2.611821, rtol=1e-4)
+
+
+def test_names_functions_and_costs_resolve() -> None:
+    assert resolve_cost("tokens") == tokens()
+    assert resolve_cost("quadratic") == quadratic()
+    assert resolve_cost(np.sqrt).samples(LENGTHS).tolist() == np.sqrt(LENGTHS).tolist()
+    cost = PolynomialCost(1.0, 2.0, 3.0)
+    assert resolve_cost(cost) is cost
+    assert isinstance(cost, Cost)
+
+
+def test_speeds_divide_samples_and_overhead() -> None:
+    cost = with_speeds(PolynomialCost(0, 2, 6), [1, 0.5])
+    samples, overhead = evaluate(cost, np.array([3, 4]), 2)
+    assert samples.tolist() == [[6, 8], [12, 16]]
+    assert overhead.tolist() == [6, 12]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PolynomialCost(-1, 1), "not negative"),
+        (lambda: PolynomialCost(0, 0), "quadratic or linear positive"),
+        (lambda: PolynomialCost(1, float("nan")), "finite"),
+        (lambda: quadratic(0), "crossover must be positive"),
+        (lambda: with_speeds("tokens", [1, 0]), r"speeds must be positive.*\[1, 0\]"),
+        (lambda: with_speeds("tokens", []), "one per rank"),
+        (lambda: with_speeds("bytes", [1]), "'bytes' is unknown"),
+        (lambda: evaluate(FunctionCost(np.sqrt, -1.0), np.array([3]), 2), "overhead.*not negative"),
+        (lambda: transformer({"hidden_size": 64}), "lacks num_hidden_layers, num_attention_heads"),
+        (lambda: transformer(SMALL | {"num_local_experts": 8}), "dense decoder-only.*FittedCost"),
+        (lambda: transformer(SMALL | {"is_encoder_decoder": True}), "dense decoder-only"),
+        (lambda: transformer(SMALL | {"layer_types": ["linear_attention"] * 3}), "linear_attention"),
+        (lambda: transformer(SMALL | {"layer_types": ["sliding_attention"] * 3}), "no sliding_window"),
+    ],
+)
+def test_refusals(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+class Attention(torch.nn.Module):
+    """Grouped-query attention over full score matrices."""
+
+    def __init__(self, hidden: int, heads: int, groups: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.head_dim = heads, groups, head_dim
+        self.q = torch.nn.Linear(hidden, heads * head_dim, bias=False)
+        self.k, self.v = (torch.nn.Linear(hidden, groups * head_dim, bias=False) for _ in range(2))
+        self.o = torch.nn.Linear(heads * head_dim, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(1, (self.heads, self.head_dim)).transpose(0, 1)
+        k, v = (
+            layer(x).unflatten(1, (self.groups, self.head_dim)).transpose(0, 1) for layer in (self.k, self.v)
+        )
+        k, v = (part.repeat_interleave(self.heads // self.groups, 0) for part in (k, v))
+        return self.o((torch.softmax(q @ k.mT, -1) @ v).transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_operations_are_those_that_torch_counts(gated: bool) -> None:
+    hidden, heads, groups, head_dim, wide, vocabulary = 64, 4, 2, 8, 96, 50
+    attention = Attention(hidden, heads, groups, head_dim)
+    up, gate = (torch.nn.Linear(hidden, wide, bias=False) for _ in range(2))
+    down = torch.nn.Linear(wide, hidden, bias=False)
+    head = torch.nn.Linear(hidden, vocabulary, bias=False)
+
+    def counted(length: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            x = attention(torch.randn(length, hidden, requires_grad=True))
+            x = down(up(x) * gate(x) if gated else up(x))
+            head(x).sum().backward()
+        return int(counter.get_total_flops())
+
+    cost = transformer(
+        {
+            "hidden_size": hidden,
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "head_dim": head_dim,
+            "intermediate_size": wide,
+            "vocab_size": vocabulary,
+        },
+        gated_mlp=gated,
+    )
+    for length in (7, 32):
+        # torch counts all pairs here, the cost only those that a causal model needs.
+        full = cost.per_token * length + cost.per_pair * length * length
+        assert full == counted(length)
+        causal = cost.samples(np.array([float(length)]))[0]
+        assert full - causal == pytest.approx(cost.per_pair * length * (length - 1) / 2)
+
+
+def test_gpt2_names_and_defaults() -> None:
+    gpt2 = transformer({"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": None, "vocab_size": 100})
+    assert gpt2 == transformer(
+        SMALL | {"intermediate_size": 256, "num_key_value_heads": 4, "vocab_size": 100}
+    )
+    assert gpt2 == transformer(SimpleNamespace(**SMALL, vocab_size=100))
+    assert gpt2 == transformer({"text_config": SMALL | {"vocab_size": 100}})
+    assert gpt2.per_token == 6 * (3 * (4 * 64 * 64 + 2 * 64 * 256) + 64 * 100)
+
+
+def test_gates_are_recognised() -> None:
+    plain, gated = (transformer(SMALL, gated_mlp=gate) for gate in (False, True))
+    assert gated.per_token > plain.per_token
+    assert transformer(SMALL | {"hidden_act": "silu"}) == gated
+    assert transformer(SMALL | {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}) == gated
+    assert transformer(SMALL | {"model_type": "gpt2", "activation_function": "gelu_new"}) == plain
+    assert transformer(SMALL | {"hidden_act": "silu"}, gated_mlp=False) == plain
+
+
+def test_sliding_windows_see_fewer_keys() -> None:
+    full = transformer(SMALL)
+    sliding = transformer(SMALL | {"sliding_window": 10})
+    mixed = transformer(
+        SMALL | {"sliding_window": 10, "layer_types": ["full_attention"] + ["sliding_attention"] * 2}
+    )
+    unused = transformer(SMALL | {"sliding_window": 10, "use_sliding_window": False})
+    assert unused == full
+    lengths = np.array([1.0, 10.0, 25.0])
+    pairs = (sliding.samples(lengths) - sliding.per_token * lengths) / sliding.per_pair / 3
+    assert pairs.tolist() == [1, 55, 55 + 15 * 10]
+    halfway = (2 * sliding.samples(lengths) + full.samples(lengths)) / 3
+    np.testing.assert_allclose(mixed.samples(lengths), halfway)
+
+
+def test_a_hugging_face_config() -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="the demo extra brings Hugging Face configurations"
+    )
+    config = transformers.Qwen2Config(
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        vocab_size=151_936,
+    )
+    cost = transformer(config)
+    assert cost.full_layers == 28
+    parameters = 28 * (2 * 1536**2 + 2 * 1536 * 256 + 3 * 1536 * 8960) + 1536 * 151_936
+    assert cost.per_token == 6 * parameters

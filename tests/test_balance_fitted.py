@@ -1,0 +1,165 @@
+"""The cost that is learnt while training: it converges, is not fooled, and is the same everywhere."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_odc.balance import FittedCost, PolynomialCost, plan_minibatch, with_speeds
+from lightning_odc.bench.planner import learn
+
+TRUE = PolynomialCost(2e-9, 8e-5, 0.05)
+
+
+def seconds(lengths: list[int], slowness: float = 1.0) -> float:
+    return slowness * float(TRUE.samples(np.array(lengths, dtype=float)).sum() + TRUE.constant)
+
+
+def random_lengths(rng: np.random.Generator) -> list[int]:
+    return np.minimum(rng.lognormal(8.5, 1, rng.integers(1, 5)).astype(int) + 1, 65_536).tolist()
+
+
+def test_exact_measurements_give_the_exact_cost_of_each_rank() -> None:
+    rng, cost = np.random.default_rng(0), FittedCost(3)
+    for _ in range(60):
+        rows = [(rank, random_lengths(rng)) for rank in range(3)]
+        cost.observe([(rank, lengths, seconds(lengths, 1 + rank)) for rank, lengths in rows])
+    expected = np.outer([1, 2, 3], [TRUE.quadratic, TRUE.linear, TRUE.constant])
+    np.testing.assert_allclose(cost.coefficients, expected, rtol=0.03)
+    assert cost.predict(1, [5000, 300]) == pytest.approx(seconds([5000, 300], 2), rel=0.005)
+
+
+def test_one_minibatch_tells_which_rank_is_slow() -> None:
+    cost = FittedCost(4)
+    cost.observe([(rank, [8000] * 3, seconds([8000] * 3, 2.0 if rank == 2 else 1.0)) for rank in range(4)])
+    assert cost.predict(2, [8000] * 3) == pytest.approx(2 * cost.predict(0, [8000] * 3), rel=0.1)
+    lengths = np.random.default_rng(0).integers(500, 8000, 64)
+    plan = plan_minibatch(lengths, 4, 65_536, cost=cost)
+    work = [int(lengths[[s for m in rank for s in m]].sum()) for rank in plan]
+    assert work[2] < 0.65 * min(work[:2] + work[3:])
+
+
+def test_alike_microbatches_keep_the_shape_of_the_prior() -> None:
+    cost = FittedCost(2)
+    for _ in range(50):
+        cost.observe([(0, [4096], 1.0), (1, [4096], 1.0)])
+    assert cost.predict(0, [4096]) == pytest.approx(1.0, rel=0.01)
+    prior = FittedCost(2)
+    ratio = prior.predict(0, [16_384]) / prior.predict(0, [4096])
+    assert cost.predict(0, [16_384]) == pytest.approx(ratio, rel=0.1)
+
+
+def test_one_pause_hardly_matters() -> None:
+    rng, cost = np.random.default_rng(0), FittedCost(2)
+    for _ in range(30):
+        cost.observe(
+            [(rank, lengths, seconds(lengths)) for rank in range(2) for lengths in [random_lengths(rng)]]
+        )
+    cost.observe([(0, [4000], 50 * seconds([4000])), (1, [4000], seconds([4000]) / 50)])
+    for rank in range(2):
+        assert cost.predict(rank, [4000]) == pytest.approx(seconds([4000]), rel=0.03)
+
+
+def test_a_pause_at_the_very_first_microbatch_is_forgiven() -> None:
+    cost = FittedCost(4)
+    cost.observe([(rank, [4000], seconds([4000], 10.0 if rank == 0 else 1.0)) for rank in range(4)])
+    assert cost.predict(0, [4000]) < 5 * seconds([4000])
+    for _ in range(30):  # even if the rank gets nothing because of it
+        cost.observe([(rank, [4000], seconds([4000])) for rank in range(1, 4)])
+    assert cost.predict(0, [4000]) < 1.5 * seconds([4000])
+
+
+def test_a_device_that_changes_is_followed() -> None:
+    rng, cost = np.random.default_rng(0), FittedCost(2)
+    for step in range(60):
+        slow = 1.5 if step >= 50 else 1.0
+        rows = [(rank, random_lengths(rng)) for rank in range(2) for _ in range(2)]
+        cost.observe([(rank, row, seconds(row, slow if rank else 1.0)) for rank, row in rows])
+    assert cost.predict(1, [9000]) == pytest.approx(seconds([9000], 1.5), rel=0.05)
+    assert cost.predict(0, [9000]) == pytest.approx(seconds([9000]), rel=0.05)
+
+
+def test_coefficients_are_never_negative() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        cost = FittedCost(2)
+        rows = [(int(rng.integers(2)), random_lengths(rng), float(rng.lognormal())) for _ in range(20)]
+        cost.observe(rows)
+        assert (cost.coefficients >= 0).all()
+        assert (cost.coefficients[:, :2].sum(1) > 0).all()
+        plan_minibatch([100, 2000, 3000], 2, cost=cost)
+
+
+def test_plans_with_it_come_within_a_percent_of_those_with_the_true_cost() -> None:
+    run = np.mean([learn(seed, 8) for seed in range(2)], axis=0)
+    assert run[0, 0] > 0.3
+    assert run[5:, 0].mean() < 0.015
+    assert run[20:, 0].mean() < 0.01
+
+
+def test_state_goes_through_json_and_goes_on_alike() -> None:
+    rng, one = np.random.default_rng(0), FittedCost(2, forgetting=0.9)
+    rows = [[(rank, random_lengths(rng), float(rng.uniform(0.5, 2))) for rank in range(2)] for _ in range(9)]
+    for row in rows[:5]:
+        one.observe(row)
+    other = FittedCost(2)
+    state = one.state_dict()
+    other.load_state_dict(json.loads(json.dumps(state)))
+    frozen = one.snapshot()
+    before = one.coefficients
+    for row in rows[5:]:
+        one.observe(row)
+        other.observe(row)
+    assert one.coefficients.tolist() == other.coefficients.tolist()
+    assert one.state_dict() == other.state_dict()
+    assert frozen.coefficients.tolist() == before.tolist() != one.coefficients.tolist()
+    assert frozen.state_dict() == state
+
+
+def test_before_any_measurement_it_is_the_prior() -> None:
+    cost = FittedCost(2, prior=PolynomialCost(1e-3, 1.0, 7.0))
+    lengths = np.array([10.0, 2000.0])
+    np.testing.assert_allclose(cost.samples(lengths), np.tile(lengths + 1e-3 * lengths**2, (2, 1)))
+    assert cost.overhead.tolist() == [7, 7]
+    cost.observe([])
+    assert cost.overhead.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        ((2, [5], 1.0), r"rank 2 was observed, but FittedCost\(2\)"),
+        ((-1, [5], 1.0), "rank -1"),
+        ((0, [5], 0.0), "took 0.0 s"),
+        ((0, [5], float("nan")), "took nan s"),
+        ((0, [5], float("inf")), "took inf s"),
+        ((0, [], 1.0), "at least one sample"),
+        ((0, [0], 1.0), "sample 0 is 0"),
+    ],
+)
+def test_refusals_leave_the_fit_as_it_was(observation: Any, message: str) -> None:
+    cost = FittedCost(2)
+    cost.observe([(0, [5], 1.0)])
+    state = cost.state_dict()
+    with pytest.raises(ValueError, match=message):
+        cost.observe([(1, [7], 1.0), observation])
+    assert cost.state_dict() == state
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(ValueError, match="num_ranks must be"):
+        FittedCost(0)
+    with pytest.raises(ValueError, match="forgetting must be"):
+        FittedCost(2, forgetting=0)
+    with pytest.raises(ValueError, match=r"3 ranks, this one 2.*FittedCost\(2\)"):
+        FittedCost(2).load_state_dict(FittedCost(3).state_dict())
+
+
+def test_speeds_of_another_cost() -> None:
+    lengths = np.random.default_rng(0).integers(500, 8000, 64)
+    plan = plan_minibatch(lengths, 2, cost=with_speeds(TRUE, [1, 0.5]))
+    work = [TRUE.samples(lengths[[s for m in rank for s in m]].astype(float)).sum() for rank in plan]
+    assert work[1] == pytest.approx(work[0] / 2, rel=0.03)

@@ -1,0 +1,98 @@
+"""Packing under the token cap: few bins, even bins, and bins of different ranks that line up."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_odc.balance.aligning import Share, align
+from lightning_odc.balance.packing import Bins, best_fit, pack, pack_exactly
+
+many = settings(deadline=None, max_examples=200, derandomize=True)
+
+
+def check(bins: Bins, sizes: list[int], cap: int) -> None:
+    assert sorted(position for members in bins for position in members) == list(range(len(sizes)))
+    assert all(members and sum(sizes[p] for p in members) <= cap for members in bins)
+
+
+@many
+@given(st.lists(st.integers(1, 100), max_size=60), st.integers(100, 300))
+def test_no_more_bins_than_best_fit(sizes: list[int], cap: int) -> None:
+    bins = pack(sizes, cap)
+    check(bins, sizes, cap)
+    falling = sorted(range(len(sizes)), key=lambda p: -sizes[p])
+    assert -(-sum(sizes) // cap) <= len(bins) <= len(best_fit(sizes, falling, cap))
+
+
+@settings(many, max_examples=60)
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=6), st.integers(10, 14))
+def test_as_few_bins_as_possible(sizes: list[int], cap: int) -> None:
+    def fits(count: int) -> bool:
+        return any(
+            all(sum(s for s, b in zip(sizes, where, strict=True) if b == t) <= cap for t in range(count))
+            for where in product(range(count), repeat=len(sizes))
+        )
+
+    count = len(pack(sizes, cap))
+    assert count == 1 or not fits(count - 1)
+
+
+def test_fewer_bins_than_best_fit_decreasing_finds() -> None:
+    sizes, cap = [44, 24, 24, 22, 21, 17, 8, 8, 6, 6], 61
+    falling = list(range(len(sizes)))
+    assert len(best_fit(sizes, falling, cap)) == 4
+    assert len(pack(sizes, cap)) == 3
+
+
+def test_bins_are_even() -> None:
+    assert sorted(
+        sum([50, 50, 40, 30, 20, 10][p] for p in b) for b in pack([50, 50, 40, 30, 20, 10], 110)
+    ) == [
+        100,
+        100,
+    ]
+
+
+@many
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(100, 300), st.data())
+def test_exactly_as_many_bins_as_asked(sizes: list[int], cap: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(len(pack(sizes, cap)), len(sizes)))
+    bins = pack_exactly(sizes, [size * size for size in sizes], cap, count)
+    check(bins, sizes, cap)
+    assert len(bins) == count
+
+
+def span(shares: list[Share], packed: list[Bins]) -> float:
+    loads = [
+        sorted((sum(share.costs[p] for p in members) for members in bins), reverse=True)
+        for share, bins in zip(shares, packed, strict=True)
+    ]
+    return float(np.array(loads).max(0).sum())
+
+
+@many
+@given(
+    st.lists(st.lists(st.integers(1, 100), min_size=6, max_size=6), min_size=1, max_size=6),
+    st.integers(100, 300),
+)
+def test_aligned_bins_are_no_worse(rows: list[list[int]], cap: int) -> None:
+    shares = [Share(row, [float(size * size) for size in row]) for row in rows]
+    count = max(len(pack(row, cap)) for row in rows)
+    packed = [pack_exactly(share.sizes, share.costs, cap, count) for share in shares]
+    aligned = align(shares, packed, cap)
+    for share, bins in zip(shares, aligned, strict=True):
+        check(bins, list(share.sizes), cap)
+        assert len(bins) == count
+    assert span(shares, aligned) <= span(shares, packed) * (1 + 1e-12)
+
+
+def test_alignment_puts_work_beside_the_largest_sample() -> None:
+    large, small = Share([100, 10], [100.0, 10.0]), Share([30, 30, 30, 20], [30.0, 30.0, 30.0, 20.0])
+    packed = [[[0], [1]], [[0, 3], [1, 2]]]
+    assert span([large, small], packed) == 100 + 50
+    assert span([large, small], align([large, small], packed, 100)) == pytest.approx(100 + 20)

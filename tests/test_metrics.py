@@ -1,0 +1,102 @@
+"""The metrics against arithmetic, on one process and on several real ones."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_odc.metrics import IdleFraction, LoadImbalance
+from tests.models import init_gloo
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+
+# By rank, (busy, idle) of every step.
+EVEN = [[(3.0, 1.0), (2.0, 2.0)], [(4.0, 0.0), (1.0, 3.0)]]
+UNEVEN = [[(3.0, 1.0), (2.0, 2.0), (6.0, 0.5)], [(4.0, 0.0)], []]
+ALTERNATING = [[(1.0, 3.0), (4.0, 0.0)], [(4.0, 0.0), (1.0, 3.0)]]
+
+
+def idle_fraction(table: list[list[tuple[float, float]]]) -> float:
+    flat = [pair for row in table for pair in row]
+    return sum(idle for _, idle in flat) / sum(busy + idle for busy, idle in flat)
+
+
+def imbalance(table: list[list[tuple[float, float]]]) -> float:
+    steps = max(len(row) for row in table)
+    columns = [[row[step][0] if step < len(row) else 0.0 for row in table] for step in range(steps)]
+    return sum(max(column) for column in columns) / sum(sum(column) / len(table) for column in columns)
+
+
+def _measure(rank: int, table: list[list[tuple[float, float]]]) -> dict[str, Any]:
+    init_gloo(rank)
+    fraction, unbalanced = IdleFraction(), LoadImbalance()
+    for busy, idle in table[rank]:
+        fraction.update(busy, idle)
+        unbalanced.update(busy)
+    first = [fraction.compute().item(), unbalanced.compute().item()]
+    local = unbalanced.steps.tolist()  # given back as it was
+    fraction.reset()
+    unbalanced.reset()
+    fraction.update(rank, 1)
+    unbalanced.update(rank)
+    return {
+        "first": first,
+        "local": local,
+        "after_reset": [fraction.compute().item(), unbalanced.compute().item()],
+    }
+
+
+@pytest.mark.parametrize("table", [EVEN, UNEVEN, ALTERNATING], ids=["even", "uneven", "alternating"])
+def test_ranks_agree_with_the_arithmetic(table):
+    results = run_ranks(_measure, table, world_size=len(table))
+    world = len(table)
+    for rank, result in enumerate(results):
+        assert result["first"] == pytest.approx([idle_fraction(table), imbalance(table)], rel=1e-6)
+        assert result["local"] == [busy for busy, _ in table[rank]]
+        busy = sum(range(world))
+        assert result["after_reset"] == pytest.approx([world / (busy + world), (world - 1) * world / busy])
+
+
+def test_slow_in_turns_is_unbalanced_although_the_totals_are_equal():
+    assert imbalance(ALTERNATING) == pytest.approx(8 / 5)
+
+
+def test_one_process():
+    fraction, unbalanced = IdleFraction(), LoadImbalance()
+    assert math.isnan(fraction.compute()) and math.isnan(unbalanced.compute())
+    fraction.update(torch.tensor([1.0, 2.0]), torch.tensor(1.0))
+    unbalanced.update(torch.tensor([1.0, 2.0]))
+    assert fraction.compute() == pytest.approx(0.25)
+    assert unbalanced.compute() == 1
+    assert fraction(1.0, 3.0) == pytest.approx(0.75)  # forward: the value of this update alone
+    assert fraction.compute() == pytest.approx(0.5)
+    assert unbalanced(5.0) == 1
+    assert unbalanced.steps.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_times_that_cannot_be(wrong):
+    fraction, unbalanced = IdleFraction(), LoadImbalance()
+    with pytest.raises(ValueError, match="idle_seconds"):
+        fraction.update(1.0, wrong)
+    with pytest.raises(ValueError, match="busy_seconds"):
+        unbalanced.update(wrong)
+    assert fraction.busy == 0 and len(unbalanced.steps) == 0
+
+
+@pytest.mark.parametrize("metric", [IdleFraction(), LoadImbalance()], ids=["idle", "imbalance"])
+def test_plots_and_pickles(metric):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    one = isinstance(metric, LoadImbalance)
+    values = [metric(1.0) if one else metric(1.0, float(step)) for step in range(3)]
+    figure, axes = metric.plot(values)
+    assert len(axes.get_lines()) >= 1
+    plt.close(figure)
+    figure, axes = metric.plot()
+    plt.close(figure)
+    assert pickle.loads(pickle.dumps(metric)).compute() == metric.compute()
