@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc.engine.base import Engine, denominator
-from lightning_odc.engine.comm import (
-    StockGather,
-    StockReduceScatter,
-    TracedGather,
-    TracedReduceScatter,
-    set_comms,
-)
+from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, set_comms
 from lightning_odc.engine.on_demand import check_equal_counts
 from lightning_odc.engine.transports.base import Rendezvous
 
@@ -50,8 +44,8 @@ class CollectiveEngine(Engine):
     def attach(self, model: nn.Module) -> None:
         self._model = model
         self._find_shards()
-        gather = TracedGather(partial(self.traced, "all_gather"))
-        reduce_scatter = TracedReduceScatter(partial(self.traced, "reduce_scatter"))
+        gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
+        reduce_scatter = WithinContext(StockReduceScatter(), partial(self.traced, "reduce_scatter"))
         set_comms(_units(model), gather, reduce_scatter)
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:

@@ -81,26 +81,16 @@ class StockReduceScatter(_Allocating):
         return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-class TracedGather(StockGather):
-    """The stock all-gather, under a context (a tracer's span)."""
+class WithinContext(_Allocating):
+    """Another comm object, each call of it under a context (a tracer's span)."""
 
-    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, comm: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._comm = comm
         self._context = context
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._context():
-            return super().__call__(*args, **kwargs)
-
-
-class TracedReduceScatter(StockReduceScatter):
-    """The stock reduce-scatter, under a context (a tracer's span)."""
-
-    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        self._context = context
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        with self._context():
-            return super().__call__(*args, **kwargs)
+            return self._comm(*args, **kwargs)
 
 
 def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: object) -> None:
