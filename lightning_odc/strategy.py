@@ -226,6 +226,7 @@ class ODCStrategy(FSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        self._logbook, self._failed = LogBook(), False  # whatever a run before this one left
         self.accelerator.setup(trainer)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         self.barrier()

@@ -151,6 +151,11 @@ class OnDemandEngine(Engine):
         self.protocol.gather(unit.index, output.view(self.world_size, -1))
 
     def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
+        if chunks.dtype not in (torch.float32, torch.bfloat16):  # fully_shard has divided others by now
+            raise NotImplementedError(
+                f"Unit {unit.name!r} has gradients of {chunks.dtype}; on demand works with float32 and bfloat16. Use "
+                'ODCStrategy(communication="collective") for this model.'
+            )
         segments = unit.take_fresh()
         rows = chunks.view(self.world_size, -1)
         assert sum(part.numel for part in segments) == rows.shape[1], f"gradient layout of unit {unit.name!r}"

@@ -177,7 +177,11 @@ class SharedMemoryTransport(Transport):
     # -- peers --------------------------------------------------------------------------------------------
 
     def dead_peers(self) -> list[int]:
-        return [peer for peer, fd in self._pidfds.items() if select.select([fd], [], [], 0)[0]]
+        poll = select.poll()  # unlike select, it takes descriptors above 1023
+        peers = {fd: peer for peer, fd in self._pidfds.items()}
+        for fd in peers:
+            poll.register(fd, select.POLLIN)
+        return sorted(peers[fd] for fd, _ in poll.poll(0))
 
     def describe(self, peer: int) -> str:
         return f"rank {peer} (process {self._addresses[peer].pid})"
