@@ -14,6 +14,7 @@ from lightning_odc.balance import (
     Cost,
     FunctionCost,
     PolynomialCost,
+    microbatch_costs,
     quadratic,
     resolve_cost,
     tokens,
@@ -46,6 +47,15 @@ def test_names_functions_and_costs_resolve() -> None:
     cost = PolynomialCost(1.0, 2.0, 3.0)
     assert resolve_cost(cost) is cost
     assert isinstance(cost, Cost)
+
+
+def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
+    plan, lengths = [[[0, 1, 2], [3]]], [30, 20, 10, 40]
+    alone, dense = (microbatch_costs(plan, lengths, quadratic(100, 5, dense)) for dense in (False, True))
+    assert alone == [[60 + 14 + 5, 40 + 16 + 5]]
+    assert dense == [[60 + 36 + 5, 40 + 16 + 5]]
+    slow = microbatch_costs(plan, lengths, with_speeds(quadratic(100, 5, dense=True), [0.5]))
+    assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
 
 
 def test_speeds_divide_samples_and_overhead() -> None:

@@ -119,6 +119,17 @@ def test_state_goes_through_json_and_goes_on_alike() -> None:
     assert frozen.state_dict() == state
 
 
+def test_dense_attention_is_learnt_from_packed_microbatches() -> None:
+    rng, cost = np.random.default_rng(0), FittedCost(2, dense=True)
+    for _ in range(60):
+        rows = [(rank, random_lengths(rng)) for rank in range(2)]
+        cost.observe([(rank, row, seconds([sum(row)], 1 + rank)) for rank, row in rows])
+    np.testing.assert_allclose(cost.coefficients[1], 2 * np.array([2e-9, 8e-5, 0.05]), rtol=0.03)
+    assert cost.pair.tolist() == (2 * cost.coefficients[:, 0]).tolist()
+    assert cost.predict(0, [9000, 5000]) == pytest.approx(seconds([14_000]), rel=0.005)
+    assert FittedCost(2).pair.tolist() == [0, 0]
+
+
 def test_before_any_measurement_it_is_the_prior() -> None:
     cost = FittedCost(2, prior=PolynomialCost(1e-3, 1.0, 7.0))
     lengths = np.array([10.0, 2000.0])

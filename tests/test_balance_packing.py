@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_odc.balance.aligning import Share, align
-from lightning_odc.balance.packing import Bins, best_fit, pack, pack_exactly
+from lightning_odc.balance.packing import Bins, best_fit, pack, pack_exactly, packing_cost
 
 many = settings(deadline=None, max_examples=200, derandomize=True)
 
@@ -47,6 +48,36 @@ def test_fewer_bins_than_best_fit_decreasing_finds() -> None:
     falling = list(range(len(sizes)))
     assert len(best_fit(sizes, falling, cap)) == 4
     assert len(pack(sizes, cap)) == 3
+
+
+def ways_to_pack(items: list[int]) -> Iterator[list[list[int]]]:
+    """All partitions of a list into bins."""
+    if not items:
+        yield []
+        return
+    for bins in ways_to_pack(items[1:]):
+        yield [[items[0]], *bins]
+        for chosen in range(len(bins)):
+            yield [*bins[:chosen], [items[0], *bins[chosen]], *bins[chosen + 1 :]]
+
+
+@many
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=6),
+    st.integers(100, 200),
+    st.sampled_from([0, 50, 1000]),
+)
+def test_bins_that_cost_little(sizes: list[int], cap: int, overhead: int) -> None:
+    bins = pack(sizes, cap, overhead, 1.0)
+    check(bins, sizes, cap)
+    best = min(
+        packing_cost(way, sizes, overhead, 1.0)
+        for way in ways_to_pack(list(range(len(sizes))))
+        if all(sum(sizes[p] for p in members) <= cap for members in way)
+    )
+    found = packing_cost(bins, sizes, overhead, 1.0)
+    alone = sum(size * size for size in sizes) / 2
+    assert best <= found <= best + 0.1 * (best + alone)
 
 
 def test_bins_are_even() -> None:

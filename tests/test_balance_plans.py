@@ -67,6 +67,8 @@ def cost_named(name: str, ranks: int) -> Any:
         "speeds": with_speeds("quadratic", speeds),
         "speeds and overhead": with_speeds(quadratic(constant=3000), speeds),
         "fitted": fitted(ranks),
+        "dense": quadratic(constant=3000, dense=True),
+        "dense and speeds": with_speeds(quadratic(dense=True), speeds),
     }[name]
 
 
@@ -217,6 +219,25 @@ def test_a_rank_with_costly_microbatches_gets_fewer_of_them() -> None:
     assert counts[3] < min(counts[:3]) / 3
     loads = [sum(costs) for costs in microbatch_costs(plan, lengths, Launches())]
     assert max(loads) <= least_cost(lengths, 4, Launches(), 8000) * 1.05
+
+
+def test_dense_attention_without_overhead_is_not_packed() -> None:
+    lengths = np.random.default_rng(0).integers(100, 8000, 32)
+    plan = plan_minibatch(lengths, 4, 16_000, cost=quadratic(dense=True))
+    assert all(len(microbatch) == 1 for rank in plan for microbatch in rank)
+
+
+@many
+@given(LENGTHS, RANKS, st.sampled_from(["lb_mini", "lb_micro"]), st.sampled_from([0, 100, 3000, 10**6]))
+def test_knowing_of_dense_attention_does_not_hurt(
+    lengths: list[int], ranks: int, policy: Any, constant: int
+) -> None:
+    lengths = lengths * ranks if policy == "lb_micro" else lengths
+    dense = quadratic(constant=constant, dense=True)
+    span = on_demand_cost if policy == "lb_mini" else collective_cost
+    knowing = span(plan_minibatch(lengths, ranks, None, policy, dense), lengths, dense)
+    blind = plan_minibatch(lengths, ranks, None, policy, quadratic(constant=constant))
+    assert knowing <= span(blind, lengths, dense) * (1.02 if policy == "lb_mini" else 1 + 1e-6)
 
 
 def test_more_starts_never_hurt() -> None:

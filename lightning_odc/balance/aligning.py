@@ -14,15 +14,74 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats
-from lightning_odc.balance.packing import Bins
+from lightning_odc.balance.packing import Bins, pack, pack_exactly
+
+_COUNTS = 5
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The samples of one rank: tokens ``[k]`` and costs ``[k]`` on that rank."""
+    """The samples of one rank, and what they cost there.
+
+    Attributes:
+        sizes: ``[k]`` tokens.
+        costs: ``[k]``.
+        overhead: of a microbatch.
+        pair: of every two tokens of different samples in one microbatch.
+    """
 
     sizes: Sequence[int]
     costs: Sequence[float]
+    overhead: float = 0.0
+    pair: float = 0.0
+
+    def cost_of(self, members: Sequence[int]) -> float:
+        """Cost of one microbatch, without its overhead."""
+        alone = math.fsum(self.costs[position] for position in members)
+        if not self.pair:
+            return alone
+        total = sum(self.sizes[position] for position in members)
+        return alone + self.pair * (total * total - sum(self.sizes[p] * self.sizes[p] for p in members)) / 2
+
+
+def pack_equally(shares: Sequence[Share], cap: int, lined_up: bool) -> list[Bins]:
+    """Equally many bins for every rank, as long as it has that many samples.
+
+    Args:
+        shares: the samples of every rank.
+        cap: most tokens of a bin.
+        lined_up: `align` them.
+
+    Returns:
+        Bins of positions; as few as possible, or as many as cost least if samples cost each other.
+    """
+    fewest = max(len(pack(share.sizes, cap)) for share in shares)
+    if not any(share.pair for share in shares):
+        return _even_in_cost(shares, cap, fewest, lined_up)
+    most = max(len(share.sizes) for share in shares)
+    counts = sorted({round(fewest * (most / fewest) ** (step / _COUNTS)) for step in range(_COUNTS + 1)})
+    options = [_even_in_cost(shares, cap, count, lined_up) for count in counts]
+    options += [[_exactly(share, share.sizes, cap, count) for share in shares] for count in counts]
+    return min(options, key=lambda packed: _collective_cost(shares, packed))
+
+
+def _even_in_cost(shares: Sequence[Share], cap: int, count: int, lined_up: bool) -> list[Bins]:
+    packed = [_exactly(share, share.costs, cap, count) for share in shares]
+    return align(shares, packed, cap) if lined_up else packed
+
+
+def _exactly(share: Share, even: Sequence[float], cap: int, count: int) -> Bins:
+    """As many bins, even in this, or as many as there are samples."""
+    return pack_exactly(share.sizes, even, cap, min(count, len(share.sizes))) if share.sizes else []
+
+
+def _collective_cost(shares: Sequence[Share], packed: list[Bins]) -> float:
+    """The sum of the largest ``m``-th bins."""
+    count = max(map(len, packed))
+    loads = np.zeros((len(shares), count))
+    for row, share, bins in zip(loads, shares, packed, strict=True):
+        row[: len(bins)] = sorted((share.cost_of(members) + share.overhead for members in bins), reverse=True)
+    return math.fsum(loads.max(0).tolist())
 
 
 def align(shares: Sequence[Share], packed: list[Bins], cap: int) -> list[Bins]:

@@ -2,6 +2,13 @@
 
 The planner asks one thing of a cost: a microbatch on rank ``r`` takes the sum of its samples' costs on ``r`` plus
 the overhead of ``r``. The unit is the cost's own (tokens, FLOPs, seconds); only ratios matter to a plan.
+
+Note [Dense attention]
+~~~~~~~~~~~~~~~~~~~~~~
+With attention kernels for variable lengths, samples packed into one microbatch cost what they cost alone. Without them
+(a mask over the whole row, as everywhere on CPUs) attention pays for the square of *all* tokens of the microbatch:
+``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` tells the planner so: every two tokens of different
+samples in one microbatch cost ``pair``, twice the quadratic term, and packing pays only where it saves more overhead.
 """
 
 from __future__ import annotations
@@ -29,7 +36,8 @@ NAMED = ("tokens", "quadratic")
 class Cost(Protocol):
     """A microbatch costs ``samples(lengths).sum() + overhead``.
 
-    Equal inputs must give equal outputs on all ranks, since every rank makes the plan for itself.
+    Equal inputs must give equal outputs on all ranks, since every rank makes the plan for itself. A cost may also have
+    a property ``pair``, of the shape of ``overhead``: see Note [Dense attention].
     """
 
     def samples(self, lengths: Floats) -> Floats:
@@ -48,11 +56,13 @@ class PolynomialCost:
         quadratic: attention, per token squared.
         linear: everything else, per token.
         constant: launches, gathers and whatever a microbatch costs even when it is short.
+        dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 
     quadratic: float = 0.0
     linear: float = 1.0
     constant: float = 0.0
+    dense: bool = False
 
     def __post_init__(self) -> None:
         terms = (self.quadratic, self.linear, self.constant)
@@ -68,6 +78,10 @@ class PolynomialCost:
     @property
     def overhead(self) -> Floats:
         return np.array(self.constant, dtype=np.float64)
+
+    @property
+    def pair(self) -> Floats:
+        return np.array(2 * self.quadratic if self.dense else 0.0)
 
 
 @dataclass(frozen=True)
@@ -109,25 +123,30 @@ class SpeedCost:
     def overhead(self) -> Floats:
         return self.cost.overhead / np.array(self.speeds)
 
+    @property
+    def pair(self) -> Floats:
+        return _pair(self.cost) / np.array(self.speeds)
+
 
 def tokens() -> PolynomialCost:
     """A sample costs its number of tokens: right for short samples, where attention hardly counts."""
     return PolynomialCost()
 
 
-def quadratic(crossover: float = CROSSOVER, constant: float = 0.0) -> PolynomialCost:
+def quadratic(crossover: float = CROSSOVER, constant: float = 0.0, dense: bool = False) -> PolynomialCost:
     """A sample of ``s`` tokens costs ``s + s^2 / crossover``, in tokens of a short sample.
 
     Args:
         crossover: tokens at which attention costs as much as everything else.
         constant: cost of a microbatch besides its samples, in the same unit.
+        dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
 
     Raises:
         ValueError: ``crossover`` is not positive.
     """
     if not crossover > 0:
         raise ValueError(f"crossover must be positive, got {crossover}: quadratic(crossover={CROSSOVER}).")
-    return PolynomialCost(quadratic=1 / crossover, linear=1.0, constant=constant)
+    return PolynomialCost(quadratic=1 / crossover, linear=1.0, constant=constant, dense=dense)
 
 
 def with_speeds(cost: Any, speeds: Sequence[float]) -> SpeedCost:
@@ -164,36 +183,83 @@ def resolve_cost(cost: Any) -> Cost:
     raise ValueError(f"cost={cost!r} is no cost; write cost='quadratic', or a function of lengths.")
 
 
-def evaluate(cost: Cost, lengths: Ints, num_ranks: int) -> tuple[Floats, Floats]:
-    """Checked costs of samples and overheads.
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """All that a plan of one minibatch can cost.
 
-    Returns:
-        Costs ``[1, n]`` if all ranks are alike, else ``[num_ranks, n]``, and overheads ``[num_ranks]``.
+    Attributes:
+        samples: ``[1, n]`` costs of samples if all ranks are alike in them, else ``[num_ranks, n]``.
+        overhead: ``[num_ranks]``, of every microbatch.
+        pair: ``[num_ranks]``, of every two tokens of different samples in one microbatch.
+    """
+
+    samples: Floats
+    overhead: Floats
+    pair: Floats
+
+    @property
+    def rows(self) -> Floats:
+        """``[num_ranks, n]`` costs of samples on every rank."""
+        return np.broadcast_to(self.samples, (len(self.overhead), self.samples.shape[1]))
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all ranks are alike."""
+        return len(self.samples) == 1 and all(bool((t == t[0]).all()) for t in (self.overhead, self.pair))
+
+    @property
+    def depend_on_packing(self) -> bool:
+        return bool(self.overhead.any() or self.pair.any())
+
+
+def terms_of(cost: Cost, lengths: Ints, num_ranks: int) -> Terms:
+    """The costs of samples of these lengths, checked.
 
     Raises:
         ValueError: a shape that does not fit, or a value that is no cost.
     """
+    samples = _samples(cost, lengths, num_ranks)
+    overhead = _per_rank("overhead", cost.overhead, num_ranks)
+    return Terms(samples, overhead, _per_rank("pair", _pair(cost), num_ranks))
+
+
+def evaluate(cost: Cost, lengths: Ints, num_ranks: int) -> tuple[Floats, Floats]:
+    """Costs of samples ``[1 or num_ranks, n]`` and overheads ``[num_ranks]``; see `terms_of`."""
+    terms = terms_of(cost, lengths, num_ranks)
+    return terms.samples, terms.overhead
+
+
+def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
     samples = np.asarray(cost.samples(lengths.astype(np.float64)), dtype=np.float64)
-    overhead = np.asarray(cost.overhead, dtype=np.float64)
     if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
         raise ValueError(
             f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples on {num_ranks} ranks; it must give "
             f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ."
         )
-    if overhead.shape not in ((), (1,), (num_ranks,)):
-        raise ValueError(
-            f"the cost has an overhead of shape {list(overhead.shape)} for {num_ranks} ranks; it must be one number, "
-            "or one per rank."
-        )
     samples = samples.reshape(-1, len(lengths))
-    if not (samples > 0).all() or not np.isfinite(samples).all():
-        index = int(np.argmin(((samples > 0) & np.isfinite(samples)).all(0)))
+    good = ((samples > 0) & np.isfinite(samples)).all(0)
+    if not good.all():
+        index = int(np.argmin(good))
         raise ValueError(
             f"the cost of sample {index} ({lengths[index]} tokens) is {samples[:, index].tolist()}; costs must be "
             "positive and finite, for example cost=lambda lengths: lengths + 2e-5 * lengths**2."
         )
-    if not (overhead >= 0).all() or not np.isfinite(overhead).all():
+    return samples
+
+
+def _per_rank(name: str, value: Floats, num_ranks: int) -> Floats:
+    array = np.asarray(value, dtype=np.float64)
+    if array.shape not in ((), (1,), (num_ranks,)):
         raise ValueError(
-            f"the overhead of a microbatch is {overhead.tolist()}; it must be finite and not negative."
+            f"the cost has {name} of shape {list(array.shape)} for {num_ranks} ranks; it must be one number, or one "
+            "per rank."
         )
-    return samples, np.broadcast_to(overhead, (num_ranks,))
+    if not (array >= 0).all() or not np.isfinite(array).all():
+        raise ValueError(
+            f"the {name} of a microbatch is {array.tolist()}; it must be finite and not negative."
+        )
+    return np.broadcast_to(array, (num_ranks,))
+
+
+def _pair(cost: Cost) -> Floats:
+    return np.asarray(getattr(cost, "pair", 0.0), dtype=np.float64)

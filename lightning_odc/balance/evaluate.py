@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
-
-from lightning_odc.balance.arrays import Floats, Plan, as_lengths, check_cap
-from lightning_odc.balance.costs import evaluate, resolve_cost
+from lightning_odc.balance.arrays import Plan, as_lengths, check_cap
+from lightning_odc.balance.costs import resolve_cost, terms_of
+from lightning_odc.balance.packing import packing_cost
 from lightning_odc.balance.workload import Workload, lower_bound
 
 
@@ -19,12 +19,16 @@ def microbatch_costs(plan: Plan, lengths: Any, cost: Any = "quadratic") -> list[
         lengths: ``[n]`` tokens of the samples that the plan's indices name.
         cost: as for `plan_minibatch`.
     """
-    samples, overhead = evaluate(resolve_cost(cost), as_lengths(lengths), len(plan))
-    rows = np.broadcast_to(samples, (len(plan), samples.shape[1]))
-    return [
-        [float(rows[rank, microbatch].sum() + overhead[rank]) for microbatch in microbatches]
-        for rank, microbatches in enumerate(plan)
-    ]
+    array = as_lengths(lengths)
+    terms = terms_of(resolve_cost(cost), array, len(plan))
+
+    def of(rank: int, microbatch: list[int]) -> float:
+        sizes = array[microbatch].tolist()
+        alone = math.fsum(terms.rows[rank, microbatch].tolist())
+        bins = [list(range(len(sizes)))]
+        return alone + packing_cost(bins, sizes, float(terms.overhead[rank]), float(terms.pair[rank]))
+
+    return [[of(rank, microbatch) for microbatch in microbatches] for rank, microbatches in enumerate(plan)]
 
 
 def on_demand_cost(plan: Plan, lengths: Any, cost: Any = "quadratic") -> float:
@@ -57,9 +61,9 @@ def least_cost(lengths: Any, num_ranks: int, cost: Any = "quadratic", max_tokens
         max_tokens: most tokens of a microbatch; by default the longest sample.
     """
     array = as_lengths(lengths)
-    samples, overhead = evaluate(resolve_cost(cost), array, num_ranks)
-    shares: Floats = overhead[:, None] * (array / check_cap(array, max_tokens))
-    alike = len(samples) == 1 and bool((overhead == overhead[0]).all())
-    work = Workload.of(samples + (shares[:1] if alike else shares), num_ranks)
-    alone = float((samples + overhead[:, None]).min(0).max())
+    terms = terms_of(resolve_cost(cost), array, num_ranks)
+    ranks = 1 if terms.are_alike else num_ranks
+    shares = terms.overhead[:ranks, None] * (array / check_cap(array, max_tokens))
+    work = Workload.of(terms.samples + shares, num_ranks)
+    alone = float((terms.samples + terms.overhead[:, None]).min(0).max())
     return max(lower_bound(work) / work.scale, alone)

@@ -128,12 +128,19 @@ class FittedCost:
         prior: the shape to start from; its unit does not matter.
         forgetting: how much a measurement counts after one more of the same rank, between 0 and 1; 0.98 remembers
             about 50 microbatches.
+        dense: attention runs over all tokens of a microbatch: it takes ``a_r (sum s_i)^2``, see Note [Dense attention].
 
     Raises:
         ValueError: a value out of range.
     """
 
-    def __init__(self, num_ranks: int, prior: PolynomialCost | None = None, forgetting: float = 0.98) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        prior: PolynomialCost | None = None,
+        forgetting: float = 0.98,
+        dense: bool = False,
+    ) -> None:
         if not 0 < forgetting <= 1:
             raise ValueError(
                 f"forgetting must be above 0 and at most 1, got {forgetting}: FittedCost(8, forgetting=0.98)."
@@ -141,6 +148,7 @@ class FittedCost:
         prior = quadratic() if prior is None else prior
         self.num_ranks = check_count("num_ranks", num_ranks)
         self.forgetting = forgetting
+        self.dense = dense
         self._prior = [prior.quadratic * _UNIT * _UNIT, prior.linear * _UNIT, prior.constant]
         self._is_fitted = False
         self._by_rank = [_Rank(list(self._prior)) for _ in range(self.num_ranks)]
@@ -169,7 +177,7 @@ class FittedCost:
             raise ValueError(
                 f"a microbatch of rank {rank} took {seconds} s; measured seconds are positive and finite."
             )
-        return [feature / seconds for feature in _features(as_lengths(lengths).tolist())]
+        return [feature / seconds for feature in self._features(lengths)]
 
     def _fit(self) -> None:
         """All ranks together near the prior, then each near that fit times its own slowness."""
@@ -196,7 +204,7 @@ class FittedCost:
 
     def predict(self, rank: int, lengths: Sequence[int]) -> float:
         """Seconds that a microbatch of these segments will take on ``rank``."""
-        return math.fsum(map(mul, self._by_rank[rank].fit, _features(as_lengths(lengths).tolist())))
+        return math.fsum(map(mul, self._by_rank[rank].fit, self._features(lengths)))
 
     def samples(self, lengths: Floats) -> Floats:
         """Seconds ``[num_ranks, n]`` of samples, without the constant."""
@@ -206,6 +214,16 @@ class FittedCost:
     @property
     def overhead(self) -> Floats:
         return self.coefficients[:, 2]
+
+    @property
+    def pair(self) -> Floats:
+        return 2 * self.coefficients[:, 0] * self.dense
+
+    def _features(self, lengths: Sequence[int]) -> Vector:
+        """What the coefficients are multiplied with, in units of ``_UNIT`` tokens."""
+        sizes = as_lengths(lengths).tolist()
+        squares = sum(sizes) ** 2 if self.dense else sum(size * size for size in sizes)
+        return [squares / (_UNIT * _UNIT), sum(sizes) / _UNIT, 1.0]
 
     def snapshot(self) -> FittedCost:
         """A copy that stays as it is: for a loader that plans ahead, by as much on every rank."""
@@ -217,6 +235,7 @@ class FittedCost:
         return {
             "prior": [*self._prior],
             "forgetting": self.forgetting,
+            "dense": self.dense,
             "fitted": self._is_fitted,
             "ranks": ranks,
         }
@@ -233,10 +252,6 @@ class FittedCost:
                 f"ranks say nothing: start anew with FittedCost({self.num_ranks})."
             )
         state = deepcopy(state)
-        self._prior, self.forgetting, self._is_fitted = state["prior"], state["forgetting"], state["fitted"]
+        self._prior, self.forgetting = state["prior"], state["forgetting"]
+        self.dense, self._is_fitted = state["dense"], state["fitted"]
         self._by_rank = [_Rank(**{**rank, "sums": _Sums(**rank["sums"])}) for rank in state["ranks"]]
-
-
-def _features(lengths: list[int]) -> Vector:
-    """Sums of squares, of lengths and of one, in units of `_UNIT` tokens."""
-    return [sum(s * s for s in lengths) / (_UNIT * _UNIT), sum(lengths) / _UNIT, 1.0]

@@ -1,22 +1,23 @@
 """Partitions when a microbatch costs something besides its samples, so that packing and balancing depend on each other.
 
-A rank's load is the cost of its samples plus its overhead times the microbatches they need. Packing decides how many
-that are, so the load has steps. First the search works without them: each token carries its share of the overhead of a
-full microbatch. Then a descent over the true loads lets the heaviest rank exchange samples with others; it ranks the
-exchanges by the microbatches that the tokens alone would need, and packs only the promising ones.
+A rank's load is the cost of its samples, plus its overhead times the microbatches they need, plus what samples cost
+each other in one microbatch (Note [Dense attention]). Packing decides how much that is, and in steps. So first the
+search works without steps: each sample carries its share of a well-filled microbatch. Then a descent over the true
+loads lets the heaviest rank exchange samples with others; it estimates all exchanges, and packs the promising ones.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.costs import Terms
 from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, bins_of_sets, sums_of_sets
-from lightning_odc.balance.packing import pack
+from lightning_odc.balance.packing import pack, packing_cost, share
 from lightning_odc.balance.partition import TOLERANCE, partition
 from lightning_odc.balance.workload import Workload, lower_bound
 
@@ -28,36 +29,30 @@ _PAIRS_UP_TO = 10
 _FILLINGS = (1.0, 0.75, math.inf)
 
 
-def partition_with_overheads(
-    lengths: Ints, cap: int, samples: Floats, overhead: Floats, starts: int
-) -> list[Ints]:
+def partition_with_overheads(lengths: Ints, cap: int, terms: Terms, starts: int) -> list[Ints]:
     """For every rank the indices of its samples.
 
-    Up to 10 samples are shared out in the best possible way. A few more are tried with shares for microbatches that
-    are full, three quarters full, and with no shares.
+    Without pair costs, up to 10 samples are shared out in the best possible way. A few more are tried with shares for
+    microbatches that are full, three quarters full, and with no shares.
 
     Args:
         lengths: ``[n]`` tokens.
         cap: most tokens of a microbatch.
-        samples: ``[1 or num_ranks, n]`` costs of samples.
-        overhead: ``[num_ranks]`` cost of a microbatch besides its samples.
+        terms: the costs.
         starts: see `Planner`.
     """
-    num_ranks = len(overhead)
-    alike = len(samples) == 1 and bool((overhead == overhead[0]).all())
-    shares = (overhead[:1] if alike else overhead)[:, None] * (lengths / cap)
-    rows = np.broadcast_to(samples, (num_ranks, len(lengths)))
-    if starts > 0 and len(lengths) <= MOST_SAMPLES and num_ranks <= MOST_RANKS:
-        loads = sums_of_sets(rows) + overhead[:, None] * bins_of_sets(lengths, cap)
+    num_ranks, few = len(terms.overhead), len(lengths) <= _FEW_SAMPLES and starts > 0
+    if few and len(lengths) <= MOST_SAMPLES and num_ranks <= MOST_RANKS and not terms.pair.any():
+        loads = sums_of_sets(terms.rows) + terms.overhead[:, None] * bins_of_sets(lengths, cap)
         return [np.array(group, dtype=np.int64) for group in best_partition(loads)]
-    few = len(lengths) <= _FEW_SAMPLES and starts > 0
-    full = Workload.of(samples + shares, num_ranks)
-    good_enough = lower_bound(full) / full.scale * (1 + TOLERANCE)
+    shares = _shares(lengths, cap, terms)
+    bound = Workload.of(terms.samples + _shares(lengths, cap, replace(terms, pair=0 * terms.pair)), num_ranks)
+    good_enough = lower_bound(bound) / bound.scale * (1 + TOLERANCE)
     best: _Descent | None = None
     for filling in _FILLINGS if few else _FILLINGS[:1]:
-        work = full if filling == 1 else Workload.of(samples + shares / filling, num_ranks)
+        work = Workload.of(terms.samples + shares / filling, num_ranks)
         groups = [work.order[group].tolist() for group in partition(work, starts=starts)]
-        descent = _Descent(lengths, cap, rows, overhead, groups, pairs_too=few)
+        descent = _Descent(lengths, cap, terms, shares, groups, pairs_too=few)
         descent.run(good_enough, _STEPS_FOR_FEW if few else _STEPS)
         if best is None or descent.largest_load() < best.largest_load():
             best = descent
@@ -67,9 +62,16 @@ def partition_with_overheads(
     return [np.array(group, dtype=np.int64) for group in best.groups]
 
 
+def _shares(lengths: Ints, cap: int, terms: Terms) -> Floats:
+    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches on average, see `share`."""
+    ranks = 1 if terms.are_alike else len(terms.overhead)
+    costs = zip(terms.overhead[:ranks].tolist(), terms.pair[:ranks].tolist(), strict=True)
+    return np.array([[share(size, cap, *cost)[1] for size in lengths.tolist()] for cost in costs])
+
+
 @dataclass(frozen=True, eq=False)
 class _Moves:
-    """Exchanges of the heaviest rank with any other, by the larger load that the tokens alone would cause."""
+    """Exchanges of the heaviest rank with any other, by an estimate of the larger load that they cause."""
 
     give: Ints  # [g, 2] samples of the heaviest rank; `num_samples` stands for none
     take: Ints  # [t, 2] samples of one other rank
@@ -84,16 +86,20 @@ class _Descent:
         self,
         lengths: Ints,
         cap: int,
-        costs: Floats,
-        overhead: Floats,
+        terms: Terms,
+        shares: Floats,
         groups: list[list[int]],
         pairs_too: bool,
     ) -> None:
         self.groups = groups
-        self._cap, self._overhead, self._most_in_pairs = cap, overhead, _PAIRS_UP_TO if pairs_too else 0
+        self._cap, self._terms, self._most_in_pairs = cap, terms, _PAIRS_UP_TO if pairs_too else 0
         self._sizes = np.append(lengths, 0)
-        self._costs = np.pad(costs, ((0, 0), (0, 1)))
-        self._counts: dict[tuple[int, ...], int] = {}
+        self._costs = np.pad(terms.rows, ((0, 0), (0, 1)))
+        # Microbatches are estimated by the tokens that fill them, or, where filling them costs, by shares.
+        by_shares = bool(terms.pair.any())
+        self._estimated = self._costs + np.pad(shares, ((0, 0), (0, 1))) if by_shares else self._costs
+        self._steps = np.zeros_like(terms.overhead) if by_shares else terms.overhead
+        self._extras: dict[tuple[float, ...], float] = {}
         self._sums, self._filled = np.zeros(len(groups)), np.zeros(len(groups), dtype=np.int64)
         self._loads = [0.0] * len(groups)
         for rank, group in enumerate(groups):
@@ -109,16 +115,18 @@ class _Descent:
 
     def _assign(self, rank: int, group: list[int]) -> None:
         self.groups[rank] = group
-        self._sums[rank] = math.fsum(self._costs[rank, group].tolist())
+        self._sums[rank] = math.fsum(self._estimated[rank, group].tolist())
         self._filled[rank] = self._sizes[group].sum()
         self._loads[rank] = self._load(rank, group)
 
     def _load(self, rank: int, group: list[int]) -> float:
         """The true load, packing included."""
-        sizes = tuple(sorted(self._sizes[group].tolist()))
-        if sizes not in self._counts:
-            self._counts[sizes] = len(pack(sizes, self._cap))
-        return math.fsum([*self._costs[rank, group].tolist(), self._overhead[rank] * self._counts[sizes]])
+        overhead, pair = float(self._terms.overhead[rank]), float(self._terms.pair[rank])
+        sizes = sorted(self._sizes[group].tolist())
+        key = (overhead, pair, *sizes)
+        if key not in self._extras:
+            self._extras[key] = packing_cost(pack(sizes, self._cap, overhead, pair), sizes, overhead, pair)
+        return math.fsum([*self._costs[rank, group].tolist(), self._extras[key]])
 
     def _step(self) -> bool:
         """Make the first exchange found that lowers the heaviest rank without making another as heavy."""
@@ -158,22 +166,19 @@ class _Descent:
         return [(none, none), *((sample, none) for sample in group), *pairs]
 
     def _larger(self, heaviest: int, give: Ints, take: Ints, partner: Ints) -> Floats:
-        """``[g, t]``: the larger of the two loads, with as many microbatches as the tokens fill."""
-        sums, filled = self._sums, self._filled
-        gives = self._costs[:, give[:, 0]] + self._costs[:, give[:, 1]]
+        """``[g, t]``: an estimate of the larger of the two loads."""
+        costs, sums, filled = self._estimated, self._sums, self._filled
+        gives = costs[:, give[:, 0]] + costs[:, give[:, 1]]
         given, lost = gives[partner].T, gives[heaviest][:, None]
-        taken = self._costs[partner, take[:, 0]] + self._costs[partner, take[:, 1]]
-        got = self._costs[heaviest, take[:, 0]] + self._costs[heaviest, take[:, 1]]
+        taken = costs[partner, take[:, 0]] + costs[partner, take[:, 1]]
+        got = costs[heaviest, take[:, 0]] + costs[heaviest, take[:, 1]]
         moved = (self._sizes[give[:, 0]] + self._sizes[give[:, 1]])[:, None]
         moved = moved - self._sizes[take[:, 0]] - self._sizes[take[:, 1]]
         here = (
-            sums[heaviest]
-            - lost
-            + got
-            + self._overhead[heaviest] * -(-(filled[heaviest] - moved) // self._cap)
+            sums[heaviest] - lost + got + self._steps[heaviest] * -(-(filled[heaviest] - moved) // self._cap)
         )
         there = sums[partner] + given - taken
-        return np.maximum(here, there + self._overhead[partner] * -(-(filled[partner] + moved) // self._cap))
+        return np.maximum(here, there + self._steps[partner] * -(-(filled[partner] + moved) // self._cap))
 
 
 def _exchanged(

@@ -15,17 +15,56 @@ _NODES = 600
 Bins = list[list[int]]
 
 
-def pack(sizes: Sequence[int], cap: int) -> Bins:
-    """As few bins as found, and then as even ones: spread the sizes if they fit, else best fit.
+def pack(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0) -> Bins:
+    """As few bins as found, and then as even ones; or more of them, if that costs less.
 
     Args:
         sizes: ``[k]`` tokens of the samples, each at most ``cap``.
         cap: most tokens of a bin.
+        overhead: cost of a bin.
+        pair: cost of every two tokens of different samples in one bin.
 
     Returns:
-        Bins, none of them empty; none at all without samples. Their number is the smallest possible for up to 24
-        samples unless a search of 600 steps does not settle it, and that of best-fit decreasing otherwise.
+        Bins, none of them empty; none at all without samples. If ``pair`` is 0, their number is the smallest possible
+        for up to 24 samples unless a search of 600 steps does not settle it, and that of best-fit decreasing otherwise.
     """
+    fewest = _pack(sizes, cap)
+    if not pair or len(fewest) == len(sizes):
+        return fewest
+    falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])
+    likely = int(math.fsum(share(size, cap, overhead, pair)[0] for size in sizes))
+    counts = {
+        min(max(count, len(fewest)), len(sizes)) for count in (*range(likely - 1, likely + 3), len(sizes))
+    }
+    options = [spread(sizes, falling, sizes, cap, count) for count in sorted(counts)]
+    return min(
+        [fewest, *(bins for bins in options if bins)],
+        key=lambda bins: packing_cost(bins, sizes, overhead, pair),
+    )
+
+
+def packing_cost(bins: Bins, sizes: Sequence[int], overhead: float, pair: float) -> float:
+    """What bins cost besides their samples."""
+    if not pair:
+        return overhead * len(bins)
+    filled = [sum(sizes[position] for position in members) for members in bins]
+    across = sum(total * total for total in filled) - sum(size * size for size in sizes)
+    return overhead * len(bins) + pair * across / 2
+
+
+def share(size: int, cap: int, overhead: float, pair: float) -> tuple[float, float]:
+    """A sample's share of bins and of their cost, if bins were filled evenly and as far as it pays.
+
+    Filling a bin beyond ``sqrt(2 * overhead / pair)`` tokens costs more in pairs than another bin would.
+    """
+    full = min(float(cap), math.sqrt(2 * overhead / pair)) if pair else float(cap)
+    if size >= full:
+        return 1.0, overhead
+    return size / full, overhead * size / full + pair * size * (full - size) / 2
+
+
+def _pack(sizes: Sequence[int], cap: int) -> Bins:
+    """As few bins as found, and then as even ones: spread the sizes if they fit, else best fit."""
     if sum(sizes) <= cap:
         return [list(range(len(sizes)))] if sizes else []
     falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from lightning_odc.balance.aligning import Share, align
-from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_cap, check_choice, check_count
-from lightning_odc.balance.costs import Cost, evaluate, resolve_cost
+from lightning_odc.balance.aligning import Share, pack_equally
+from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_cap, check_choice, check_count
+from lightning_odc.balance.costs import Cost, Terms, resolve_cost, terms_of
 from lightning_odc.balance.overheads import partition_with_overheads
-from lightning_odc.balance.packing import pack, pack_exactly
+from lightning_odc.balance.packing import Bins, pack
 from lightning_odc.balance.partition import STARTS, partition
 from lightning_odc.balance.workload import Workload
 
@@ -94,12 +93,12 @@ class Planner:
     def plan_checked(self, lengths: Ints, cap: int) -> Plan:
         """`plan` for lengths and a cap that have been checked."""
         self.check_feasible(len(lengths))
-        samples, overhead = evaluate(self._cost, lengths, self.num_ranks)
+        terms = terms_of(self._cost, lengths, self.num_ranks)
         if self.policy == "local_sort":
             return self._local_sort(lengths)
         if self.policy == "lb_micro":
-            return self._lb_micro(lengths, cap, samples, overhead)
-        return self._lb_mini(lengths, cap, samples, overhead)
+            return self._lb_micro(lengths, cap, terms)
+        return self._lb_mini(lengths, cap, terms)
 
     def check_feasible(self, num_samples: int) -> None:
         """Check what the number of samples alone decides.
@@ -125,35 +124,37 @@ class Planner:
             plan.append([[sample] for sample in falling] + [[] for _ in range(most - len(falling))])
         return plan
 
-    def _lb_micro(self, lengths: Ints, cap: int, samples: Floats, overhead: Floats) -> Plan:
+    def _lb_micro(self, lengths: Ints, cap: int, terms: Terms) -> Plan:
         likely = -(-int(lengths.sum()) // (cap * self.num_ranks))
-        work = Workload.of(samples, self.num_ranks, overhead * likely)
+        work = Workload.of(terms.samples, self.num_ranks, terms.overhead * likely)
         groups = [work.order[group] for group in partition(work, equal_counts=True, starts=self.starts)]
-        count = max(len(pack(lengths[group].tolist(), cap)) for group in groups)
-        rows = _rows(samples, self.num_ranks)
-        shares = [Share(lengths[g].tolist(), row[g].tolist()) for g, row in zip(groups, rows, strict=True)]
-        packed = [
-            pack_exactly(s.sizes, s.costs, cap, min(count, len(s.sizes))) if s.sizes else [] for s in shares
-        ]
-        if self.align:
-            packed = align(shares, packed, cap)
+        shares = [self._share(lengths, terms, rank, group) for rank, group in enumerate(groups)]
+        packed = pack_equally(shares, cap, self.align)
+        count = max(map(len, packed))
         plan = []
         for group, share, bins in zip(groups, shares, packed, strict=True):
-            ordered = _costliest_first(bins, share.costs, group.tolist())
+            ordered = _costliest_first(bins, share, group.tolist())
             plan.append(ordered + [[] for _ in range(count - len(ordered))])
         return plan
 
-    def _lb_mini(self, lengths: Ints, cap: int, samples: Floats, overhead: Floats) -> Plan:
-        if overhead.any():
-            groups = partition_with_overheads(lengths, cap, samples, overhead, self.starts)
+    def _lb_mini(self, lengths: Ints, cap: int, terms: Terms) -> Plan:
+        if terms.depend_on_packing:
+            groups = partition_with_overheads(lengths, cap, terms, self.starts)
         else:
-            work = Workload.of(samples, self.num_ranks)
+            work = Workload.of(terms.samples, self.num_ranks)
             groups = [work.order[group] for group in partition(work, starts=self.starts)]
         plan = []
-        for group, costs in zip(groups, _rows(samples, self.num_ranks), strict=True):
-            bins = pack(lengths[group].tolist(), cap)
-            plan.append(_costliest_first(bins, costs[group].tolist(), group.tolist()))
+        for rank, group in enumerate(groups):
+            share = self._share(lengths, terms, rank, group)
+            plan.append(
+                _costliest_first(pack(share.sizes, cap, share.overhead, share.pair), share, group.tolist())
+            )
         return plan
+
+    def _share(self, lengths: Ints, terms: Terms, rank: int, group: Ints) -> Share:
+        costs = terms.samples[rank if len(terms.samples) > 1 else 0]
+        overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
+        return Share(lengths[group].tolist(), costs[group].tolist(), overhead, pair)
 
 
 def plan_minibatch(
@@ -217,14 +218,10 @@ def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
     return back
 
 
-def _rows(samples: Floats, num_ranks: int) -> Floats:
-    """Costs ``[num_ranks, n]`` of samples on every rank."""
-    return np.broadcast_to(samples, (num_ranks, samples.shape[1]))
-
-
-def _costliest_first(bins: list[list[int]], costs: Sequence[float], samples: list[int]) -> list[list[int]]:
+def _costliest_first(bins: Bins, share: Share, samples: list[int]) -> list[list[int]]:
     """Bins of positions as microbatches of samples: costliest microbatch first, costliest sample first in each."""
-    falling = sorted(bins, key=lambda members: (-math.fsum(costs[p] for p in members), samples[members[0]]))
+    falling = sorted(bins, key=lambda members: (-share.cost_of(members), samples[members[0]]))
     return [
-        [samples[p] for p in sorted(members, key=lambda p: (-costs[p], samples[p]))] for members in falling
+        [samples[p] for p in sorted(members, key=lambda p: (-share.costs[p], samples[p]))]
+        for members in falling
     ]

@@ -161,8 +161,8 @@ def show(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
 
 
 def percent(value: float) -> str:
-    """To the thousandth of a percent; rounding errors below zero are zero."""
-    return f"{100 * max(value, 0.0):.3f} %"
+    """To the thousandth of a percent; rounding errors below zero are zero, what is not known is blank."""
+    return "" if np.isnan(value) else f"{100 * max(value, 0.0):.3f} %"
 
 
 def excess(plan: Plan, lengths: Ints, kind: str) -> tuple[float, float]:
