@@ -23,6 +23,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_model_parallel: Any = importlib.import_module("lightning.fabric.strategies.model_parallel")
 
+#: What ``zero_grad(set_to_none=False)`` may call on gradients.
+ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
+
+#: Context in which functions of tensor subclasses run as of plain tensors.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
 METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
 
 
@@ -65,10 +71,15 @@ def save_sharded(state: dict[str, Any], path: Path) -> None:
     _lightning_fsdp._distributed_checkpoint_save(state, path)
 
 
-def load_checkpoint(
+def checkpoint_name(name: str) -> str:
+    """The name of a parameter in checkpoints: wrappers for activation checkpointing or compiling leave no trace."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def load_sharded_checkpoint(
     path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Load a full or sharded checkpoint into ``fully_shard``-ed modules and their optimizers; returns the rest."""
+    """Load a sharded checkpoint into ``fully_shard``-ed modules and their optimizers; returns the rest."""
     load: Callable[..., dict[str, Any]] = _lightning_model_parallel._load_checkpoint
     options: dict[str, Any] = {"strict": strict, "optimizer_states_from_list": True}
     if "weights_only" in inspect.signature(load).parameters:  # lightning >= 2.6

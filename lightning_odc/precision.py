@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,10 @@ class ODCPrecision(FSDPPrecision):
         precision: one of Lightning's precision names for FSDP.
         device_type: device on which the model computes, for autocast.
 
+    Attributes:
+        before_clipping: completes the gradients, which may not have arrived yet.
+        around_backward: the context of backward passes, without the hooks before and after them.
+
     Raises:
         ValueError: if the precision is not supported on the device.
     """
@@ -41,6 +45,8 @@ class ODCPrecision(FSDPPrecision):
             )
         super().__init__(precision)
         self.device_type = device_type
+        self.before_clipping: Callable[[], None] | None = None
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def policy(self, on_demand: bool) -> MixedPrecisionPolicy:
         """Compute in the compute dtype; sum gradients in fp32."""
@@ -51,6 +57,15 @@ class ODCPrecision(FSDPPrecision):
         if "mixed" in self.precision:
             return torch.autocast(self.device_type, dtype=cast(torch.dtype, _COMPUTE_DTYPE[self.precision]))
         return super().forward_context()
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self.around_backward():
+            super().backward(*args, **kwargs)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        if self.before_clipping is not None:
+            self.before_clipping()
+        super().clip_gradients(*args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""

@@ -52,7 +52,10 @@ def shard_model(
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        # Shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver.
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if cpu_offload
+        else OffloadPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
     if not any(isinstance(module, FSDPModule) for module in model.modules()):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -162,8 +162,10 @@ class ODCStrategy(FSDPStrategy):
         self._engine: Engine | None = None
         self._logbook = LogBook()
         self._evaluation = Evaluation()
+        self._totals: list[dict[str, Any]] = []
         self._reduce_locally = False
         self._failed = False
+        self._threads_before: int | None = None
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -221,18 +223,26 @@ class ODCStrategy(FSDPStrategy):
     def _share_cores(self) -> None:
         """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
         if self._device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(len(os.sched_getaffinity(0)) // self.num_processes, 1))
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(max(cores // self.num_processes, 1))
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        self._logbook, self._failed = LogBook(), False  # whatever a run before this one left
+        self._logbook, self._totals, self._failed = (
+            LogBook(),
+            [],
+            False,
+        )  # whatever a run before this one left
         self.accelerator.setup(trainer)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self.precision_plugin.before_clipping = self.settle_gradients
+        self.precision_plugin.around_backward = self._around_backward
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place and hand its communication to a fresh engine."""
@@ -248,7 +258,9 @@ class ODCStrategy(FSDPStrategy):
         )
         _compat.materialize(model, self.root_device)
         self._engine = self._make_engine()
-        self._engine.attach(model)
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._engine.attach(model, gradients=fitting)
         return model
 
     def _make_engine(self) -> Engine:
@@ -283,12 +295,20 @@ class ODCStrategy(FSDPStrategy):
         )
 
     def teardown(self) -> None:
-        if self._engine is not None:
-            if not self._failed:
-                self.barrier()  # without it, a rank that leaves early can abort the others' process group
-            self._engine.close()
-            self._engine = None
-        super().teardown()
+        self.precision_plugin.before_clipping = None
+        self.precision_plugin.around_backward = nullcontext
+        engine, self._engine = self._engine, None
+        try:
+            if engine is not None and not self._failed:
+                # Without this, a rank that leaves early can abort the others' process group.
+                engine.exchange("end of the run", None)
+        finally:
+            if engine is not None:
+                engine.close()
+            if self._threads_before is not None:
+                torch.set_num_threads(self._threads_before)
+                self._threads_before = None
+            super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -308,15 +328,21 @@ class ODCStrategy(FSDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        if args and isinstance(args[0], Minibatch) and module.automatic_optimization:
+        is_share = bool(args) and isinstance(args[0], Minibatch)
+        self._begin_batch(module, "Minibatch" if is_share else "plain batch")
+        if is_share and module.automatic_optimization:
             with self._logbook.recording(module):
                 return self._train_share(module, *args, **kwargs)
         output = self._redirect("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
-        if module.automatic_optimization and isinstance(output, Mapping) and "num_items" in output:
-            item = contribution(output, 1.0)
-            assert item is not None
-            self.engine.ledger.add(item.weight / module.trainer.accumulate_grad_batches)
+        if module.automatic_optimization and (item := contribution(output, 1.0)) is not None:
+            self.engine.ledger.add(item.weight / module.trainer.accumulate_grad_batches, item.counting)
         return output
+
+    def _begin_batch(self, module: pl.LightningModule, kind: str) -> None:
+        """What Lightning's ``zero_grad`` does at the first batch of a window must reach all ranks' accumulators."""
+        loop, window = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
+        opens_window = module.automatic_optimization and loop.batch_idx % window == 0
+        self.engine.begin_batch(opens_window=opens_window, kind=kind)
 
     def _train_share(self, module: pl.LightningModule, share: Minibatch, *args: Any, **kwargs: Any) -> Any:
         def step(microbatch: Any) -> Any:
@@ -333,23 +359,22 @@ class ODCStrategy(FSDPStrategy):
             device=self.root_device,
         )
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        with self.engine.backward(), self.engine.traced("backward"):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        manual = not self.lightning_module.automatic_optimization
+        with self.engine.backward(manual=manual), self.engine.traced("backward"):
+            yield
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        totals: list[dict[str, Any]] = []
         settled = 0
 
         def closure_then_settle() -> Any:
             nonlocal settled
             result = closure()
-            by_rank = self.engine.settle(self._logbook.take())
-            totals.extend(merge(by_rank, own=self.global_rank))
+            self.settle_gradients()
             settled = time.monotonic_ns()
             return result
 
@@ -357,13 +382,24 @@ class ODCStrategy(FSDPStrategy):
         if self.engine.tracer is not None and settled:
             self.engine.tracer.record("optimizer", settled)
         self.engine.publish()
+        totals, self._totals = self._totals, []
         self._log(totals, "training_step")
         return output
+
+    def settle_gradients(self) -> None:
+        """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.
+
+        ``optimizer.step()`` and ``self.clip_gradients(...)`` do it by themselves. With manual optimization, call it on
+        all ranks together to look at gradients before: until then, ``.grad`` has no values.
+        """
+        if not self.engine.settled:
+            self._totals += merge(self.engine.settle(self._logbook.take()), own=self.global_rank)
 
     def publish_parameters(self) -> None:
         """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
 
-        Loading a checkpoint and the beginnings and ends of training, validation, test and prediction do it already.
+        Loading a checkpoint, the beginnings of training, validation, test and prediction, and the end of validation do
+        it already.
         """
         self.engine.refresh()
 
@@ -411,21 +447,26 @@ class ODCStrategy(FSDPStrategy):
             return self._evaluation.run_share(args[0], step, module, self.engine, name)
 
     def on_train_start(self) -> None:
+        self.engine.evaluating = False
         self._compare_training_batches()
         self.publish_parameters()
 
     def on_validation_start(self) -> None:
-        self._evaluation.begin()
-        self.publish_parameters()
+        self._begin_evaluation()
 
     def on_validation_end(self) -> None:
+        self.engine.evaluating = False
         self.publish_parameters()
 
     def on_test_start(self) -> None:
-        self._evaluation.begin()
-        self.publish_parameters()
+        self._begin_evaluation()
 
     def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        self._evaluation.begin()
+        self.engine.evaluating = True
         self.publish_parameters()
 
     def _redirect(

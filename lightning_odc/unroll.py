@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.engine.base import Engine
+from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.logbook import LogBook
 
 
@@ -31,11 +31,13 @@ class Contribution:
         loss: the weighted (or summed) loss, with its graph.
         weight: its share of the denominator.
         extras: what else ``training_step`` returned.
+        counting: what the weight counts.
     """
 
     loss: Tensor
     weight: float | Tensor
     extras: dict[str, Any]
+    counting: Counting
 
 
 @dataclass
@@ -56,12 +58,13 @@ class _Totals:
         return torch.where(weight > 0, loss / weight, torch.zeros_like(loss))
 
 
-def contribution(output: Any, weight: float) -> Contribution | None:
+def contribution(output: Any, weight: float, counting: Counting = Counting.MEAN) -> Contribution | None:
     """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
 
     Args:
         output: the returned value; a ``"loss"`` beside ``"num_items"`` is a sum over items, else a mean.
         weight: of the microbatch, where ``num_items`` does not say it exactly.
+        counting: what that weight counts.
 
     Raises:
         TypeError: if it is something else.
@@ -69,13 +72,14 @@ def contribution(output: Any, weight: float) -> Contribution | None:
     if output is None:
         return None
     if isinstance(output, Tensor):
-        return Contribution(output * weight, weight, {})
+        return Contribution(output * weight, weight, {}, counting)
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         extras = {key: value for key, value in output.items() if key != "loss"}
         if "num_items" in output:
             counts = float(weight > 0)  # a microbatch of weight zero only keeps ranks together
-            return Contribution(output["loss"] * counts, _checked(output["num_items"]) * counts, extras)
-        return Contribution(output["loss"] * weight, weight, extras)
+            items = _checked(output["num_items"]) * counts
+            return Contribution(output["loss"] * counts, items, extras, Counting.EXACT)
+        return Contribution(output["loss"] * weight, weight, extras, counting)
     raise TypeError(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
@@ -114,11 +118,11 @@ def run_share(
         if pending is not None:
             backward(pending / normalize)
         pending = None
-        item = contribution(step(microbatch), weight)
+        item = contribution(step(microbatch), weight, Counting.PLANNED)
         logbook.weigh(weight if item is None else item.weight)
         if item is None:
             continue
-        engine.ledger.add(item.weight / normalize)
+        engine.ledger.add(item.weight / normalize, item.counting)
         totals.add(item)
         pending = item.loss
         if helping:  # a rank may take over work only when its own is done: no backward pass is left for later

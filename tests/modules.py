@@ -73,6 +73,8 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "auto_wrap_policy",
         "state_dict_type",
         "sharding_strategy",
+        "accumulator_dtype",
+        "cpu_offload",
     )
     strategy = {name: options.pop(name) for name in names if name in options}
     defaults: dict[str, Any] = {

@@ -360,7 +360,7 @@ def _unfreezing(rank: int) -> list[Any]:
     for step in range(2):
         if step == 1:
             model.requires_grad_(True)
-            engine.refresh()
+        engine.begin_batch(opens_window=True, kind="plain batch")
         for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
             engine.ledger.add(tokens.numel() - 1)
             summed_loss(model, tokens).backward()
@@ -374,6 +374,77 @@ def _unfreezing(rank: int) -> list[Any]:
 
 def test_unfreezing_in_mid_run():
     assert run_ranks(_unfreezing) == [[True, []]] * 2
+
+
+def _dropped(rank: int, deterministic: bool) -> dict[str, Tensor]:
+    """Some gradients are set to ``None`` between backward passes of one step, all or those of one layer."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net()
+    shard_model(model, mesh_for("cpu", 2))
+    engine = make_engine("on_demand", rank, deterministic=deterministic)
+    engine.attach(model)
+
+    def backward(tokens: Tensor) -> None:
+        loss = summed_loss(model, tokens)
+        with engine.backward(manual=True):
+            loss.backward()
+
+    for tokens in minibatch(0)[3 * rank : 3 * rank + 2]:
+        backward(tokens)
+    model.zero_grad()
+    for tokens in minibatch(1)[3 * rank : 3 * rank + 2]:
+        backward(tokens)
+    model.blocks[1].up.weight.grad = None
+    backward(minibatch(1)[3 * rank + 2])
+    engine.settle([])
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    engine.close()
+    return grads
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dropped_gradients_are_gone_on_every_rank(deterministic):
+    torch.manual_seed(0)
+    model = Net()
+    for index, tokens in enumerate(minibatch(1)):
+        (summed_loss(model, tokens) / 2).backward()  # plain batches: the mean over two ranks
+        if index % 3 == 1:
+            kept = model.blocks[1].up.weight.grad
+            model.blocks[1].up.weight.grad = None
+    assert kept is not None
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    expected["blocks.1.up.weight"] = sum_of_last(model)
+    for grads in run_ranks(_dropped, deterministic):
+        assert_same(grads, expected, tolerance=1e-4)  # sums of losses of 30 tokens: 1e-6 relative
+
+
+def sum_of_last(model: Net) -> Tensor:
+    """The gradient of one layer from every rank's last microbatch alone."""
+    model.zero_grad()
+    for index in (2, 5):
+        (summed_loss(model, minibatch(1)[index]) / 2).backward()
+    grad = model.blocks[1].up.weight.grad
+    assert isinstance(grad, Tensor)
+    return grad
+
+
+def _double(rank: int, counts: tuple[int, ...], communication: str) -> dict[str, Tensor]:
+    """fp64 parameters, which ``fully_shard`` treats like fp16: it would divide before the comm object gets them."""
+    torch.set_default_dtype(torch.float64)
+    return train(rank, communication, counts, {})["parameters"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_fp64(world_size):
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = one_process({})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    counts = {2: (5, 1), 3: (2, 1, 3), 4: (0, 3, 1, 2)}[world_size]
+    for parameters in run_ranks(_double, counts, "on_demand", world_size=world_size):
+        assert_same(parameters, expected, tolerance=1e-9)
 
 
 def _handed_back(rank: int) -> list[float]:

@@ -451,12 +451,18 @@ def test_a_full_checkpoint_is_an_ordinary_one(tmp_path):
     assert set(full_parameters(module)) == set(straight)
 
 
-def _threads(rank: int) -> int:
+class Threads(Callback):
+    def on_train_start(self, *_: Any) -> None:
+        self.threads = torch.get_num_threads()
+
+
+def _threads(rank: int) -> list[int]:
     torch.set_num_threads(7)
-    trainer(2).fit(TokenModule(), loader(plain_batches(rank)[:1]))
-    return torch.get_num_threads()
+    spy = Threads()
+    trainer(2, callbacks=[spy]).fit(TokenModule(), loader(plain_batches(rank)[:1]))
+    return [spy.threads, torch.get_num_threads()]
 
 
 def test_cpu_ranks_share_the_cores():
     share = max(len(os.sched_getaffinity(0)) // 2, 1)
-    assert run_ranks(_threads) == [share, share]
+    assert run_ranks(_threads) == [[share, 7]] * 2

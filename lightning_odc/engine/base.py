@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,35 +28,52 @@ from lightning_odc.errors import DisagreementError
 _PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
 
 
+class Counting(StrEnum):
+    """What the losses of an optimizer step are weighted by."""
+
+    MEAN = "plain batches with a mean loss"
+    PLANNED = "Minibatch weights"
+    EXACT = '"num_items"'
+
+
 @dataclass
 class Ledger:
     """The weights of the microbatches that this rank ran since the last settle."""
 
-    kind: str = _PLAIN
+    is_weighted: bool = False
+    counting: Counting | None = None
     weight: float | Tensor = 0.0
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
 
-    def add(self, weight: float | Tensor) -> None:
-        """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides])."""
-        self.kind = _WEIGHTED
+    def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
+        """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides]).
+
+        Raises:
+            ValueError: earlier ones of this step were counted otherwise, so that weights do not compare.
+        """
+        if self.counting not in (None, counting):
+            raise ValueError(
+                f"One optimizer step mixes {self.counting} and {counting}, which have no common unit. Return "
+                '{"loss": summed_loss, "num_items": n} from every call of `training_step`, or from none.'
+            )
+        self.counting = counting
+        if counting is Counting.MEAN:
+            return
+        self.is_weighted = True
         self.weight = self.weight + (weight.detach() if isinstance(weight, Tensor) else weight)
         self.microbatches += 1
 
     def begin_minibatch(self, plan: str | None) -> None:
-        self.kind = _WEIGHTED
+        self.is_weighted = True
         if plan is not None:
             self.plans.append(plan)
 
-    @property
-    def is_weighted(self) -> bool:
-        return self.kind == _WEIGHTED
-
     def record(self) -> Record:
-        weight = float(self.weight) if self.kind == _WEIGHTED else 1.0
         return {
-            "batches": self.kind,
-            "weight": weight,
+            "batches": _WEIGHTED if self.is_weighted else _PLAIN,
+            "counting": self.counting,
+            "weight": float(self.weight) if self.is_weighted else 1.0,
             "microbatches": self.microbatches,
             "plans": self.plans,
         }
@@ -67,13 +85,18 @@ def denominator(records: list[Record]) -> float:
     Raises:
         DisagreementError: naming the first rank that differs from rank 0.
     """
-    first = records[0]
+    first = next((record for record in records if record["counting"] is not None), records[0])
     for rank, record in enumerate(records):
         if record["batches"] != first["batches"]:
             raise DisagreementError(
                 f"Rank 0 trained on {first['batches']}, rank {rank} on {record['batches']} in the same optimizer "
                 "step, so their gradients have no common weight. Yield a Minibatch on every rank (an empty one where "
                 "there is nothing to do), or on none."
+            )
+        if None not in (first["counting"], record["counting"]) and record["counting"] != first["counting"]:
+            raise DisagreementError(
+                f"Rank 0 weighted its losses by {first['counting']}, rank {rank} by {record['counting']} in the same "
+                'optimizer step. Return {"loss": summed_loss, "num_items": n} on every rank, or on none.'
             )
         if record["plans"] != first["plans"]:
             raise DisagreementError(
@@ -103,14 +126,18 @@ class Engine(Traced, ABC):
 
     Attributes:
         ledger: the weights of the current optimizer step.
+        settled: the gradients of the step are complete in ``.grad``; what comes next is the optimizer step.
+        evaluating: ranks may have different numbers of batches now.
         note: something JSON-serialisable to tell the other ranks at the next settle, at no cost of its own.
         notes: what all ranks told at the last settle, in rank order; empty where settling does not communicate.
     """
 
     def __init__(self) -> None:
         self.ledger = Ledger()
+        self.settled = self.evaluating = self._failed = False
         self.note: Any = None
         self.notes: list[Any] = []
+        self._batches = 0
         self._seconds: dict[str, float] = {"settle_and_publish": 0.0}
 
     @property
@@ -118,8 +145,31 @@ class Engine(Traced, ABC):
     def world_size(self) -> int: ...
 
     @abstractmethod
-    def attach(self, model: nn.Module) -> None:
-        """Take over the communication of a model sharded with ``fully_shard``. All ranks together."""
+    def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
+        """Take over the communication of a model sharded with ``fully_shard``. All ranks together.
+
+        Args:
+            model: the model.
+            gradients: prepare for backward passes.
+        """
+
+    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
+        """A training batch begins, on every rank.
+
+        Args:
+            opens_window: it is the first one of an optimizer step: gradients that nobody stepped on are discarded.
+            kind: ``"Minibatch"`` or ``"plain batch"``.
+        """
+        if self._batches and opens_window:
+            self.discard()
+        self._batches += 1
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget all gradients since the last optimizer step. All ranks together."""
+
+    def drop_emptied(self) -> None:
+        """Forget the gradients of parameters whose ``.grad`` was set to ``None``. All ranks together."""
 
     @abstractmethod
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
@@ -141,8 +191,12 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around every backward pass of a weighted microbatch."""
+    def backward(self, *, manual: bool = False) -> Iterator[None]:
+        """Around every backward pass.
+
+        Args:
+            manual: the user calls ``zero_grad()``, not Lightning.
+        """
 
     @abstractmethod
     def settle(self, logs: Any) -> list[Any]:
@@ -204,6 +258,7 @@ class Engine(Traced, ABC):
 
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
+        self._batches = 0
         return ledger
 
     @contextmanager

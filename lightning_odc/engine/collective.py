@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_odc.engine.agreement import check_equal_counts, check_equal_kinds
 from lightning_odc.engine.base import Engine, denominator
-from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, set_comms
-from lightning_odc.engine.on_demand import check_equal_counts
+from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, rest, set_comms
 from lightning_odc.engine.transports.base import Rendezvous
 
 
@@ -36,17 +36,31 @@ class CollectiveEngine(Engine):
         self._model: nn.Module | None = None
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._has_compared_kinds = world_size == 1
 
     @property
     def world_size(self) -> int:
         return self._world_size
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         self._model = model
         self._find_shards()
         gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
         reduce_scatter = WithinContext(StockReduceScatter(), partial(self.traced, "reduce_scatter"))
         set_comms(_units(model), gather, reduce_scatter)
+
+    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
+        super().begin_batch(opens_window=opens_window, kind=kind)
+        if (
+            not self._has_compared_kinds
+        ):  # once: collectives that do not match end in the process group's own errors
+            self._has_compared_kinds = True
+            kinds = self.exchange("begin the first batch", kind)
+            check_equal_kinds(kinds)
+
+    def discard(self) -> None:
+        self._sums.clear()
+        self._take_ledger()
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
@@ -56,7 +70,7 @@ class CollectiveEngine(Engine):
         """Nothing to report: collectives have their own flight recorder."""
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, *, manual: bool = False) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
 
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
@@ -80,6 +94,7 @@ class CollectiveEngine(Engine):
     def settle(self, logs: Any) -> list[Any]:
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
+            self.settled = True
             self.notes = []
             if not ledger.is_weighted:
                 return [logs] * self._world_size
@@ -95,6 +110,7 @@ class CollectiveEngine(Engine):
 
     def publish(self) -> None:
         """Collectives read the parameters themselves."""
+        self.settled = False
         self._find_shards()
 
     def refresh(self) -> None:
@@ -106,10 +122,12 @@ class CollectiveEngine(Engine):
             return self._rendezvous(item)
 
     def fail(self, message: str) -> None:
-        """Collectives have no way to say so; peers notice a closed connection."""
+        """Collectives have no way to tell peers, who notice a closed connection."""
+        self._failed = True
 
     def close(self) -> None:
         if self._model is not None:
+            rest(self._model, self._failed)
             set_comms(_units(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()
         self._shards.clear()

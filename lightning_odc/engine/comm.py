@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 # torch 2.13 renamed the two collectives and warns about the old names.
@@ -54,6 +55,11 @@ class AccumulateComm(_Allocating):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise NotImplementedError(
+                "`set_gradient_divide_factor` has no effect on demand, where the engine divides. Scale the loss, or "
+                'use ODCStrategy(communication="collective").'
+            )
         self._accumulate(input_tensor)
         output_tensor.zero_()
 
@@ -91,6 +97,18 @@ class WithinContext(_Allocating):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._context():
             return self._comm(*args, **kwargs)
+
+
+def rest(model: nn.Module, failed: bool = False) -> None:
+    """Bring a sharded model to rest: every unit sharded, and after a step that failed nothing under way."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if failed and isinstance(model, FSDPModule):
+        with contextlib.suppress(
+            AttributeError
+        ):  # torch < 2.13, or it never ran and there is nothing to reset
+            model.reset_iter_state()
+    for module in units:
+        module.reshard()
 
 
 def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: object) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,14 +12,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, Traffic, denominator
-from lightning_odc.engine.comm import AccumulateComm, GatherComm, StockGather, StockReduceScatter, set_comms
+from lightning_odc.engine.comm import (
+    AccumulateComm,
+    GatherComm,
+    StockGather,
+    StockReduceScatter,
+    rest,
+    set_comms,
+)
+from lightning_odc.engine.placeholders import Placeholders
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
-from lightning_odc.errors import DisagreementError, StaleShardError
+from lightning_odc.errors import ODCError, StaleShardError
 
 
 class OnDemandEngine(Engine):
@@ -57,7 +65,9 @@ class OnDemandEngine(Engine):
         self._accumulator_dtype = accumulator_dtype
         self._model: nn.Module | None = None
         self._units: list[Unit] = []
-        self._trainable: list[bool] = []
+        self._placeholders = Placeholders()
+        self._in_backward = False
+        self._gradients = True
         self._hooks: list[RemovableHandle] = []
         self._protocol: Protocol | None = None
         self._queues_opened = 0
@@ -74,11 +84,15 @@ class OnDemandEngine(Engine):
 
     # -- lifecycle ----------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
+        self._gradients = gradients
+        self._attach(model, {})
+
+    def _attach(self, model: nn.Module, carried: Mapping[str, Tensor]) -> None:
+        """Attach with gradients, by parameter name, that are in the accumulators from the beginning."""
         self._model = model
-        self._units = self._probe(find_units(model))
-        self._trainable = self._trainable_now()
-        _compare_models(self._units, self._rendezvous)
+        self._units = self._probe(find_units(model), keep=carried)
+        compare_models(self._units, self._rendezvous)
         protocol = Protocol(
             self._make_transport(),
             [unit.spec() for unit in self._units],
@@ -88,6 +102,8 @@ class OnDemandEngine(Engine):
         )
         protocol.open()
         self._protocol = protocol
+        for unit in self._units:
+            unit.carry(protocol.own_accumulator(unit.index), carried)
         self._publish_units()
         for unit in self._units:
             gather, accumulate = partial(self._gather, unit), partial(self._accumulate, unit)
@@ -97,13 +113,18 @@ class OnDemandEngine(Engine):
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        if self._model is not None:
+            rest(self._model, self._failed)
         for unit in self._units:
             set_comms(unit.modules, StockGather(), StockReduceScatter())
+            if unit.divided_by_fully_shard:
+                unit.set_division(True)
         self._units = []
+        self._placeholders.lift()
         if self._protocol is not None:
             self._protocol.close()
 
-    def _probe(self, units: list[Unit]) -> list[Unit]:
+    def _probe(self, units: list[Unit], keep: Container[str]) -> list[Unit]:
         """Let ``fully_shard`` show how it lays out every unit, and hook every unsharded parameter.
 
         Unsharding a unit calls its all-gather comm with this rank's shard; what the peers' slices hold does not
@@ -125,13 +146,18 @@ class OnDemandEngine(Engine):
         # Modules that share a group answer with the comm object of the one that was set last.
         merged = merge_groups(units, {asked: answered for asked, (answered, _) in enumerate(shown)})
         for unit, own in zip(merged, dict(shown).values(), strict=True):
+            for slot in unit.slots:
+                slot.has_gradient = slot.hooked or slot.name in keep
             _lay_out_like(unit, own, self._accumulator_dtype)
+            if unit.divided_by_fully_shard:
+                unit.set_division(False)
         return merged
 
     def _hook(self, slot: ParamSlot) -> None:
         parameter = slot.current
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad and self._gradients):
             return
+        slot.hooked = True
 
         def note_gradient(_: Tensor) -> None:
             slot.fresh = True
@@ -141,27 +167,68 @@ class OnDemandEngine(Engine):
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
-        changed = unit.changed_since_published()
+        self.protocol.lockstep = self._lockstep and not self.evaluating
+        if not self._in_backward:  # where the forward pass has just looked
+            self._verify(unit, own)
+        self.protocol.gather(unit.index, output.view(self.world_size, -1))
+
+    def _verify(self, unit: Unit, own: Tensor) -> None:
+        """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
+        changed = unit.differs_from(self.protocol.own_shard(unit.index), own)
+        unit.verified = True
         if changed is not None:
             raise StaleShardError(
                 f"Parameter {changed!r} changed after it was published, so peers would compute with its old value. "
                 "Change parameters outside the optimizer step on all ranks together, and then call "
                 "`trainer.strategy.publish_parameters()` on all of them."
             )
-        self.protocol.gather(unit.index, output.view(self.world_size, -1))
 
     def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
-        if chunks.dtype not in (torch.float32, torch.bfloat16):  # fully_shard has divided others by now
-            raise NotImplementedError(
-                f"Unit {unit.name!r} has gradients of {chunks.dtype}; on demand works with float32 and bfloat16. Use "
-                'ODCStrategy(communication="collective") for this model.'
-            )
+        self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
         segments = unit.take_fresh()
         rows = chunks.view(self.world_size, -1)
-        assert sum(part.numel for part in segments) == rows.shape[1], f"gradient layout of unit {unit.name!r}"
+        if sum(part.numel for part in segments) != rows.shape[1]:
+            raise self._unexpected_gradient(unit)
         self.protocol.accumulate(unit.index, rows, segments)
 
+    def _unexpected_gradient(self, unit: Unit) -> ODCError:
+        names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
+        if not self._gradients:
+            return ODCError(
+                f"A backward pass reached unit {unit.name!r}, but `trainer.validate`, `test` and `predict` make no "
+                "room for gradients. Freeze the model (`self.requires_grad_(False)`), or run it in `trainer.fit`."
+            )
+        return ODCError(
+            f"Unit {unit.name!r} has gradients of parameters that were frozen when the batch began: {names}. Unfreeze "
+            "them before, in `on_train_batch_start` or `on_train_epoch_start`, on all ranks."
+        )
+
     # -- what the strategy calls --------------------------------------------------------------------------
+
+    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
+        super().begin_batch(opens_window=opens_window, kind=kind)
+        self.drop_emptied()
+        if any(slot.current.requires_grad and not slot.hooked for unit in self._units for slot in unit.slots):
+            self._reattach()
+
+    def discard(self) -> None:
+        self._drop({slot for unit in self._units for slot in unit.trainable})
+        self._take_ledger()
+
+    def drop_emptied(self) -> None:
+        emptied = self._placeholders.emptied()
+        if emptied:
+            self._drop(emptied)
+
+    def _drop(self, slots: set[ParamSlot]) -> None:
+        """Empty own accumulators of some parameters, after everybody has added to them and before anybody does anew."""
+        self.exchange("discard gradients", None)
+        for unit in self._units:
+            for slot in slots.intersection(unit.trainable):
+                self.protocol.clear(unit.index, slot.grad_offset, slot.padded_numel)
+                slot.used = False
+        self._placeholders.lift()
+        self.exchange("gradients are discarded", None)
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
@@ -184,13 +251,24 @@ class OnDemandEngine(Engine):
         self.stolen += work.stolen
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        yield
+    def backward(self, *, manual: bool = False) -> Iterator[None]:
+        if manual:  # else it is Lightning that empties them, before the last backward pass of a minibatch
+            self.drop_emptied()
+        self._placeholders.lift()
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+        self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
         with self._timed(), self.traced("settle"):
             self._reshard()
+            self._verify_unread()
+            emptied = self._placeholders.emptied()
+            self._placeholders.lift()
             used = [flag for unit in self._units for flag in unit.take_used()]
             record = {"kind": "optimizer step", **self._take_ledger().record()}
             record |= {"used": _pack(used), "logs": logs, "note": self.note}
@@ -199,16 +277,15 @@ class OnDemandEngine(Engine):
             scale = 1.0 / denominator(records)
             used_anywhere = _unpack([r["used"] for r in records], len(used))
             for unit in self._units:
-                flags = [used_anywhere.pop(0) for _ in unit.slots]
+                flags = [used_anywhere.pop(0) and slot not in emptied for slot in unit.slots]
                 unit.add_to_grads(self.protocol.summed(unit.index), scale, flags)
                 self.protocol.clear(unit.index)
+            self.settled = True
         return [r["logs"] for r in records]
 
     def publish(self) -> None:
         with self._timed(), self.traced("publish"):
-            if self._trainable_now() != self._trainable:
-                self._reattach()
-                return
+            self.settled = False
             self.protocol.next_version()
             self._publish_units()
 
@@ -256,19 +333,32 @@ class OnDemandEngine(Engine):
         for unit in self._units:
             unit.modules[0].reshard()
 
-    def _trainable_now(self) -> list[bool]:
-        return [slot.current.requires_grad for unit in self._units for slot in unit.slots]
+    def _verify_unread(self) -> None:
+        """A rank that read nothing in this step has not looked at its shards, either."""
+        for unit in self._units:
+            if not unit.verified:
+                own = torch.empty_like(self.protocol.own_shard(unit.index)).zero_()
+                unit.write_shard(own)
+                self._verify(unit, own)
 
     def _reattach(self) -> None:
-        """Parameters were frozen or unfrozen: the accumulators need another layout. All ranks come here together."""
+        """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
         model, old = self._model, self.protocol
         assert model is not None
-        seconds = old.waiter.seconds
+        self.exchange("unfreeze parameters", None)  # so everything that was added has landed
+        carried = {
+            slot.name: total.narrow(0, slot.grad_offset, slot.padded_numel).clone()
+            for unit in self._units
+            for total in [old.summed(unit.index)]
+            for slot in unit.trainable
+        }
+        used = {slot.name for unit in self._units for slot in unit.slots if slot.used}
         self.close()
-        self.attach(model)
-        self.protocol.listen(self.tracer)
-        for cause, value in seconds.items():
-            self.protocol.waiter.seconds[cause] += value
+        self._attach(model, carried)
+        for unit in self._units:
+            for slot in unit.slots:
+                slot.used = slot.name in used
+        self.protocol.go_on_from(old)
 
 
 def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
@@ -285,33 +375,6 @@ def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None
         raise NotImplementedError(
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
-        )
-
-
-def _compare_models(units: list[Unit], rendezvous: Rendezvous) -> None:
-    """Raise on every rank, naming the first difference, if the ranks sharded different models."""
-    lines = [line for unit in units for line in [f"unit {unit.name}", *unit.describe()]]
-    digests = rendezvous(hashlib.sha256("\n".join(lines).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    for rank, other in enumerate(rendezvous(lines)):
-        for index in range(max(len(lines), len(other))):
-            mine = lines[index] if index < len(lines) else "nothing"
-            theirs = other[index] if index < len(other) else "nothing"
-            if mine != theirs:
-                raise DisagreementError(
-                    f"The ranks built different models. The first difference: this rank has\n  {mine}\nwhere rank "
-                    f"{rank} has\n  {theirs}\nBuild the same modules in the same order on every rank."
-                )
-
-
-def check_equal_counts(counts: list[int], communication: str) -> None:
-    """Refuse unequal microbatch counts where ranks wait for each other at every unit."""
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f'communication="{communication}" makes every rank wait for all others in every microbatch, so it needs '
-            f"the same number of microbatches on every rank, but this minibatch has {counts} (by rank). Use "
-            'ODCStrategy(communication="on_demand"), or give every rank equally many.'
         )
 
 

@@ -104,6 +104,7 @@ class Protocol(Traced):
             transport's cheap bytes and a collective's waits.
 
     Attributes:
+        lockstep: the same, for as long as all ranks run the same microbatches.
         version: the version this rank works on, from 1.
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
@@ -121,13 +122,13 @@ class Protocol(Traced):
         deterministic: bool = False,
         lockstep: bool = False,
     ) -> None:
+        self.lockstep = lockstep
         self.transport = transport
         self.version = _FIRST_VERSION
         self.bytes_read = self.bytes_added = self.reads = self.adds = 0
         self.waiter = Waiter(timeout, self._check_peers, self.report)
         self._units = tuple(units)
         self._deterministic = deterministic
-        self._lockstep = lockstep
         self._barriers = 0
         self._meetings = 0
         world = transport.world_size
@@ -172,7 +173,7 @@ class Protocol(Traced):
     def gather(self, unit: int, out: Tensor) -> None:
         """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards."""
         begin = self._begin(Activity.GATHER, unit)
-        if self._lockstep:
+        if self.lockstep:
             self._barrier()
         for owner in self._readers_order:
             self._await_version(owner, unit)
@@ -195,7 +196,7 @@ class Protocol(Traced):
             self._add_under_locks(unit, chunks, segments)
         self.adds += len(self._readers_order)
         self.bytes_added += chunks.numel() * chunks.element_size()
-        if self._lockstep:
+        if self.lockstep:
             self._barrier()
         self._begin(Activity.COMPUTE, unit)
         if self.tracer is not None:
@@ -214,10 +215,24 @@ class Protocol(Traced):
                 total += self.transport.accumulator(rank, unit, source)
         return total
 
-    def clear(self, unit: int) -> None:
-        """Zero this rank's accumulators of ``unit``, before the next `publish`."""
+    def clear(self, unit: int, start: int = 0, numel: int | None = None) -> None:
+        """Zero this rank's accumulators of ``unit``, or a part of them, before the next `publish`."""
+        end = None if numel is None else start + numel
         for source in range(self._spec.sources):
-            self.transport.accumulator(self.transport.rank, unit, source).zero_()
+            self.transport.accumulator(self.transport.rank, unit, source)[start:end].zero_()
+
+    def own_accumulator(self, unit: int) -> Tensor:
+        """The accumulator of this rank's own gradients for its shard of ``unit``; others may add to the same one."""
+        rank = self.transport.rank
+        return self.transport.accumulator(rank, unit, rank if self._deterministic else 0)
+
+    def go_on_from(self, other: Protocol) -> None:
+        """Take over the books and the listener of a protocol that was closed."""
+        self.reads, self.adds = other.reads, other.adds
+        self.bytes_read, self.bytes_added = other.bytes_read, other.bytes_added
+        for cause, seconds in other.waiter.seconds.items():
+            self.waiter.seconds[cause] += seconds
+        self.listen(other.tracer)
 
     def _await_version(self, owner: int, unit: int) -> None:
         word, version, load = Word.COUNT + unit, self.version, self.transport.load

@@ -13,7 +13,7 @@ when the engine attaches; the second is known from a hook on every unsharded par
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
-@dataclass
+
+@dataclass(eq=False)
 class ParamSlot:
     """One parameter of a unit, and its place in one rank's part of the unit.
 
@@ -36,9 +38,12 @@ class ParamSlot:
         padded_numel: elements of one rank's padded shard.
         compute_dtype: dtype in which it is published.
         shard_offset: where it starts in the published shard, in elements of ``compute_dtype``.
-        grad_offset: where it starts in the accumulator, in elements; -1 if it is frozen.
+        grad_offset: where it starts in the accumulator, in elements; -1 if it has no place there.
+        has_gradient: it gets a place in the accumulator.
+        hooked: a hook notes when it receives a gradient.
         fresh: it received a gradient since the last reduce-scatter of its unit.
         used: it received a gradient on this rank since the last settle.
+        home: the sharded parameter, which optimizers hold.
     """
 
     name: str
@@ -48,8 +53,14 @@ class ParamSlot:
     compute_dtype: torch.dtype
     shard_offset: int = 0
     grad_offset: int = -1
+    has_gradient: bool = False
+    hooked: bool = False
     fresh: bool = False
     used: bool = False
+    home: DTensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.home = self.sharded
 
     @property
     def current(self) -> nn.Parameter:
@@ -80,6 +91,7 @@ class Unit:
         slots: its parameters in memory order.
         as_bytes: compute dtypes differ, so the published shard is a run of bytes.
         grad_dtype: dtype of the accumulators.
+        verified: this rank has compared its shard with the published one since that was written.
     """
 
     index: int
@@ -88,20 +100,20 @@ class Unit:
     slots: list[ParamSlot]
     as_bytes: bool = False
     grad_dtype: torch.dtype = torch.float32
-    _published: list[tuple[nn.Parameter, Tensor, int, int]] = field(default_factory=list, repr=False)
+    verified: bool = False
 
     @property
     def trainable(self) -> list[ParamSlot]:
         return [slot for slot in self.slots if slot.grad_offset >= 0]
 
     def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
-        """Give every parameter its place, after its compute dtype is known."""
+        """Give every parameter its place, after its compute dtype is known; in the accumulator if it has gradients."""
         self.as_bytes = len({slot.compute_dtype for slot in self.slots}) > 1
         shard_offset = grad_offset = 0
         for slot in self.slots:
             width = slot.compute_dtype.itemsize if self.as_bytes else 1
             slot.shard_offset, shard_offset = shard_offset, shard_offset + slot.padded_numel * width
-            if slot.sharded.requires_grad:
+            if slot.has_gradient:
                 slot.grad_offset, grad_offset = grad_offset, grad_offset + slot.padded_numel
             else:
                 slot.grad_offset = -1
@@ -127,26 +139,40 @@ class Unit:
     def write_shard(self, target: Tensor) -> None:
         """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
         for slot in self.slots:
+            slot.home = slot.sharded
             local = slot.local.reshape(-1)
             if self.as_bytes:
                 local = local.to(slot.compute_dtype).view(torch.uint8)
             target.narrow(0, slot.shard_offset, local.numel()).copy_(local)
-        # An operation on a DTensor counts in the DTensor's version, one on its local part in that one's.
-        self._published = [(p, local, p._version, local._version) for p, local in self._shards()]
+        self.verified = False
 
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for slot in self.slots:
-            yield slot.current, slot.local
-
-    def changed_since_published(self) -> str | None:
-        """Name of a parameter that was replaced or changed in place after `write_shard`, if any. Sharded only."""
-        for slot, (parameter, local, version, local_version) in zip(self.slots, self._published, strict=True):
-            if slot.current is not parameter or (parameter._version, local._version) != (
-                version,
-                local_version,
-            ):
-                return slot.name
+    def differs_from(self, published: Tensor, own: Tensor) -> str | None:
+        """Name of a parameter whose shard in ``own`` is not, bit for bit, the one in ``published``, if there is one."""
+        if not same_bits(published, own):
+            for slot in self.slots:
+                width = slot.compute_dtype.itemsize if self.as_bytes else 1
+                start, end = slot.shard_offset, slot.shard_offset + slot.local.numel() * width
+                if not same_bits(published[start:end], own[start:end]):
+                    return slot.name
         return None
+
+    @property
+    def divided_by_fully_shard(self) -> bool:
+        """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
+        dtypes = {slot.compute_dtype for slot in self.trainable}
+        return not dtypes <= {torch.float32, torch.bfloat16}
+
+    def set_division(self, enabled: bool) -> None:
+        """Let ``fully_shard`` divide gradients by the number of ranks, or not."""
+        factor = float(self.slots[0].home.device_mesh.size()) if enabled else 1.0
+        for module in self.modules:
+            module.set_gradient_divide_factor(factor)
+
+    def carry(self, accumulator: Tensor, gradients: Mapping[str, Tensor]) -> None:
+        """Put gradients (1-D, padded, by parameter name) into this rank's empty accumulator."""
+        for slot in self.trainable:
+            if slot.name in gradients:
+                accumulator.narrow(0, slot.grad_offset, slot.padded_numel).copy_(gradients[slot.name])
 
     def take_fresh(self) -> list[Segment]:
         """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator.
@@ -155,7 +181,7 @@ class Unit:
         """
         segments: list[Segment] = []
         source = 0
-        for slot in self.trainable:
+        for slot in self.slots:
             if not slot.fresh:
                 continue
             slot.fresh, slot.used = False, True
@@ -229,6 +255,13 @@ def merge_groups(units: list[Unit], same_group: dict[int, int]) -> list[Unit]:
     for index, unit in enumerate(merged.values()):
         unit.index = index
     return list(merged.values())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two 1-D tensors of one dtype are equal bit for bit (so that a NaN equals itself)."""
+    sizes = [size for t in (one, other) for size in (t.nbytes, t.storage_offset() * t.itemsize)]
+    widest = next(dtype for dtype in _INTEGERS if all(size % dtype.itemsize == 0 for size in sizes))
+    return torch.equal(one.view(widest), other.view(widest))
 
 
 def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:
