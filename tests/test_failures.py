@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_odc import Minibatch
 from lightning_odc.engine.transports import shared_memory
 from tests.modules import TokenModule, loader, token_batches, trainer
-from tests.ranks import Outcome, try_ranks
+from tests.ranks import Outcome, run_ranks, try_ranks
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
 SECONDS = 20
@@ -131,6 +132,62 @@ def _different_kinds(rank: int) -> None:
 def test_a_minibatch_here_and_a_plain_batch_there():
     for message in errors(_different_kinds):
         assert "Rank 0 trained on plain batches, rank 1 on Minibatches" in message
+
+
+def _collective_kinds(rank: int) -> None:
+    batches = token_batches([5])
+    fit(rank, TokenModule(), [Minibatch(batches)] if rank else batches, communication="collective")
+
+
+def test_a_minibatch_here_and_a_plain_batch_there_under_collectives():
+    for message in errors(_collective_kinds):
+        assert (
+            "DisagreementError: The ranks begin their first batch with ['plain batch', 'Minibatch']"
+            in message
+        )
+
+
+class Endless(IterableDataset[Any]):
+    """A data set that does not say how many batches it has."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def _unknown_lengths(rank: int, counts: tuple[int, int], options: dict[str, Any]) -> int:
+    data = DataLoader(Endless([Minibatch(token_batches([5])) for _ in range(counts[rank])]), batch_size=None)
+    t = trainer(2, **options)
+    t.fit(TokenModule("items"), data)
+    return t.global_step
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2)], ids=str)
+def test_loaders_of_unknown_length_that_end_at_different_times(counts):
+    short = counts.index(2)
+    for message in errors(_unknown_lengths, counts, {}):
+        assert f"Rank {short} has no more batches in this epoch, rank {1 - short} has." in message
+    assert run_ranks(_unknown_lengths, counts, {"max_steps": 2, "max_epochs": -1}) == [2, 2]
+
+
+class Shares(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Minibatch:
+        return Minibatch(token_batches([5]))
+
+
+def _dealt_out_again(rank: int, options: dict[str, Any]) -> None:
+    trainer(2, **options).fit(TokenModule("items"), DataLoader(Shares(), batch_size=None))
+
+
+def test_shares_that_lightning_would_deal_out_again():
+    for message in errors(_dealt_out_again, {"use_distributed_sampler": True}):
+        assert "Write Trainer(use_distributed_sampler=False)" in message
+    run_ranks(_dealt_out_again, {})
 
 
 def _different_steps(rank: int) -> None:

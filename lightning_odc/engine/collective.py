@@ -49,8 +49,8 @@ class CollectiveEngine(Engine):
         reduce_scatter = WithinContext(StockReduceScatter(), partial(self.traced, "reduce_scatter"))
         set_comms(_units(model), gather, reduce_scatter)
 
-    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
-        super().begin_batch(opens_window=opens_window, kind=kind)
+    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
+        super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
         if (
             not self._has_compared_kinds
         ):  # once: collectives that do not match end in the process group's own errors

@@ -205,8 +205,8 @@ class OnDemandEngine(Engine):
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
-    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
-        super().begin_batch(opens_window=opens_window, kind=kind)
+    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
+        super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
         self.drop_emptied()
         if any(slot.current.requires_grad and not slot.hooked for unit in self._units for slot in unit.slots):
             self._reattach()
@@ -301,6 +301,7 @@ class OnDemandEngine(Engine):
         self.protocol.listen(tracer)
 
     def fail(self, message: str) -> None:
+        self._failed = True
         if self._protocol is not None:
             self._protocol.fail(message)
 
