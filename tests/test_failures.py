@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_odc import Minibatch
-from lightning_odc.engine.transports import shared_memory
+from lightning_odc.engine.transports import host
 from tests.modules import TokenModule, loader, token_batches, trainer
 from tests.ranks import Outcome, try_ranks
 
@@ -156,7 +156,7 @@ def test_unequal_counts_are_refused_where_ranks_wait_at_every_unit(communication
 
 
 def _no_memory(rank: int) -> None:
-    shared_memory.available_memory = lambda: 4096  # type: ignore[assignment]
+    host.available_memory = lambda: 4096  # type: ignore[assignment]
     fit(rank, TokenModule("items"), [Minibatch(token_batches([5]))])
 
 

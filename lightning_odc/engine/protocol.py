@@ -408,7 +408,7 @@ class Protocol(Traced):
     def _set_state(self, state: State) -> None:
         try:
             current = self.transport.load(self.transport.rank, Word.STATE)
-        except IndexError:  # never opened, or closed already
+        except LookupError:  # never opened, or closed already
             return
         if current == State.RUNNING:
             self.transport.store(Word.STATE, state)
