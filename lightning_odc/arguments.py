@@ -50,12 +50,10 @@ def check_balance(balance: str | None, communication: str, deterministic: bool =
             f'ODCStrategy(balance="{balance}") gives ranks different numbers of microbatches, which '
             f'communication="{communication}" cannot run: use communication="on_demand", or balance="lb_micro".'
         )
-
-
     if deterministic and balance == "steal":
         raise ValueError(
-            'ODCStrategy(balance="steal", deterministic=True) contradicts itself: the order of sums follows from who ran '
-            "a microbatch, and stealing decides that by time. Use balance=\"lb_mini\" with deterministic=True (the same "
+            'ODCStrategy(balance="steal", deterministic=True) contradicts itself: who ran a microbatch decides the '
+            'order of sums, and stealing decides it by time. Use balance="lb_mini" with deterministic=True (the same '
             "plan without stealing), or drop deterministic=True."
         )
 
