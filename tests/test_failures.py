@@ -113,6 +113,16 @@ def test_an_interrupt_ends_a_wait():
         assert outcome.exitcode == 1
 
 
+def _both_interrupted(rank: int) -> None:
+    fit(rank, Ends(1, "interrupted"), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+
+
+def test_all_ranks_may_be_interrupted_at_once():
+    for outcome in try_ranks(_both_interrupted, timeout=SECONDS):
+        assert "KeyboardInterrupt" in outcome.error
+        assert outcome.exitcode == 1
+
+
 class Dies(TokenModule):
     def __init__(self, rank: int) -> None:
         super().__init__("items")
