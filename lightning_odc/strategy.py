@@ -130,7 +130,7 @@ class ODCStrategy(FSDPStrategy):
         arguments.check_choice("transport", transport, arguments.TRANSPORTS)
         arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
         arguments.check_sharding(sharding_strategy, device_mesh)
-        arguments.check_balance(balance, communication)
+        arguments.check_balance(balance, communication, deterministic)
         arguments.check_unknown(kwargs)
         super().__init__(
             accelerator=accelerator,

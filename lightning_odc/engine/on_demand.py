@@ -167,6 +167,7 @@ class OnDemandEngine(Engine):
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
+        self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         self.protocol.lockstep = self._lockstep and not self.evaluating
         if not self._in_backward:  # where the forward pass has just looked
             self._verify(unit, own)
@@ -272,7 +273,7 @@ class OnDemandEngine(Engine):
             used = [flag for unit in self._units for flag in unit.take_used()]
             record = {"kind": "optimizer step", **self._take_ledger().record()}
             record |= {"used": _pack(used), "logs": logs, "note": self.note}
-            records = self.protocol.meet(record)
+            records = self.protocol.end_version(record)
             self.notes = [r["note"] for r in records]
             scale = 1.0 / denominator(records)
             used_anywhere = _unpack([r["used"] for r in records], len(used))
