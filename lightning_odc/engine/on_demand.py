@@ -24,6 +24,7 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.placeholders import Placeholders
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport
@@ -66,6 +67,7 @@ class OnDemandEngine(Engine):
         self._model: nn.Module | None = None
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
+        self._root: RootUnit | None = None
         self._in_backward = False
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
@@ -108,11 +110,14 @@ class OnDemandEngine(Engine):
         for unit in self._units:
             gather, accumulate = partial(self._gather, unit), partial(self._accumulate, unit)
             set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
+        self._root = RootUnit(self._units, model)
 
     def close(self) -> None:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        if self._root is not None:
+            self._root.release()
         if self._model is not None:
             rest(self._model, self._failed)
         for unit in self._units:
@@ -255,12 +260,15 @@ class OnDemandEngine(Engine):
     def backward(self, *, manual: bool = False) -> Iterator[None]:
         if manual:  # else it is Lightning that empties them, before the last backward pass of a minibatch
             self.drop_emptied()
+            assert self._root is not None
+            self._root.gather()
         self._placeholders.lift()
         self._in_backward = True
         try:
             yield
         finally:
             self._in_backward = False
+        self._check_all_reduced()
         self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
 
     @torch.no_grad()
@@ -334,6 +342,14 @@ class OnDemandEngine(Engine):
     def _reshard(self) -> None:
         for unit in self._units:
             unit.modules[0].reshard()
+
+    def _check_all_reduced(self) -> None:
+        """See Note [The root unit is gathered by hand] for what can be missing."""
+        if any(slot.fresh for unit in self._units for slot in unit.slots):
+            raise ODCError(
+                "With manual optimization a model needs at least two units, and the loss must depend on one besides "
+                "the root unit: name its blocks, ODCStrategy(auto_wrap_policy={Block})."
+            )
 
     def _verify_unread(self) -> None:
         """A rank that read nothing in this step has not looked at its shards, either."""
