@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch
 from tests.models import WIDTH, summed_loss
@@ -40,7 +41,8 @@ class Manual(Sgd):
 
     def gradient_norm(self) -> float:
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+        norm = torch.nn.utils.get_total_norm(grads)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class Clips(Manual):
