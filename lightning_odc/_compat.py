@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
 
 # Typed as Any: Lightning does not export these names, which is why they are here.
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
@@ -96,3 +99,127 @@ def other_strategy_registry() -> Any | None:
     finally:
         rank_zero.log = log
     return StrategyRegistry
+
+
+def concatenated_states(metric: Metric) -> list[str]:
+    """The states of a metric that are concatenated over ranks: lists, until they are."""
+    return [name for name, reduction in metric._reductions.items() if reduction is dim_zero_cat]
+
+
+def count_batch_once(trainer: Trainer) -> None:
+    """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``.
+
+    Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.
+    """
+    results: Any = trainer._results
+    if results is not None:
+        results.batch_size = 1
+
+
+@contextmanager
+def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``act`` with the results of the current evaluation after its last batch, on every rank.
+
+    Why: Lightning computes the epoch's values loader by loader, and name by name as this rank logged them, each by a
+    collective. There is no hook before that. In this context it computes all of them together, after ``act``.
+    """
+    loop: Any = trainer._evaluation_loop
+    connector: Any = trainer._logger_connector
+
+    def on_run_end() -> Any:
+        connector.epoch_end_reached()
+        act(loop._results)
+        is_several = loop._is_sequential and loop.num_dataloaders > 1
+        for index in range(loop.num_dataloaders) if is_several else [None]:
+            loop._results.dataloader_idx = index
+            loop._logged_outputs.append(connector.update_eval_epoch_metrics())
+        return type(loop).on_run_end(loop)
+
+    loop._store_dataloader_outputs = lambda: (
+        None
+    )  # else called after each loader that has batches on this rank
+    loop.on_run_end = on_run_end
+    try:
+        yield
+    finally:
+        del loop._store_dataloader_outputs, loop.on_run_end
+
+
+@dataclass
+class EpochValue:
+    """One name in the results of an epoch, as this rank has it so far.
+
+    Attributes:
+        fx: the hook that logged it.
+        name: that it was logged under.
+        dataloader_idx: of its loader, where there are several.
+        options: of ``self.log``.
+        reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        group: its ``sync_dist_group``.
+        metric: the torchmetrics object, if it is one; else ``value`` (of a mean, times weights) and ``weight``.
+        value: so far.
+        weight: of a mean.
+    """
+
+    fx: str
+    name: str
+    dataloader_idx: int | None
+    options: dict[str, Any]
+    reduction: str
+    group: Any
+    metric: Metric | None
+    value: float
+    weight: float
+
+
+_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
+
+
+def epoch_values(results: Any) -> list[EpochValue]:
+    """What was logged in this epoch, for the epoch."""
+    values = []
+    for item in results.values():
+        meta = item.meta
+        if item.has_reset or not meta.on_epoch:
+            continue
+        options = {name: getattr(meta, name) for name in _OPTIONS}
+        options |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx else ""
+        value = EpochValue(
+            meta.fx.removesuffix(suffix),
+            meta.name,
+            meta.dataloader_idx,
+            options,
+            meta.reduce_fx.__name__,
+            meta.sync.group,
+            None if item.is_tensor else item.value,
+            float(item.value) if item.is_tensor else 0.0,
+            float(item.cumulated_batch_size) if item.is_tensor and meta.is_mean_reduction else 0.0,
+        )
+        values.append(value)
+    return values
+
+
+def set_epoch_value(results: Any, at: EpochValue, device: torch.device) -> str | None:
+    """Make the value of ``at`` (or what its metric computes now) the epoch's; all ranks together if it is a metric.
+
+    Returns:
+        The key under which it is new to the results of this rank, if it is.
+    """
+    suffix = (
+        "" if at.dataloader_idx is None or not at.options["add_dataloader_idx"] else f".{at.dataloader_idx}"
+    )
+    key = f"{at.fx}.{at.name}{suffix}"
+    is_new = key not in results
+    if is_new:
+        results.dataloader_idx = at.dataloader_idx
+        first = torch.tensor(at.value, device=device) if at.metric is None else at.metric
+        results.log(at.fx, at.name, first, reduce_fx=at.reduction, batch_size=1, **at.options)
+    item = results[key]
+    item.has_reset = False
+    # Lightning keeps a computed value until the next update or reset, and does not synchronise it again.
+    if at.metric is None:
+        item._computed = torch.as_tensor(at.value, dtype=item.value.dtype, device=item.value.device)
+    else:
+        item._computed = at.metric.compute()
+    return key if is_new else None

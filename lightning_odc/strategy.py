@@ -37,9 +37,10 @@ from lightning_odc.engine.protocol import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
-from lightning_odc.logbook import LogBook, flush, merge
+from lightning_odc.logbook import LogBook, flush
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.totals import Total
 from lightning_odc.unroll import contribution, run_share
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
@@ -162,8 +163,8 @@ class ODCStrategy(FSDPStrategy):
         self.precision_plugin = precision_plugin
         self._engine: Engine | None = None
         self._logbook = LogBook()
-        self._evaluation = Evaluation()
-        self._totals: list[dict[str, Any]] = []
+        self._evaluation: Evaluation | None = None
+        self._totals: list[Total] = []
         self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
@@ -297,6 +298,7 @@ class ODCStrategy(FSDPStrategy):
         )
 
     def teardown(self) -> None:
+        self._give_values_back()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
         engine, self._engine = self._engine, None
@@ -402,7 +404,8 @@ class ODCStrategy(FSDPStrategy):
         all ranks together to look at gradients before: until then, ``.grad`` has no values.
         """
         if not self.engine.settled:
-            self._totals += merge(self.engine.settle(self._logbook.take()), own=self.global_rank)
+            by_rank = self.engine.settle(self._logbook.post())
+            self._totals += self._logbook.merge(by_rank, own=self.global_rank)
 
     def publish_parameters(self) -> None:
         """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
@@ -442,18 +445,18 @@ class ODCStrategy(FSDPStrategy):
         return run(*args, **kwargs)
 
     def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        self._evaluation.count()
+        assert self._evaluation is not None
         if not (args and isinstance(args[0], Minibatch)):
-            with self._local_reduce(self.communication != "collective"):
-                return self._redirect(name, context, *args, **kwargs)
+            return self._redirect(name, context, *args, **kwargs)
+
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
 
         def step(microbatch: Any) -> Any:
             return self._redirect(name, context, microbatch, *args[1:], **kwargs)
 
-        with self._local_reduce(True):
-            return self._evaluation.run_share(args[0], step, module, self.engine, name)
+        return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
         self.engine.evaluating, self._loaders_unchecked = False, True
@@ -462,19 +465,35 @@ class ODCStrategy(FSDPStrategy):
 
     def on_validation_start(self) -> None:
         self._begin_evaluation()
+        self._take_over_values()
 
     def on_validation_end(self) -> None:
+        self._give_values_back()
         self.engine.evaluating = False
         self.publish_parameters()
 
     def on_test_start(self) -> None:
         self._begin_evaluation()
+        self._take_over_values()
+
+    def on_test_end(self) -> None:
+        self._give_values_back()
 
     def on_predict_start(self) -> None:
         self._begin_evaluation()
 
-    def _begin_evaluation(self) -> None:
+    def _take_over_values(self) -> None:
+        assert self.lightning_module is not None
+        always = self.communication != "collective"
+        self._evaluation = Evaluation(self.lightning_module, self.engine, self._local_reduce, always)
         self._evaluation.begin()
+
+    def _give_values_back(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
+
+    def _begin_evaluation(self) -> None:
         self.engine.evaluating = self._loaders_unchecked = True
         self.publish_parameters()
 
@@ -543,16 +562,22 @@ class ODCStrategy(FSDPStrategy):
             tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
 
-    def _log(self, totals: list[dict[str, Any]], hook: str) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, Minibatch):
+            assert self.lightning_module is not None
+            _compat.count_batch_once(self.lightning_module.trainer)
+
+    def _log(self, totals: list[Total], hook: str) -> None:
         module = self.lightning_module
         if module is None or not totals:
             return
-        with self._local_reduce(True), _compat.logging_as(module, hook):
+        with _compat.logging_as(module, hook):
             flush(totals, module)
 
     @contextmanager
-    def _local_reduce(self, enabled: bool) -> Iterator[None]:
-        before, self._reduce_locally = self._reduce_locally, enabled or self._reduce_locally
+    def _local_reduce(self) -> Iterator[None]:
+        """Let what is logged stay this rank's."""
+        before, self._reduce_locally = self._reduce_locally, True
         try:
             yield
         finally:

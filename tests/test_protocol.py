@@ -30,6 +30,11 @@ class ViolationError(AssertionError):
     """A rank saw something that the protocol forbids."""
 
 
+def text_length(rank: int, version: int) -> int:
+    """How much a rank says: another one has most to say in every step."""
+    return 200 * ((rank + version) % 3)
+
+
 def value_of(version: int, rank: int, unit: int) -> float:
     return 100.0 * version + 10 * rank + unit
 
@@ -46,9 +51,14 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
             for unit in reversed(range(len(UNITS))):
                 chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
                 protocol.accumulate(unit, chunks, [Segment(0, 0, UNITS[unit].grad_numel)])
-        records = protocol.end_version({"kind": "step", "count": counts[rank], "version": protocol.version})
+        name = str(protocol.version) * text_length(rank, protocol.version)
+        record = {"kind": "step", "count": counts[rank], "version": protocol.version, "text": name}
+        records = protocol.end_version(record)
         if [record["count"] for record in records] != counts:
             raise ViolationError(f"records of another meeting: {records}, expected {counts}")
+        for peer, record in enumerate(records):
+            if record["text"] != str(protocol.version) * text_length(peer, protocol.version):
+                raise ViolationError(f"torn record: {record}")
         expected = sum((1.0 + peer) * count for peer, count in enumerate(counts))
         for unit in range(len(UNITS)):
             total = protocol.summed(unit).unique().tolist()
@@ -118,6 +128,14 @@ def test_invariants_hold_in_random_interleavings(world_size, options):
         assert errors == [None] * world_size, f"seed {seed}: {errors}"
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_records_longer_than_a_mailbox_take_several_meetings(monkeypatch, world_size):
+    monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", 64)
+    for seed in range(10):
+        errors = explore(seed, world_size)
+        assert errors == [None] * world_size, f"seed {seed}: {errors}"
+
+
 class WithoutVersions(Protocol):
     """Reads without waiting for the version."""
 
@@ -156,6 +174,14 @@ class ForgetsToClear(Protocol):
         pass
 
 
+class OneMailbox(Protocol):
+    """Posts every part of a record over the last one, which others may still be reading."""
+
+    def _meet_once(self, message: bytes, record: Any) -> list[bytes]:
+        self._meetings += 1  # so that the mailbox is always the same
+        return super()._meet_once(message, record)
+
+
 @pytest.mark.parametrize(
     "broken",
     [WithoutVersions, WithoutMeeting, WithoutLocks, PublishesEarly, ForgetsToClear],
@@ -163,6 +189,11 @@ class ForgetsToClear(Protocol):
 )
 def test_the_explorer_finds_broken_protocols(broken):
     assert breaks(broken)
+
+
+def test_the_explorer_finds_parts_posted_over_parts_that_are_being_read(monkeypatch):
+    monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", 64)
+    assert breaks(OneMailbox)
 
 
 def test_the_explorer_finds_a_first_version_that_words_start_with(monkeypatch):
@@ -297,6 +328,19 @@ def test_ranks_that_meet_for_different_reasons_disagree():
     )
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
+
+
+def test_records_of_any_length_arrive():
+    _, protocols = pair(timeout=20)
+    heard: list[Any] = [None, None]
+    for lengths in ((0, 1_000_000), (70_000, 5), (65_500, 65_600), (1, 1)):
+        texts = ["a" * lengths[0], "b" * lengths[1]]
+
+        def meet(rank: int, texts: list[str] = texts) -> None:
+            heard[rank] = protocols[rank].meet({"kind": "step", "text": texts[rank]})
+
+        assert together(lambda: meet(0), lambda: meet(1)) == [None, None]
+        assert all([record["text"] for record in records] == texts for records in heard)
 
 
 def test_a_rank_that_fell_behind_in_versions_is_told():

@@ -25,6 +25,10 @@ Note [Meetings are at most one ahead]
 A rank posts its record of meeting ``m`` into mailbox ``m % 2``. It can post ``m + 2`` over it only after meeting
 ``m + 1``, to which every peer came, and a peer comes to ``m + 1`` only after it has read all records of ``m``. So two
 mailboxes are enough, and nobody reads a record that is being overwritten.
+
+A record that is longer than a mailbox takes several meetings in a row, one for each part. Its length comes first, so
+after the first of them every rank knows the longest record and with it how many more meetings all come to; a rank with
+nothing left to say posts nothing into its mailbox.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ _RECORD_BOXES = 2
 _FAILURE_BOX = 2
 _MAILBOXES = 3
 _MAILBOX_BYTES = 64 * 1024 - 8
+_LENGTH_BYTES = 8
 _FIRST_VERSION = 1
 
 #: How the failure message of a rank begins that stopped only because another one had failed.
@@ -327,18 +332,15 @@ class Protocol(Traced):
         Raises:
             DisagreementError: the ranks met for different reasons.
         """
-        self._meetings += 1
-        box = self._meetings % _RECORD_BOXES
-        self._begin(Activity.MEET, 0)
-        self.transport.post(box, json.dumps(record).encode())
-        self.transport.store(Word.MEETING, self._meetings)
-        for peer in self._readers_order:
-            self._await_meeting(peer, record)
-        records = [
-            record if peer == self.transport.rank else json.loads(self.transport.fetch(peer, box))
-            for peer in range(self.transport.world_size)
-        ]
-        self._begin(Activity.COMPUTE, 0)
+        message = json.dumps(record).encode()
+        said = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        heard = self._meet_once(said[:_MAILBOX_BYTES], record)
+        longest = max(int.from_bytes(part[:_LENGTH_BYTES], "little") for part in heard) + _LENGTH_BYTES
+        for start in range(_MAILBOX_BYTES, longest, _MAILBOX_BYTES):
+            parts = self._meet_once(said[start : start + _MAILBOX_BYTES], record)
+            heard = [before + part for before, part in zip(heard, parts, strict=True)]
+        records: list[Record] = [json.loads(part[_LENGTH_BYTES:]) for part in heard]
+        records[self.transport.rank] = record
         self._agree("kind", records)
         return records
 
@@ -404,6 +406,22 @@ class Protocol(Traced):
         since = max(time.monotonic_ns() - load(Word.SINCE), 0) / 1e9
         step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
         return f"  {name}: {step}, {doing} for {since:.1f} s"
+
+    def _meet_once(self, message: bytes, record: Record) -> list[bytes]:
+        """Everybody's message, in rank order; none is longer than a mailbox."""
+        self._meetings += 1
+        box = self._meetings % _RECORD_BOXES
+        self._begin(Activity.MEET, 0)
+        self.transport.post(box, message)
+        self.transport.store(Word.MEETING, self._meetings)
+        for peer in self._readers_order:
+            self._await_meeting(peer, record)
+        messages = [
+            message if peer == self.transport.rank else self.transport.fetch(peer, box)
+            for peer in range(self.transport.world_size)
+        ]
+        self._begin(Activity.COMPUTE, 0)
+        return messages
 
     def _await_meeting(self, peer: int, record: Record) -> None:
         self.waiter.until(
