@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +49,11 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         module._current_fx_name = before
 
 
+def deals_out(trainer: Trainer) -> bool:
+    """Whether Lightning puts a ``DistributedSampler`` into loaders: ``Trainer(use_distributed_sampler=...)``."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Give parameters on the meta device memory and initial values (``reset_parameters``), module by module."""
     _lightning_model_parallel._materialize_distributed_module(module, device)
@@ -77,17 +81,6 @@ def save_sharded(state: dict[str, Any], path: Path) -> None:
 def checkpoint_name(name: str) -> str:
     """The name of a parameter in checkpoints: wrappers for activation checkpointing or compiling leave no trace."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def load_sharded_checkpoint(
-    path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    """Load a sharded checkpoint into ``fully_shard``-ed modules and their optimizers; returns the rest."""
-    load: Callable[..., dict[str, Any]] = _lightning_model_parallel._load_checkpoint
-    options: dict[str, Any] = {"strict": strict, "optimizer_states_from_list": True}
-    if "weights_only" in inspect.signature(load).parameters:  # lightning >= 2.6
-        options["weights_only"] = weights_only
-    return load(path=path, state=state, **options)
 
 
 def other_strategy_registry() -> Any | None:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments, checkpoint
+from lightning_odc.data.checks import check_shares_are_whole
 from lightning_odc.data.convert import balanced_from
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.minibatch import Minibatch
@@ -130,7 +131,7 @@ class ODCStrategy(FSDPStrategy):
         arguments.check_choice("transport", transport, arguments.TRANSPORTS)
         arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
         arguments.check_sharding(sharding_strategy, device_mesh)
-        arguments.check_balance(balance, communication)
+        arguments.check_balance(balance, communication, deterministic)
         arguments.check_unknown(kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -166,6 +167,7 @@ class ODCStrategy(FSDPStrategy):
         self._totals: list[Total] = []
         self._reduce_locally = False
         self._failed = False
+        self._loaders_unchecked = True
         self._threads_before: int | None = None
 
     def __repr__(self) -> str:
@@ -331,6 +333,8 @@ class ODCStrategy(FSDPStrategy):
         module = self.lightning_module
         assert module is not None
         is_share = bool(args) and isinstance(args[0], Minibatch)
+        if is_share:
+            self._check_loaders(module.trainer.train_dataloader)
         self._begin_batch(module, "Minibatch" if is_share else "plain batch")
         if is_share and module.automatic_optimization:
             with self._logbook.recording(module):
@@ -342,9 +346,14 @@ class ODCStrategy(FSDPStrategy):
 
     def _begin_batch(self, module: pl.LightningModule, kind: str) -> None:
         """What Lightning's ``zero_grad`` does at the first batch of a window must reach all ranks' accumulators."""
-        loop, window = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
-        opens_window = module.automatic_optimization and loop.batch_idx % window == 0
-        self.engine.begin_batch(opens_window=opens_window, kind=kind)
+        trainer = module.trainer
+        opens_window = (
+            module.automatic_optimization
+            and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        )
+        stops_anyway = trainer.max_steps == trainer.global_step + 1
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
+        self.engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
 
     def _train_share(self, module: pl.LightningModule, share: Minibatch, *args: Any, **kwargs: Any) -> Any:
         def step(microbatch: Any) -> Any:
@@ -446,7 +455,7 @@ class ODCStrategy(FSDPStrategy):
         return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
-        self.engine.evaluating = False
+        self.engine.evaluating, self._loaders_unchecked = False, True
         self._compare_training_batches()
         self.publish_parameters()
 
@@ -481,7 +490,7 @@ class ODCStrategy(FSDPStrategy):
             self._evaluation = None
 
     def _begin_evaluation(self) -> None:
-        self.engine.evaluating = True
+        self.engine.evaluating = self._loaders_unchecked = True
         self.publish_parameters()
 
     def _redirect(
@@ -514,6 +523,13 @@ class ODCStrategy(FSDPStrategy):
             rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
             return dataloader
         return balanced
+
+    def _check_loaders(self, loaders: Any) -> None:
+        """Once per run, at the first `Minibatch`: until then nobody knows what a loader yields."""
+        assert self.lightning_module is not None
+        if self._loaders_unchecked and _compat.deals_out(self.lightning_module.trainer):
+            check_shares_are_whole(loaders)
+        self._loaders_unchecked = False
 
     # -- values -------------------------------------------------------------------------------------------
 

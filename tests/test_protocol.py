@@ -12,10 +12,11 @@ import torch
 
 from lightning_odc.engine import protocol as protocol_module
 from lightning_odc.engine.protocol import Protocol, Word
+from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.waiting import Cause
-from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
+from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
 from tests.interleaving import Interleaved, Scheduler
 
 UNITS = (
@@ -51,7 +52,7 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
                 chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
                 protocol.accumulate(unit, chunks, [Segment(0, 0, UNITS[unit].grad_numel)])
         name = str(protocol.version) * text_length(rank, protocol.version)
-        records = protocol.meet({"kind": "step", "count": counts[rank], "text": name})
+        records = protocol.end_version({"kind": "step", "count": counts[rank], "text": name})
         if [record["count"] for record in records] != counts:
             raise ViolationError(f"records of another meeting: {records}, expected {counts}")
         for peer, record in enumerate(records):
@@ -197,6 +198,40 @@ def test_the_explorer_finds_parts_posted_over_parts_that_are_being_read(monkeypa
 def test_the_explorer_finds_a_first_version_that_words_start_with(monkeypatch):
     monkeypatch.setattr(protocol_module, "_FIRST_VERSION", 0)
     assert breaks(Protocol)
+
+
+def add_ones(protocol: Protocol, unit: int) -> None:
+    numel = UNITS[unit].grad_numel
+    ones = torch.ones(protocol.transport.world_size, numel)
+    protocol.accumulate(unit, ones, [Segment(0, 0, numel)])
+
+
+class GathersTooLate(Protocol):
+    """Reads version ``v`` when peers may be writing ``v + 1`` already."""
+
+    def end_version(self, record: Any) -> list[Any]:
+        records = super().end_version(record)
+        if self.version == STEPS:
+            check_gather(self, 0)
+        return records
+
+
+class AddsTooLate(Protocol):
+    """Adds gradients of version ``v`` when peers may have taken out their sums already."""
+
+    def end_version(self, record: Any) -> list[Any]:
+        records = super().end_version(record)
+        if self.version == STEPS:
+            add_ones(self, 0)
+        return records
+
+
+@pytest.mark.parametrize("late", [GathersTooLate, AddsTooLate], ids=lambda c: c.__name__)
+def test_nobody_uses_a_version_that_has_ended(late):
+    for seed in range(5):
+        assert all(isinstance(e, StaleShardError) for e in explore(seed, 3, late)), f"seed {seed}"
+    unguarded = type("Unguarded", (late,), {"check_not_ended": lambda self, unit: None})
+    assert breaks(unguarded)
 
 
 def breaks(protocol_class: type[Protocol]) -> bool:
@@ -361,6 +396,55 @@ def test_lockstep_waits_at_every_unit():
 
     assert together(fast, slow) == [None, None]
     assert first.waiter.seconds[Cause.LOCKSTEP] == pytest.approx(0.3, abs=0.15)
+
+
+def test_an_ended_version_comes_back_with_the_next_one():
+    alone = Protocol(ThreadHub(1).transport(0), UNITS, timeout=1)
+    alone.open()
+    alone.end_version({"kind": "step"})
+    message = r"(?s)The model ran \(unit 'second'\) between .* `on_before_optimizer_step`.* \(LBFGS\)"
+    with pytest.raises(StaleShardError, match=message):
+        alone.gather(1, torch.zeros(1, 2))
+    with pytest.raises(StaleShardError, match=message):
+        add_ones(alone, 1)
+    alone.next_version()
+    alone.gather(1, torch.zeros(1, 2))
+    add_ones(alone, 1)
+    assert alone.summed(1).tolist() == [1.0, 1.0]
+
+
+SPANS = {
+    "plain": (False, ["read", "add", "wait"]),
+    "lockstep": (True, ["wait", "read", "wait", "add", "wait"]),
+}
+
+
+@pytest.mark.parametrize("case", SPANS)
+def test_reads_adds_and_waits_are_traced(case):
+    lockstep, expected = SPANS[case]
+    _, (first, second) = pair(timeout=20, lockstep=lockstep)
+    tracer = Tracer()
+    first.listen(tracer)
+
+    def work(protocol: Protocol, late: float) -> None:
+        publish(protocol)
+        time.sleep(late)
+        protocol.gather(1, torch.zeros(2, 2))
+        time.sleep(late)
+        add_ones(protocol, 1)
+        time.sleep(late)
+        protocol.meet({"kind": "step"})
+
+    publish(second)  # so that a plain read does not wait
+    assert together(lambda: work(first, 0), lambda: work(second, 0.05)) == [None, None]
+    kinds = [span.kind for span in tracer.spans]
+    assert kinds == expected
+    for span in tracer.spans:
+        assert span.begin <= span.end
+        if span.kind != "wait":
+            assert span.details == {"unit": "second"}
+    waits = sum(span.end - span.begin for span in tracer.spans if span.kind == "wait") / 1e9
+    assert waits == pytest.approx(sum(first.waiter.seconds.values()), abs=1e-3)
 
 
 def test_world_of_one():

@@ -24,6 +24,7 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.placeholders import Placeholders
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport
@@ -66,6 +67,7 @@ class OnDemandEngine(Engine):
         self._model: nn.Module | None = None
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
+        self._root: RootUnit | None = None
         self._in_backward = False
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
@@ -108,11 +110,14 @@ class OnDemandEngine(Engine):
         for unit in self._units:
             gather, accumulate = partial(self._gather, unit), partial(self._accumulate, unit)
             set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
+        self._root = RootUnit(self._units, model)
 
     def close(self) -> None:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        if self._root is not None:
+            self._root.release()
         if self._model is not None:
             rest(self._model, self._failed)
         for unit in self._units:
@@ -167,6 +172,7 @@ class OnDemandEngine(Engine):
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
+        self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         self.protocol.lockstep = self._lockstep and not self.evaluating
         if not self._in_backward:  # where the forward pass has just looked
             self._verify(unit, own)
@@ -205,8 +211,8 @@ class OnDemandEngine(Engine):
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
-    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
-        super().begin_batch(opens_window=opens_window, kind=kind)
+    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
+        super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
         self.drop_emptied()
         if any(slot.current.requires_grad and not slot.hooked for unit in self._units for slot in unit.slots):
             self._reattach()
@@ -254,12 +260,15 @@ class OnDemandEngine(Engine):
     def backward(self, *, manual: bool = False) -> Iterator[None]:
         if manual:  # else it is Lightning that empties them, before the last backward pass of a minibatch
             self.drop_emptied()
+            assert self._root is not None
+            self._root.gather()
         self._placeholders.lift()
         self._in_backward = True
         try:
             yield
         finally:
             self._in_backward = False
+        self._check_all_reduced()
         self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
 
     @torch.no_grad()
@@ -272,7 +281,7 @@ class OnDemandEngine(Engine):
             used = [flag for unit in self._units for flag in unit.take_used()]
             record = {"kind": "optimizer step", **self._take_ledger().record()}
             record |= {"used": _pack(used), "logs": logs, "note": self.note}
-            records = self.protocol.meet(record)
+            records = self.protocol.end_version(record)
             self.notes = [r["note"] for r in records]
             scale = 1.0 / denominator(records)
             used_anywhere = _unpack([r["used"] for r in records], len(used))
@@ -301,6 +310,7 @@ class OnDemandEngine(Engine):
         self.protocol.listen(tracer)
 
     def fail(self, message: str) -> None:
+        self._failed = True
         if self._protocol is not None:
             self._protocol.fail(message)
 
@@ -332,6 +342,14 @@ class OnDemandEngine(Engine):
     def _reshard(self) -> None:
         for unit in self._units:
             unit.modules[0].reshard()
+
+    def _check_all_reduced(self) -> None:
+        """See Note [The root unit is gathered by hand] for what can be missing."""
+        if any(slot.fresh for unit in self._units for slot in unit.slots):
+            raise ODCError(
+                "With manual optimization a model needs at least two units, and the loss must depend on one besides "
+                "the root unit: name its blocks, ODCStrategy(auto_wrap_policy={Block})."
+            )
 
     def _verify_unread(self) -> None:
         """A rank that read nothing in this step has not looked at its shards, either."""

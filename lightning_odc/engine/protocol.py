@@ -13,8 +13,9 @@ All shared state of optimizer step ``v`` carries the version ``v``, and ranks wa
 No further barrier is needed:
 
 - *No torn or stale read.* A shard is overwritten (4) only after every peer said "done with ``v``" (3), and a peer that
-  said so reads no more of version ``v``. The first version is 1 while words start at 0, so nothing reads a shard that
-  was never written.
+  said so reads no more of version ``v``: between (3) and its own (4) a rank has no version, and may not gather
+  (`Protocol.end_version`). The first version is 1 while words start at 0, so nothing reads a shard that was never
+  written.
 - *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of version ``v + 1`` of the same unit from
   every owner, and an owner publishes that version after it took out and zeroed the sums of ``v``. This needs every
   unit to be resharded, hence gathered again, in every step (see ``OnDemandEngine.publish``).
@@ -43,7 +44,7 @@ from torch import Tensor
 from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.waiting import Cause, Waiter
-from lightning_odc.errors import DisagreementError, PeerFailedError
+from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError
 
 Record = dict[str, Any]
 
@@ -111,6 +112,7 @@ class Protocol(Traced):
     Attributes:
         lockstep: the same, for as long as all ranks run the same microbatches.
         version: the version this rank works on, from 1.
+        deterministic: sums are taken in rank order.
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
         bytes_added: bytes of gradients added into windows of peers and own.
@@ -133,9 +135,10 @@ class Protocol(Traced):
         self.bytes_read = self.bytes_added = self.reads = self.adds = 0
         self.waiter = Waiter(timeout, self._check_peers, self.report)
         self._units = tuple(units)
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._barriers = 0
         self._meetings = 0
+        self._ended = False
         world = transport.world_size
         self._readers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._adders_order = [(transport.rank + i) % world for i in range(world)]
@@ -176,7 +179,12 @@ class Protocol(Traced):
         self.transport.store(Word.COUNT + unit, self.version)
 
     def gather(self, unit: int, out: Tensor) -> None:
-        """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards."""
+        """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards.
+
+        Raises:
+            StaleShardError: between `end_version` and `next_version`.
+        """
+        self.check_not_ended(unit)
         begin = self._begin(Activity.GATHER, unit)
         if self.lockstep:
             self._barrier()
@@ -193,9 +201,13 @@ class Protocol(Traced):
         """Add row ``p`` of ``chunks`` (shape ``[world_size, numel]``) into rank ``p``'s accumulator of ``unit``.
 
         Starts with its own and goes round; an owner whose lock is taken is passed over and tried again later.
+
+        Raises:
+            StaleShardError: between `end_version` and `next_version`.
         """
+        self.check_not_ended(unit)
         begin = self._begin(Activity.ACCUMULATE, unit)
-        if self._deterministic:
+        if self.deterministic:
             self._add_to_own_slots(unit, chunks, segments)
         else:
             self._add_under_locks(unit, chunks, segments)
@@ -210,7 +222,7 @@ class Protocol(Traced):
     def summed(self, unit: int) -> Tensor:
         """The gradients that all ranks added for this rank's shard of ``unit``: 1-D, ``grad_numel`` elements.
 
-        Read it only between `meet` and `clear`. Summed in rank order if ``deterministic``, else a view.
+        Read it only between `end_version` and `clear`. Summed in rank order if ``deterministic``, else a view.
         """
         rank = self.transport.rank
         total = self.transport.accumulator(rank, unit)
@@ -229,7 +241,7 @@ class Protocol(Traced):
     def own_accumulator(self, unit: int) -> Tensor:
         """The accumulator of this rank's own gradients for its shard of ``unit``; others may add to the same one."""
         rank = self.transport.rank
-        return self.transport.accumulator(rank, unit, rank if self._deterministic else 0)
+        return self.transport.accumulator(rank, unit, rank if self.deterministic else 0)
 
     def go_on_from(self, other: Protocol) -> None:
         """Take over the books and the listener of a protocol that was closed."""
@@ -332,8 +344,29 @@ class Protocol(Traced):
         self._agree("kind", records)
         return records
 
+    def end_version(self, record: Record) -> list[Record]:
+        """`meet`, and from then on nobody uses this version any more: owners update their shards at once."""
+        records = self.meet(record)
+        self._ended = True
+        return records
+
+    def check_not_ended(self, unit: int) -> None:
+        """Refuse to use a version that has ended.
+
+        Raises:
+            StaleShardError: between `end_version` and `next_version`.
+        """
+        if self._ended:
+            raise StaleShardError(
+                f"The model ran (unit {self._units[unit].name!r}) between the end of an optimizer step and its "
+                "publishing, while peers change their shards. Run it before or after `optimizer.step()`, not in hooks "
+                "in between such as `on_before_optimizer_step`. Optimizers that call their closure several times in "
+                "one step (LBFGS) cannot work on demand: use one that calls it once, such as AdamW."
+            )
+
     def next_version(self) -> None:
         """After a meeting that ended a step: from now on this rank works on the next version."""
+        self._ended = False
         self.version += 1
         self.transport.store(Word.VERSION, self.version)
         self.transport.store(Word.MICROBATCH, 0)
@@ -441,7 +474,7 @@ class Protocol(Traced):
     def _set_state(self, state: State) -> None:
         try:
             current = self.transport.load(self.transport.rank, Word.STATE)
-        except IndexError:  # never opened, or closed already
+        except LookupError:  # never opened, or closed already
             return
         if current == State.RUNNING:
             self.transport.store(Word.STATE, state)
