@@ -135,9 +135,7 @@ def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterato
             loop._logged_outputs.append(connector.update_eval_epoch_metrics())
         return type(loop).on_run_end(loop)
 
-    loop._store_dataloader_outputs = lambda: (
-        None
-    )  # else called after each loader that has batches on this rank
+    loop._store_dataloader_outputs = lambda: None
     loop.on_run_end = on_run_end
     try:
         yield

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from numbers import Number
 from typing import Any
 
@@ -70,7 +71,10 @@ class LogBook:
     def take(self) -> list[Total]:
         """The totals of this rank, then start anew."""
         entries, self._entries = self._entries, {}
-        return [_total(name, entry) for name, entry in entries.items()]
+        pairs = [pair for entry in entries.values() for pair in entry.pairs]
+        values = iter(_to_floats([value for value, _ in pairs]))
+        weights = iter(_to_floats([1.0 if weight is None else weight for _, weight in pairs]))
+        return [_total(name, entry, values, weights) for name, entry in entries.items()]
 
     def post(self) -> Message:
         """`take` the totals, and return what the other ranks must know of them."""
@@ -158,18 +162,17 @@ def replaced_log(module: LightningModule, log: Callable[..., None]) -> Iterator[
             module.log = before  # type: ignore[method-assign]
 
 
-def _total(name: str, entry: _Entry) -> Total:
-    options = dict(entry.options)
-    group = options.get("sync_dist_group")
+def _total(name: str, entry: _Entry, all_values: Iterator[float], all_weights: Iterator[float]) -> Total:
     if entry.metric is not None:
         states = metric_states.describe(entry.metric)
-        return Total(name, METRIC, options, states=states, metric=entry.metric)
-    values = _to_floats([value for value, _ in entry.pairs])
-    weights = _to_floats([1.0 if weight is None else weight for _, weight in entry.pairs])
+        return Total(name, METRIC, entry.options, states=states, metric=entry.metric)
+    count = len(entry.pairs)
+    values, weights = list(islice(all_values, count)), list(islice(all_weights, count))
     if entry.reduction == "mean":
         values = [value * weight for value, weight in zip(values, weights, strict=True)]
-    value = REDUCTIONS[entry.reduction](values)
-    return Total(name, entry.reduction, options, value, totals.total_of(weights), ranks_of(group))
+    value, weight = REDUCTIONS[entry.reduction](values), totals.total_of(weights)
+    ranks = ranks_of(entry.options.get("sync_dist_group"))
+    return Total(name, entry.reduction, entry.options, value, weight, ranks)
 
 
 def ranks_of(group: Any) -> tuple[int, ...] | None:
@@ -182,10 +185,17 @@ def ranks_of(group: Any) -> tuple[int, ...] | None:
 
 
 def _to_floats(values: list[Any]) -> list[float]:
-    """Plain numbers, with one device synchronisation for all tensors together."""
-    tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
-    floats = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
+    """Plain numbers, with one synchronisation per device for all tensors on it."""
+    floats = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    places: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places.setdefault(value.device, []).append(index)
+    for indices in places.values():
+        stacked = torch.stack([values[index].double().reshape(()) for index in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            floats[index] = number
+    return floats
 
 
 def _reduction(reduce_fx: Any) -> str:

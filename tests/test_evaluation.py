@@ -336,3 +336,20 @@ def test_what_ranks_cannot_agree_on_is_an_error_at_once(what, message):
     assert message in outcomes[1].error
     assert DisagreementError.__name__ in outcomes[1].error
     assert all(outcome.error and outcome.seconds < 60 for outcome in outcomes)
+
+
+class Fails(TokenModule):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("x", 1.0, sync_dist=True)
+        raise ValueError("on purpose")
+
+
+def _validate_failing(rank: int) -> list[bool]:
+    module, t = Fails(), trainer(2, timeout=SOON)
+    with pytest.raises((ValueError, RuntimeError)):
+        t.validate(module, loader([Minibatch(token_batches([4]))]), verbose=False)
+    return [name in vars(o) for o in (module, t.validate_loop) for name in ("log", "on_run_end")]
+
+
+def test_an_evaluation_that_fails_leaves_no_trace():
+    assert run_ranks(_validate_failing) == [[False] * 4] * 2

@@ -52,8 +52,7 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
                 chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
                 protocol.accumulate(unit, chunks, [Segment(0, 0, UNITS[unit].grad_numel)])
         name = str(protocol.version) * text_length(rank, protocol.version)
-        record = {"kind": "step", "count": counts[rank], "version": protocol.version, "text": name}
-        records = protocol.end_version(record)
+        records = protocol.end_version({"kind": "step", "count": counts[rank], "text": name})
         if [record["count"] for record in records] != counts:
             raise ViolationError(f"records of another meeting: {records}, expected {counts}")
         for peer, record in enumerate(records):
