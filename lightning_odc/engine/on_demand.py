@@ -305,8 +305,8 @@ class OnDemandEngine(Engine):
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return [record["item"] for record in self.protocol.meet({"kind": kind, "item": item})]
 
-    def listen(self, tracer: Tracer | None) -> None:
-        super().listen(tracer)
+    def _let_trace(self, tracer: Tracer | None) -> None:
+        super()._let_trace(tracer)
         self.protocol.listen(tracer)
 
     def fail(self, message: str) -> None:
