@@ -43,9 +43,9 @@ SLEEPS = [
 ]
 """Seconds that each of two ranks sleeps in each microbatch, ``[rank][step][microbatch]``; four sleep twice as long."""
 STEPS = len(SLEEPS[0])
-SLACK = 0.02
-"""Seconds by which two ranks on a shared machine may be late in their best step (four, that share two cores, twice as
-much); far less than the waits above."""
+SLACK = {2: 0.03, 4: 0.08}
+"""Seconds, by number of ranks, by which a rank may be late in its best step on a shared machine with two cores. What is
+told apart is far more: up to 0.1 s of waiting with two ranks, and 0.16 s with four."""
 HARD = 1e-3
 """Seconds by which a bound that cannot be wrong may be off: the sleeps of a clock with a coarser tick."""
 
@@ -189,10 +189,8 @@ def test_reported_idle_is_what_the_arithmetic_says(kind: str, world_size: int) -
         assert sum(causes) == pytest.approx(sum(idle) / world_size)
         assert row["microbatches"] == 2 * world_size
         assert row["tokens_per_second"] == pytest.approx(12 * world_size / row["step_seconds"], rel=0.5)
-    assert min(errors) < SLACK * world_size / 2, (
-        "whatever else ran may disturb some steps, but not all of them"
-    )
-    assert kind != "ddp" or max(row["idle/broadcast_seconds"] for row in rows) > 0.06 / 2 - SLACK
+    assert min(errors) < SLACK[world_size], "whatever else ran may disturb some steps, but not all of them"
+    assert kind != "ddp" or max(row["idle/broadcast_seconds"] for row in rows) > 0.01
     main = {"on_demand": "settle", "lockstep": "lockstep"}.get(kind, "collective")
     assert (
         sum(row[f"idle/{main}_seconds"] for row in rows)
@@ -261,9 +259,9 @@ def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data():
     for row in rows[:-1]:  # the last one had been fetched before
         # A mean over ranks; rank 1 has its data at once, and waits for rank 0 at the end of the step.
         assert row["idle/data_seconds"] >= 0.05 / 2 - HARD
-    assert min(row["idle/data_seconds"] for row in rows[:-1]) < 0.05 / 2 + SLACK
+    assert min(row["idle/data_seconds"] for row in rows[:-1]) < 0.05 / 2 + SLACK[2]
     assert max(row["idle/fraction_rank1"] for row in rows[:-1]) > 0.5
-    assert max(row["idle/settle_seconds"] for row in rows) > 0.05 / 2 - SLACK
+    assert max(row["idle/settle_seconds"] for row in rows) > 0.01
 
 
 def one_process(monitor: Callback, module: Any = None, validation: bool = False, **options: Any) -> Trainer:
