@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
@@ -32,6 +33,9 @@ ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
+
+#: How the name of the action ends under which Lightning's training loop profiles the fetching of a batch.
+FETCH_ACTION = ".train_dataloader_next"
 
 
 @contextmanager
@@ -81,6 +85,20 @@ def save_sharded(state: dict[str, Any], path: Path) -> None:
 def checkpoint_name(name: str) -> str:
     """The name of a parameter in checkpoints: wrappers for activation checkpointing or compiling leave no trace."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """The all-gather and the reduce-scatter object of a ``fully_shard``-ed module, or ``None`` if it has several.
+
+    Why: ``set_custom_all_gather`` replaces what is there, and there is no public way to look at it before, which one
+    needs to put something around it and to put it back.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
+    if groups is None:
+        only = state._fsdp_param_group
+        groups = [] if only is None else [only]
+    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
 
 
 def other_strategy_registry() -> Any | None:

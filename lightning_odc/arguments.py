@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from lightning_odc.balance.planner import POLICIES
@@ -55,6 +56,15 @@ def check_balance(balance: str | None, communication: str, deterministic: bool =
             'ODCStrategy(balance="steal", deterministic=True) contradicts itself: who ran a microbatch decides the '
             'order of sums, and stealing decides it by time. Use balance="lb_mini" with deterministic=True (the same '
             "plan without stealing), or drop deterministic=True."
+        )
+
+
+def check_hang_report(after: Any) -> None:
+    """Refuse what is no time."""
+    if after is not None and not (isinstance(after, timedelta) and after > timedelta(0)):
+        raise ValueError(
+            f"ODCStrategy(hang_report_after={after!r}) is no time to wait: write datetime.timedelta(seconds=60), "
+            "or None for no reports."
         )
 
 

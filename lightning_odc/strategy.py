@@ -32,6 +32,7 @@ from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
@@ -45,6 +46,9 @@ from lightning_odc.unroll import contribution, run_share
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+#: How long ranks wait before they say where they are.
+DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
 
 Communication = Literal["on_demand", "collective", "lockstep"]
 
@@ -88,6 +92,8 @@ class ODCStrategy(FSDPStrategy):
         length_fn: the length of a sample, where the data set does not tell.
         weighting: what a sample counts in the gradient, as in ``BalancedDataLoader``; counts that ``training_step``
             returns as ``num_items`` are exact and go before it.
+        hang_report_after: time of waiting after which every rank says where it is, on stderr and in
+            ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         **kwargs: arguments of FSDP1 that have no meaning for ``fully_shard`` are refused by name.
 
     Raises:
@@ -125,6 +131,7 @@ class ODCStrategy(FSDPStrategy):
         cost: Any = "quadratic",
         length_fn: Callable[[Any], int] | None = None,
         weighting: Any = "token",
+        hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
         arguments.check_choice("communication", communication, arguments.COMMUNICATIONS)
@@ -132,6 +139,7 @@ class ODCStrategy(FSDPStrategy):
         arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
         arguments.check_sharding(sharding_strategy, device_mesh)
         arguments.check_balance(balance, communication, deterministic)
+        arguments.check_hang_report(hang_report_after)
         arguments.check_unknown(kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -153,6 +161,7 @@ class ODCStrategy(FSDPStrategy):
         self.transport = transport
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
+        self.hang_report_after = hang_report_after
         self.balance = balance
         self._balance_options = {
             "max_tokens": max_tokens,
@@ -279,7 +288,21 @@ class ODCStrategy(FSDPStrategy):
             deterministic=self.deterministic,
             lockstep=self.communication == "lockstep",
             accumulator_dtype=self.accumulator_dtype,
+            hang_report=self._make_hang_report(),
         )
+
+    def _make_hang_report(self) -> HangReport | None:
+        if self.hang_report_after is None:
+            return None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        root = trainer.default_root_dir
+        directory = None if "://" in root else Path(root) / "odc-hang-reports"
+
+        def place() -> str:
+            return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
+
+        return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
 
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
         on_demand = self.communication != "collective" and self.world_size > 1

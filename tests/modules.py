@@ -69,6 +69,7 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "communication",
         "deterministic",
         "timeout",
+        "hang_report_after",
         "activation_checkpointing_policy",
         "auto_wrap_policy",
         "state_dict_type",

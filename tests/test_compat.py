@@ -7,10 +7,12 @@ import inspect
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
@@ -126,3 +128,25 @@ def test_importing_is_light_and_patches_nothing():
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_the_training_loop_still_profiles_the_fetching_of_batches():
+    source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
+    assert f'{_compat.FETCH_ACTION}")' in source
+
+
+def test_comms_of_a_module_are_those_that_were_set():
+    class Module:
+        """What `comms_of` looks at, in both of its shapes."""
+
+        def __init__(self, **state: object) -> None:
+            self.state = SimpleNamespace(**state)
+
+        def _get_fsdp_state(self) -> SimpleNamespace:
+            return self.state
+
+    group = SimpleNamespace(_all_gather_comm="gather", _reduce_scatter_comm="reduce")
+    assert _compat.comms_of(Module(_fsdp_param_groups=[group])) == ("gather", "reduce")
+    assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
+    assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
+    assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.protocol import Record
-from lightning_odc.engine.tracing import Traced, Tracer
+from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
 from lightning_odc.errors import DisagreementError
 
 _PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
@@ -239,8 +239,15 @@ class Engine(Traced, ABC):
     def close(self) -> None:
         """Give the model back to stock communication and release everything. Idempotent."""
 
-    def listen(self, tracer: Tracer | None) -> None:
-        """Let somebody trace what this rank does, or nobody."""
+    def listen(self, tracer: Tracer) -> None:
+        """Let somebody trace what this rank does, beside those who do so already."""
+        self._let_trace(joined(self.tracer, tracer))
+
+    def unlisten(self, tracer: Tracer) -> None:
+        """Let this one trace no longer. Idempotent."""
+        self._let_trace(parted(self.tracer, tracer))
+
+    def _let_trace(self, tracer: Tracer | None) -> None:
         self.tracer = tracer
 
     def peer_failures(self) -> dict[int, str]:

@@ -22,6 +22,7 @@ from lightning_odc.engine.comm import (
     rest,
     set_comms,
 )
+from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.placeholders import Placeholders
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
@@ -45,6 +46,7 @@ class OnDemandEngine(Engine):
         deterministic: sum gradients in rank order (bit-equal from run to run); one accumulator per source rank.
         lockstep: a barrier at every unit, the control experiment.
         accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        hang_report: says where this rank is when ranks have waited for long.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class OnDemandEngine(Engine):
         deterministic: bool = False,
         lockstep: bool = False,
         accumulator_dtype: torch.dtype | None = None,
+        hang_report: HangReport | None = None,
     ) -> None:
         super().__init__()
+        self._hang_report = hang_report
         self._make_transport = make_transport
         self._rendezvous = rendezvous
         self._timeout = timeout
@@ -101,6 +105,7 @@ class OnDemandEngine(Engine):
             timeout=self._timeout,
             deterministic=self._deterministic,
             lockstep=self._lockstep,
+            hang_report=self._hang_report,
         )
         protocol.open()
         self._protocol = protocol
@@ -305,8 +310,8 @@ class OnDemandEngine(Engine):
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return [record["item"] for record in self.protocol.meet({"kind": kind, "item": item})]
 
-    def listen(self, tracer: Tracer | None) -> None:
-        super().listen(tracer)
+    def _let_trace(self, tracer: Tracer | None) -> None:
+        super()._let_trace(tracer)
         self.protocol.listen(tracer)
 
     def fail(self, message: str) -> None:

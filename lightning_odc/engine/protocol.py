@@ -41,6 +41,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.waiting import Cause, Waiter
@@ -108,6 +109,7 @@ class Protocol(Traced):
         deterministic: keep one accumulator per source rank and sum them in rank order.
         lockstep: put a barrier at every gather and every accumulate: the control experiment that has this
             transport's cheap bytes and a collective's waits.
+        hang_report: says where this rank is when ranks have waited for long.
 
     Attributes:
         lockstep: the same, for as long as all ranks run the same microbatches.
@@ -128,12 +130,14 @@ class Protocol(Traced):
         timeout: float,
         deterministic: bool = False,
         lockstep: bool = False,
+        hang_report: HangReport | None = None,
     ) -> None:
         self.lockstep = lockstep
         self.transport = transport
         self.version = _FIRST_VERSION
         self.bytes_read = self.bytes_added = self.reads = self.adds = 0
-        self.waiter = Waiter(timeout, self._check_peers, self.report)
+        self.waiter = Waiter(timeout, self._check_peers, self.report, hang_report)
+        self._hang_report = hang_report
         self._units = tuple(units)
         self.deterministic = deterministic
         self._barriers = 0
@@ -162,9 +166,13 @@ class Protocol(Traced):
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
         self.transport.open(self._spec)
+        if self._hang_report is not None:
+            self._hang_report.start(self.longest_wait, self._describe)
 
     def close(self) -> None:
         """Leave for good. Peers that still wait for this rank are told so."""
+        if self._hang_report is not None:
+            self._hang_report.stop()
         self._set_state(State.LEFT)
         self.transport.close()
 
@@ -392,6 +400,24 @@ class Protocol(Traced):
     def report(self) -> str:
         """Where every rank is: version, microbatch, activity, and for how long."""
         return "\n".join(self._report_line(rank) for rank in range(self.transport.world_size))
+
+    def longest_wait(self) -> float:
+        """Seconds for which some rank has been communicating, which in effect is waiting, by now."""
+        load, now = self.transport.load, time.monotonic_ns()
+        waiting = [
+            rank
+            for rank in range(self.transport.world_size)
+            if load(rank, Word.STATE) == State.RUNNING
+            and load(rank, Word.ACTIVITY) % len(Activity) != Activity.COMPUTE
+        ]
+        return max((now - load(rank, Word.SINCE) for rank in waiting), default=0) / 1e9
+
+    def _describe(self) -> str:
+        """Where this rank is, and where every rank is."""
+        assert self._hang_report is not None
+        waiting = self.waiter.waiting_for
+        mine = "does not wait" if waiting is None else f"is {waiting()}"
+        return f"  This is rank {self.transport.rank}{self._hang_report.place()}; it {mine}.\n{self.report()}"
 
     def _report_line(self, rank: int) -> str:
         def load(word: Word) -> int:
