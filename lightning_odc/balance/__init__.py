@@ -16,6 +16,7 @@ from lightning_odc.balance.costs import (
 )
 from lightning_odc.balance.evaluate import collective_cost, least_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.fitted import FittedCost
+from lightning_odc.balance.learnt import LearntCost
 from lightning_odc.balance.planner import (
     COLLECTIVE_SAFE,
     POLICIES,
@@ -33,6 +34,7 @@ __all__ = [
     "Cost",
     "FittedCost",
     "FunctionCost",
+    "LearntCost",
     "Plan",
     "Planner",
     "Policy",
