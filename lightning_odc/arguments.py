@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
 
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
@@ -49,6 +50,24 @@ def check_balance(balance: str | None, communication: str) -> None:
         raise ValueError(
             f'ODCStrategy(balance="{balance}") gives ranks different numbers of microbatches, which '
             f'communication="{communication}" cannot run: use communication="on_demand", or balance="lb_micro".'
+        )
+
+
+def check_cost(cost: Any, communication: str, deterministic: bool) -> None:
+    """Refuse to learn from times that nobody can measure, or where runs must repeat."""
+    if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
+        return
+    if communication == "collective":
+        raise ValueError(
+            f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
+            'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="quadratic", or '
+            "cost=fitted.snapshot() of a FittedCost that has learnt before."
+        )
+    if deterministic:
+        raise ValueError(
+            f"cost={cost!r} places samples by measured times, which no run repeats, and deterministic=True promises "
+            "that runs are bit-equal: use deterministic=False, or cost=fitted.snapshot() of a FittedCost that has "
+            "learnt before."
         )
 
 
