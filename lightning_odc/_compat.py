@@ -87,6 +87,14 @@ def load_sharded_checkpoint(
     return load(path=path, state=state, **options)
 
 
+def wrapped_sampler(sampler: Any) -> Any | None:
+    """The user's own sampler inside the distributed one that Lightning has put around it.
+
+    Why: an error must name what the user wrote.
+    """
+    return getattr(getattr(sampler, "dataset", None), "_sampler", None)
+
+
 def other_strategy_registry() -> Any | None:
     """The registry of the separate ``pytorch_lightning`` package, if that is installed.
 

@@ -113,7 +113,7 @@ def test_where_nothing_can_be_learnt(options, message):
 
 def _explicit(rank: int) -> str:
     own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_micro", cost="fitted", collate_fn=pad)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="cannot be told from work") as error:
         trainer(1, communication="collective").fit(Padded(), own)
     return str(error.value)
 

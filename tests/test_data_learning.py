@@ -158,7 +158,10 @@ def test_a_stream_learns_where_it_is_planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cost": "fitted", "unroll": True, "policy": "lb_micro"}, r'ODCStrategy\(communication="on_demand"\)'),
+        (
+            {"cost": "fitted", "unroll": True, "policy": "lb_micro"},
+            r'ODCStrategy\(communication="on_demand"\)',
+        ),
         ({"cost": "fited"}, "'fited' is unknown; .*'fitted'"),
     ],
 )

@@ -14,7 +14,13 @@ from lightning_odc.balance.costs import (
     tokens,
     with_speeds,
 )
-from lightning_odc.balance.evaluate import average_costs, collective_cost, least_cost, microbatch_costs, on_demand_cost
+from lightning_odc.balance.evaluate import (
+    average_costs,
+    collective_cost,
+    least_cost,
+    microbatch_costs,
+    on_demand_cost,
+)
 from lightning_odc.balance.fitted import FittedCost
 from lightning_odc.balance.learnt import LearntCost
 from lightning_odc.balance.planner import (

@@ -45,9 +45,7 @@ def average_costs(microbatches: Sequence[Ints], cost: Any, num_ranks: int) -> li
     cuts = np.cumsum([len(sizes) for sizes in microbatches])[:-1]
     parts = np.split(terms.samples.mean(0), cuts)
     overhead, pair = float(terms.overhead.mean()), float(terms.pair.mean())
-    return [
-        _packed(alone, sizes, overhead, pair) for alone, sizes in zip(parts, microbatches, strict=True)
-    ]
+    return [_packed(alone, sizes, overhead, pair) for alone, sizes in zip(parts, microbatches, strict=True)]
 
 
 def _packed(alone: Floats, lengths: Ints, overhead: float, pair: float) -> float:

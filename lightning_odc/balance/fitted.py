@@ -87,7 +87,9 @@ class FittedCost:
         Raises:
             ValueError: a rank that does not exist, seconds that are not positive and finite, or lengths that are none.
         """
-        checked = [(rank, self._checked(rank, lengths, seconds), seconds) for rank, lengths, seconds in observations]
+        checked = [
+            (rank, self._checked(rank, lengths, seconds), seconds) for rank, lengths, seconds in observations
+        ]
         for fit in self._fits:
             fit.observe(checked, self.forgetting)
         errors = [fit.packed_error for fit in self._fits]

@@ -65,7 +65,9 @@ class Stream:
         size, recipe = self.samples_per_minibatch, self.recipe
         step = 0
         for window in self._windows(epoch, recipe.window * size):
-            lengths = self.lengths_of(step, window) if recipe.regroup else np.ones(len(window), dtype=np.int64)
+            lengths = (
+                self.lengths_of(step, window) if recipe.regroup else np.ones(len(window), dtype=np.int64)
+            )
             for group in regrouped(lengths, recipe, self.num_replicas):
                 if len(group) == size or not recipe.drop_last:
                     yield [window[index] for index in group]
