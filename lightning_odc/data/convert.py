@@ -121,8 +121,8 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
             "part out again. Leave the sampler out: DataLoader(dataset, batch_size=8, shuffle=True)."
         )
     raise ValueError(
-        f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(own or sampler).__name__}(...)). Write "
-        "DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to choose."
+        f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(own or sampler).__name__}(...)). "
+        "Write DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to choose."
     )
 
 
