@@ -101,6 +101,14 @@ def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
 
 
+def wrapped_sampler(sampler: Any) -> Any | None:
+    """The user's own sampler inside the distributed one that Lightning has put around it.
+
+    Why: an error must name what the user wrote.
+    """
+    return getattr(getattr(sampler, "dataset", None), "_sampler", None)
+
+
 def other_strategy_registry() -> Any | None:
     """The registry of the separate ``pytorch_lightning`` package, if that is installed.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
 
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
@@ -65,6 +66,24 @@ def check_hang_report(after: Any) -> None:
         raise ValueError(
             f"ODCStrategy(hang_report_after={after!r}) is no time to wait: write datetime.timedelta(seconds=60), "
             "or None for no reports."
+        )
+
+
+def check_cost(cost: Any, communication: str, deterministic: bool) -> None:
+    """Refuse to learn from times that nobody can measure, or where runs must repeat."""
+    if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
+        return
+    if communication == "collective":
+        raise ValueError(
+            f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
+            'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="quadratic", or '
+            "cost=fitted.snapshot() of a FittedCost that has learnt before."
+        )
+    if deterministic:
+        raise ValueError(
+            f"cost={cost!r} places samples by measured times, which no run repeats, and deterministic=True promises "
+            "that runs are bit-equal: use deterministic=False, or cost=fitted.snapshot() of a FittedCost that has "
+            "learnt before."
         )
 
 

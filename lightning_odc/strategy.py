@@ -26,10 +26,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments, checkpoint
-from lightning_odc.data.checks import check_shares_are_whole
+from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_from
 from lightning_odc.data.lengths import LengthsUnknownError
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.hang_report import HangReport
@@ -41,6 +43,7 @@ from lightning_odc.evaluation import Evaluation
 from lightning_odc.logbook import LogBook, flush
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.stopwatch import Stopwatch
 from lightning_odc.totals import Total
 from lightning_odc.unroll import contribution, run_share
 
@@ -88,7 +91,8 @@ class ODCStrategy(FSDPStrategy):
             ``None`` to leave the loader alone. Turns the training ``DataLoader`` into a
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] of ``batch_size`` samples per rank on average.
         max_tokens: the most tokens in a microbatch; by default as many as the longest sample has.
-        cost: what a sample costs by its length, as in ``BalancedDataLoader``.
+        cost: what a sample costs by its length, as in ``BalancedDataLoader``: ``"quadratic"``, ``"quadratic_dense"``
+            where packed samples are kept apart by a mask (as on CPUs), ``"fitted"`` to learn it while training, ...
         length_fn: the length of a sample, where the data set does not tell.
         weighting: what a sample counts in the gradient, as in ``BalancedDataLoader``; counts that ``training_step``
             returns as ``num_items`` are exact and go before it.
@@ -140,6 +144,7 @@ class ODCStrategy(FSDPStrategy):
         arguments.check_sharding(sharding_strategy, device_mesh)
         arguments.check_balance(balance, communication, deterministic)
         arguments.check_hang_report(hang_report_after)
+        arguments.check_cost(cost if balance else None, communication, deterministic)
         arguments.check_unknown(kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -255,6 +260,7 @@ class ODCStrategy(FSDPStrategy):
         self.setup_precision_plugin()
         self.precision_plugin.before_clipping = self.settle_gradients
         self.precision_plugin.around_backward = self._around_backward
+        self._stopwatch = Stopwatch(lambda: sum(self.engine.waits.values()), self.root_device)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place and hand its communication to a fresh engine."""
@@ -379,10 +385,13 @@ class ODCStrategy(FSDPStrategy):
         self.engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
 
     def _train_share(self, module: pl.LightningModule, share: Minibatch, *args: Any, **kwargs: Any) -> Any:
-        def step(microbatch: Any) -> Any:
+        def step(task: Task) -> Any:
             context = self.precision_plugin.train_step_context
-            return self._redirect("training_step", context, microbatch, *args, **kwargs)
+            self._stopwatch.begin(task.detail)
+            with random_numbers_of(task.detail, self.root_device), self._stopwatch.running():
+                return self._redirect("training_step", context, task.microbatch, *args, **kwargs)
 
+        self._stopwatch.open(share)
         return run_share(
             share,
             engine=self.engine,
@@ -397,7 +406,7 @@ class ODCStrategy(FSDPStrategy):
     def _around_backward(self) -> Iterator[None]:
         assert self.lightning_module is not None
         manual = not self.lightning_module.automatic_optimization
-        with self.engine.backward(manual=manual), self.engine.traced("backward"):
+        with self.engine.backward(manual=manual), self.engine.traced("backward"), self._stopwatch.running():
             yield
 
     def optimizer_step(
@@ -427,8 +436,10 @@ class ODCStrategy(FSDPStrategy):
         all ranks together to look at gradients before: until then, ``.grad`` has no values.
         """
         if not self.engine.settled:
-            by_rank = self.engine.settle(self._logbook.post())
-            self._totals += self._logbook.merge(by_rank, own=self.global_rank)
+            record = {"logs": self._logbook.post(), "times": self._stopwatch.take()}
+            records = self.engine.settle(record)
+            self._totals += self._logbook.merge([record["logs"] for record in records], own=self.global_rank)
+            self._stopwatch.report([record["times"] for record in records])
 
     def publish_parameters(self) -> None:
         """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
@@ -483,6 +494,8 @@ class ODCStrategy(FSDPStrategy):
 
     def on_train_start(self) -> None:
         self.engine.evaluating, self._loaders_unchecked = False, True
+        assert self.lightning_module is not None
+        check_single(self.lightning_module.trainer.train_dataloader, self.balance)
         self._compare_training_batches()
         self.publish_parameters()
 
@@ -534,7 +547,11 @@ class ODCStrategy(FSDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Level the training data over ranks, if asked to; with no way to know lengths, say so and leave it alone."""
         module = self.lightning_module
-        if self.balance is None or module is None or not module.trainer.training:
+        if module is None or not module.trainer.training:
+            return dataloader
+        if isinstance(dataloader, BalancedDataLoader):
+            return self._adopt(dataloader, module.trainer)
+        if self.balance is None:
             return dataloader
         try:
             balanced = balanced_from(
@@ -549,7 +566,12 @@ class ODCStrategy(FSDPStrategy):
         except LengthsUnknownError as error:
             rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
             return dataloader
-        return balanced
+        return self._adopt(balanced, module.trainer)
+
+    def _adopt(self, loader: BalancedDataLoader, trainer: pl.Trainer) -> BalancedDataLoader:
+        arguments.check_cost(loader.recipe.cost, self.communication, self.deterministic)
+        loader.minibatches_per_step = trainer.accumulate_grad_batches
+        return loader
 
     def _check_loaders(self, loaders: Any) -> None:
         """Once per run, at the first `Minibatch`: until then nobody knows what a loader yields."""
@@ -563,7 +585,8 @@ class ODCStrategy(FSDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if not isinstance(batch, Minibatch):
-            return move(batch)
+            with whole_minibatches():
+                return move(batch)
         moved = batch.map(move)
         if moved.all_shares is not None:
             convert = self.precision_plugin.convert_input

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.logbook import LogBook
 
@@ -91,7 +91,7 @@ def run_share(
     *,
     engine: Engine,
     logbook: LogBook,
-    step: Callable[[Any], Any],
+    step: Callable[[Task], Any],
     backward: Callable[[Tensor], None],
     normalize: int,
     device: torch.device,
@@ -114,12 +114,12 @@ def run_share(
     totals = _Totals()
     pending: Tensor | None = None
     helping = minibatch.all_shares is not None
-    for microbatch, weight in engine.tasks(minibatch):
+    for task in engine.tasks(minibatch):
         if pending is not None:
             backward(pending / normalize)
         pending = None
-        item = contribution(step(microbatch), weight, Counting.PLANNED)
-        logbook.weigh(weight if item is None else item.weight)
+        item = contribution(step(task), task.weight, Counting.PLANNED)
+        logbook.weigh(task.weight if item is None else item.weight)
         if item is None:
             continue
         engine.ledger.add(item.weight / normalize, item.counting)

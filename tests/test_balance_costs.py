@@ -58,6 +58,16 @@ def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
     assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
 
 
+def test_dense_attention_by_name_and_for_a_model() -> None:
+    assert resolve_cost("quadratic_dense") == quadratic(constant=64, dense=True)
+    plain, dense = transformer(SMALL), transformer(SMALL, dense=True)
+    assert plain.pair == plain.overhead == 0
+    assert dense.pair == 2 * 3 * dense.per_pair
+    assert dense.overhead == 64 * dense.per_token
+    assert transformer(SMALL | {"sliding_window": 10}, dense=True).pair == dense.pair
+    assert transformer(SMALL, dense=True, constant=5).overhead == 5
+
+
 def test_speeds_divide_samples_and_overhead() -> None:
     cost = with_speeds(PolynomialCost(0, 2, 6), [1, 0.5])
     samples, overhead = evaluate(cost, np.array([3, 4]), 2)
@@ -75,6 +85,7 @@ def test_speeds_divide_samples_and_overhead() -> None:
         (lambda: with_speeds("tokens", [1, 0]), r"speeds must be positive.*\[1, 0\]"),
         (lambda: with_speeds("tokens", []), "one per rank"),
         (lambda: with_speeds("bytes", [1]), "'bytes' is unknown"),
+        (lambda: resolve_cost("fitted"), r'BalancedDataLoader\(..., cost="fitted"\)'),
         (lambda: evaluate(FunctionCost(np.sqrt, -1.0), np.array([3]), 2), "overhead.*not negative"),
         (lambda: transformer({"hidden_size": 64}), "lacks num_hidden_layers, num_attention_heads"),
         (lambda: transformer(SMALL | {"num_local_experts": 8}), "dense decoder-only.*FittedCost"),

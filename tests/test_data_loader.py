@@ -257,10 +257,14 @@ def test_a_cost_that_learns_is_saved_along():
         cost.observe([(0, [10, 20], 0.5), (1, [10, 20], 1.0)])
         return cost
 
-    whole, resumed, other = loader(cost=observed()), loader(cost=FittedCost(2)), loader(cost=FittedCost(3))
+    whole, resumed, other = (
+        loader(cost=observed()),
+        loader(cost="fitted"),
+        loader(cost="fitted", num_replicas=3),
+    )
     next(iter(whole))
     resumed.load_state_dict(whole.state_dict())
-    assert resumed.recipe.cost.coefficients.tolist() == observed().coefficients.tolist()
+    assert resumed.cost.coefficients.tolist() == observed().coefficients.tolist()
     with pytest.warns(UserWarning, match="is not taken over: the saved FittedCost has 2 ranks"):
         other.load_state_dict(whole.state_dict())
 

@@ -14,8 +14,15 @@ from lightning_odc.balance.costs import (
     tokens,
     with_speeds,
 )
-from lightning_odc.balance.evaluate import collective_cost, least_cost, microbatch_costs, on_demand_cost
+from lightning_odc.balance.evaluate import (
+    average_costs,
+    collective_cost,
+    least_cost,
+    microbatch_costs,
+    on_demand_cost,
+)
 from lightning_odc.balance.fitted import FittedCost
+from lightning_odc.balance.learnt import LearntCost
 from lightning_odc.balance.planner import (
     COLLECTIVE_SAFE,
     POLICIES,
@@ -33,11 +40,13 @@ __all__ = [
     "Cost",
     "FittedCost",
     "FunctionCost",
+    "LearntCost",
     "Plan",
     "Planner",
     "Policy",
     "PolynomialCost",
     "TransformerCost",
+    "average_costs",
     "collective_cost",
     "epoch_order",
     "least_cost",

@@ -6,9 +6,10 @@ the overhead of ``r``. The unit is the cost's own (tokens, FLOPs, seconds); only
 Note [Dense attention]
 ~~~~~~~~~~~~~~~~~~~~~~
 With attention kernels for variable lengths, samples packed into one microbatch cost what they cost alone. Without them
-(a mask over the whole row, as everywhere on CPUs) attention pays for the square of *all* tokens of the microbatch:
-``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` tells the planner so: every two tokens of different
-samples in one microbatch cost ``pair``, twice the quadratic term, and packing pays only where it saves more overhead.
+(a mask over the whole row, as everywhere on CPUs, and with SDPA on GPUs) attention pays for the square of *all* tokens
+of the microbatch: ``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` (by name ``"quadratic_dense"``) tells
+the planner so: every two tokens of different samples in one microbatch cost ``pair``, twice the quadratic term, and
+packing pays only where it saves more overhead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ From the cost that the paper fitted to its 1.5B model, ``1.982122 x^2 + 2.611821
 *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
 """
 
-NAMED = ("tokens", "quadratic")
+MICROBATCH = 64.0
+"""What a microbatch costs besides its samples if nobody says, in tokens of a short sample: below so many tokens, matrix
+products are no faster. `FittedCost` finds out.
+"""
+
+NAMED = ("tokens", "quadratic", "quadratic_dense")
 
 
 @runtime_checkable
@@ -172,15 +178,22 @@ def resolve_cost(cost: Any) -> Cost:
     if isinstance(cost, str):
         if cost not in NAMED:
             raise ValueError(
-                f"cost={cost!r} is unknown; write 'tokens', 'quadratic', transformer(model.config), a FittedCost, or a "
-                "function of lengths: cost=lambda lengths: lengths**1.5."
+                f"cost={cost!r} is unknown; write 'tokens', 'quadratic', 'quadratic_dense', transformer(model.config), "
+                "a FittedCost, or a function of lengths: cost=lambda lengths: lengths**1.5. A loader also takes "
+                "'fitted': BalancedDataLoader(..., cost=\"fitted\")."
             )
-        return tokens() if cost == "tokens" else quadratic()
+        return _named(cost)
     if isinstance(cost, Cost):
         return cost
     if callable(cost):
         return FunctionCost(cost)
     raise ValueError(f"cost={cost!r} is no cost; write cost='quadratic', or a function of lengths.")
+
+
+def _named(name: str) -> PolynomialCost:
+    if name == "quadratic_dense":
+        return quadratic(constant=MICROBATCH, dense=True)
+    return tokens() if name == "tokens" else quadratic()
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from lightning_odc.balance.arrays import Plan, as_lengths, check_cap
+import numpy as np
+
+from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_cap
 from lightning_odc.balance.costs import resolve_cost, terms_of
 from lightning_odc.balance.packing import packing_cost
 from lightning_odc.balance.workload import Workload, lower_bound
@@ -23,12 +26,32 @@ def microbatch_costs(plan: Plan, lengths: Any, cost: Any = "quadratic") -> list[
     terms = terms_of(resolve_cost(cost), array, len(plan))
 
     def of(rank: int, microbatch: list[int]) -> float:
-        sizes = array[microbatch].tolist()
-        alone = math.fsum(terms.rows[rank, microbatch].tolist())
-        bins = [list(range(len(sizes)))]
-        return alone + packing_cost(bins, sizes, float(terms.overhead[rank]), float(terms.pair[rank]))
+        overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
+        return _packed(terms.rows[rank, microbatch], array[microbatch], overhead, pair)
 
     return [[of(rank, microbatch) for microbatch in microbatches] for rank, microbatches in enumerate(plan)]
+
+
+def average_costs(microbatches: Sequence[Ints], cost: Any, num_ranks: int) -> list[float]:
+    """Cost of each microbatch, overhead included, on average over ranks.
+
+    Args:
+        microbatches: the lengths of each one's samples.
+        cost: as for `plan_minibatch`.
+        num_ranks: how many ranks there are.
+    """
+    lengths = np.concatenate(list(microbatches))
+    terms = terms_of(resolve_cost(cost), lengths, num_ranks)
+    cuts = np.cumsum([len(sizes) for sizes in microbatches])[:-1]
+    parts = np.split(terms.samples.mean(0), cuts)
+    overhead, pair = float(terms.overhead.mean()), float(terms.pair.mean())
+    return [_packed(alone, sizes, overhead, pair) for alone, sizes in zip(parts, microbatches, strict=True)]
+
+
+def _packed(alone: Floats, lengths: Ints, overhead: float, pair: float) -> float:
+    """Cost of one microbatch, from the costs that its samples have alone."""
+    sizes = lengths.tolist()
+    return math.fsum(alone.tolist()) + packing_cost([list(range(len(sizes)))], sizes, overhead, pair)
 
 
 def on_demand_cost(plan: Plan, lengths: Any, cost: Any = "quadratic") -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats
+from lightning_odc.balance.costs import MICROBATCH
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
 _ALIASES = {
@@ -39,6 +40,7 @@ class TransformerCost:
         full_layers: number of layers with full attention.
         windows: the window of each layer with sliding-window attention, in tokens.
         constant: cost of a microbatch besides its samples, in FLOPs.
+        dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 
     per_token: float
@@ -46,6 +48,7 @@ class TransformerCost:
     full_layers: int
     windows: tuple[int, ...] = ()
     constant: float = 0.0
+    dense: bool = False
 
     def samples(self, lengths: Floats) -> Floats:
         pairs = self.full_layers * (lengths * (lengths + 1) / 2)
@@ -59,8 +62,15 @@ class TransformerCost:
     def overhead(self) -> Floats:
         return np.array(self.constant, dtype=np.float64)
 
+    @property
+    def pair(self) -> Floats:
+        """A mask hides the pairs from the result, not from the work: both orders count, in windows, too."""
+        return np.array(2 * self.per_pair * (self.full_layers + len(self.windows)) * self.dense)
 
-def transformer(config: Any, *, gated_mlp: bool | None = None, constant: float = 0.0) -> TransformerCost:
+
+def transformer(
+    config: Any, *, gated_mlp: bool | None = None, constant: float | None = None, dense: bool = False
+) -> TransformerCost:
     """The cost of training the dense decoder-only transformer that a configuration describes.
 
     Multi-head, grouped-query and multi-query attention, plain and gated feed-forward layers, full and sliding-window
@@ -72,7 +82,10 @@ def transformer(config: Any, *, gated_mlp: bool | None = None, constant: float =
             ``intermediate_size`` (by default 4 times ``hidden_size``) and ``vocab_size``. GPT-2's names work too.
         gated_mlp: whether feed-forward layers have a gate, that is three matrices instead of two; by default what
             the model's type or its activation tells.
-        constant: cost of a microbatch besides its samples, in FLOPs.
+        constant: cost of a microbatch besides its samples, in FLOPs; by default nothing, or, if ``dense``, that of 64
+            tokens.
+        dense: attention runs over all tokens of a microbatch, see Note [Dense attention]: on CPUs, and wherever packed
+            samples are kept apart by a mask.
 
     Raises:
         ValueError: a needed number is missing, or the model has experts, an encoder, or layers of unknown attention.
@@ -98,12 +111,14 @@ def transformer(config: Any, *, gated_mlp: bool | None = None, constant: float =
     weights = layers * (2 * hidden * queries + 2 * hidden * keys + feed_forward)
     weights += hidden * int(sizes["vocab_size"] or 0)
     windows = _windows(raw, layers)
+    per_token = _FORWARD_AND_BACKWARD * 2.0 * weights
     return TransformerCost(
-        per_token=_FORWARD_AND_BACKWARD * 2.0 * weights,
+        per_token=per_token,
         per_pair=_FORWARD_AND_BACKWARD * 4.0 * queries,  # one product for the scores, one with the values
         full_layers=layers - len(windows),
         windows=windows,
-        constant=constant,
+        constant=MICROBATCH * per_token * dense if constant is None else constant,
+        dense=dense,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_odc.data.minibatch import NotUnrolledError
 from lightning_odc.data.plan import Recipe
 
 
@@ -48,6 +51,11 @@ def check_unroll(recipe: Recipe) -> None:
             f"unroll=True needs equally many microbatches on all ranks; policy={recipe.policy!r} does not give that. "
             'Write policy="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
         )
+    if recipe.learns:
+        raise ValueError(
+            "A cost that learns needs to be told how long microbatches took, and with unroll=True nobody does. Write "
+            'cost="quadratic", or unroll=False with ODCStrategy(communication="on_demand").'
+        )
 
 
 def check_indexed(window: int | None, recipe: Recipe) -> None:
@@ -63,8 +71,8 @@ def check_indexed(window: int | None, recipe: Recipe) -> None:
         )
 
 
-def check_stream(window: int | None, lengths: Any, recipe: Recipe) -> None:
-    """Refuse for a stream what needs indices, and a missing window.
+def check_stream(window: int | None, lengths: Any, recipe: Recipe, num_workers: int) -> None:
+    """Refuse for a stream what needs indices or plans made elsewhere, and a missing window.
 
     Raises:
         ValueError: one of these.
@@ -79,8 +87,49 @@ def check_stream(window: int | None, lengths: Any, recipe: Recipe) -> None:
             'policy="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
             'policy="lb_mini".'
         )
+    if recipe.learns and num_workers:
+        raise ValueError(
+            "The worker that reads an IterableDataset plans it, too, and does not learn how long microbatches took: "
+            'write num_workers=0, or cost="quadratic".'
+        )
     if lengths is not None:
         raise ValueError(
             "lengths=[...] goes by index, and an IterableDataset has none. Write length_fn=lambda sample: ..., or let "
             "it yield samples that have a length."
         )
+
+
+def check_single(loaders: Any, balance: str | None) -> None:
+    """Refuse several training loaders at once where minibatches are balanced.
+
+    Args:
+        loaders: what the trainer trains on: one loader, or a collection of them.
+        balance: of the strategy.
+
+    Raises:
+        ValueError: it is a collection with a loader that yields `Minibatch`es.
+    """
+    if not isinstance(loaders, dict | list | tuple):
+        return
+    members = list(loaders.values()) if isinstance(loaders, dict) else list(loaders)
+    if any(getattr(loader, "yields_minibatches", False) for loader in members):
+        raise ValueError(
+            f"Balancing (balance={balance!r}, BalancedDataLoader) levels one training loader, and here are "
+            f"{len(members)} at once, whose batches come together. Put the data into one: "
+            "DataLoader(torch.utils.data.ConcatDataset([a, b]), batch_size=8), or leave balancing out: "
+            "ODCStrategy(balance=None)."
+        )
+
+
+@contextmanager
+def whole_minibatches() -> Iterator[None]:
+    """Say what is wrong with a `Minibatch` inside a batch, under a strategy that does know a whole one."""
+    try:
+        yield
+    except NotUnrolledError:
+        raise TypeError(
+            "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at "
+            "once, or a loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its "
+            'microbatches: Minibatch([{"a": a0, "b": b0}, {"a": a1, "b": b1}]), not {"a": Minibatch([a0, a1]), "b": '
+            "Minibatch([b0, b1])}."
+        ) from None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_odc import _compat
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.plan import Weighting
@@ -88,8 +89,10 @@ def _batch_size(dataloader: DataLoader[Any]) -> int:
         return dataloader.batch_size
     if dataloader.batch_sampler is None:
         raise ValueError(
-            "DataLoader(batch_size=None) yields what its data set made; samples that are batches already cannot be "
-            "balanced. Write DataLoader(dataset, batch_size=8), or yield `Minibatch`es and leave balancing out."
+            "DataLoader(batch_size=None) yields what its data set made, and samples that are batches already cannot be "
+            "balanced; so with DataLoader(batch_sampler=...), which says itself which samples go together, and which "
+            "Lightning has taken apart to put a distributed sampler in. Write DataLoader(dataset, batch_size=8, "
+            "shuffle=True), or yield `Minibatch`es and leave balancing out."
         )
     raise ValueError(
         f"DataLoader(batch_sampler={type(dataloader.batch_sampler).__name__}(...)) says itself which samples go "
@@ -109,7 +112,8 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
         and sampler.num_samples == len(sampler.data_source)
     ):
         return True
-    if isinstance(sampler, DistributedSampler):
+    own = _compat.wrapped_sampler(sampler)
+    if isinstance(sampler, DistributedSampler) and own is None:
         if type(sampler) is DistributedSampler and distributed_sampler == "replace":
             return sampler.shuffle
         raise ValueError(
@@ -117,8 +121,8 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
             "part out again. Leave the sampler out: DataLoader(dataset, batch_size=8, shuffle=True)."
         )
     raise ValueError(
-        f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(sampler).__name__}(...)). Write "
-        "DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to choose."
+        f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(own or sampler).__name__}(...)). "
+        "Write DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to choose."
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Unpack
 from torch.utils.data import default_collate
 
 from lightning_odc.data.checks import check_indexed, check_stream, check_unroll, is_stream
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.plan import Plan, Recipe, Weighting
@@ -63,7 +64,8 @@ class BalancedDataLoader:
         max_tokens: the most tokens in a microbatch; by default as many as the longest sample has (of a stream: the
             longest of the minibatch).
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
-        cost: what a sample costs by its length, see :func:`lightning_odc.balance.plan_minibatch`.
+        cost: what a sample costs by its length, see :func:`lightning_odc.balance.plan_minibatch`; or ``"fitted"``, for
+            each rank learnt while training from the times that ``ODCStrategy`` measures.
         weighting: what a sample counts in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
@@ -79,6 +81,10 @@ class BalancedDataLoader:
         cache_dir: where to remember lengths that took a look at every sample; ``False``: nowhere.
         **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
+
+    Attributes:
+        yields_minibatches: whether it yields `Minibatch`es, and not `Microbatch`es.
+        minibatches_per_step: how many share an optimizer step; set by ``ODCStrategy`` and used by a cost that learns.
 
     Raises:
         ValueError: a value that is not one of those above, or values that do not go together.
@@ -122,6 +128,8 @@ class BalancedDataLoader:
             regroup,
         )
         self.unroll = unroll
+        self.yields_minibatches = not unroll
+        self.minibatches_per_step = 1
         self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
         self._samples = dataset
         self._given = lengths
@@ -131,6 +139,7 @@ class BalancedDataLoader:
         self._cache_dir = cache_dir
         self._workers = workers
         self._progress = Progress()
+        self._learning: Learning | None = None
         self._reading: tuple[tuple[int, int], Reading] | None = None
         self._iterator: Iterator[Minibatch] | None = None
         self._check(window)
@@ -141,7 +150,7 @@ class BalancedDataLoader:
         if self.unroll:
             check_unroll(self.recipe)
         if is_stream(self._samples):
-            check_stream(window, self._given, self.recipe)
+            check_stream(window, self._given, self.recipe, self._workers.get("num_workers", 0))
             return
         check_indexed(window, self.recipe)
         if self._given is not None:
@@ -171,18 +180,21 @@ class BalancedDataLoader:
     def __iter__(self) -> Iterator[Minibatch | Microbatch]:
         reading = self._current()
         start = self._progress.begin(reading.order, _length(reading))
+        if self._learning is not None:
+            self._learning.lag = self.minibatches_per_step + self._read_ahead()
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         fresh = self._iterator is None  # Lightning stops kept workers by the iterator, and takes it away
         shares = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, fresh))
         try:
             for done, share in enumerate(shares, start.minibatches):
                 after = Position(start.epoch, done + 1)
+                share = reading.completed(share, start.epoch, done)
                 if self.unroll:
                     yield from self._unrolled(share, Position(start.epoch, done, start.microbatches), after)
                     start = Position(start.epoch)
                 else:
                     self._progress.reach(after)
-                    yield reading.completed(share, start.epoch, done)
+                    yield share
         finally:
             if self._iterator is shares and not self._workers.get("persistent_workers"):
                 self._iterator = None
@@ -196,11 +208,15 @@ class BalancedDataLoader:
                 yield Microbatch(batch, weight, last)
 
     def plan(self, step: int, epoch: int | None = None) -> Plan:
-        """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way."""
+        """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
+
+        With a cost that learns: by what has been learnt until now.
+        """
         reading = self._current()
         if not isinstance(reading, MapReading):
             raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
-        return reading.schedule.plan(self._progress.latest.epoch if epoch is None else epoch, step)
+        learnt = None if self._learning is None else self._learning.cost.snapshot()
+        return reading.schedule.plan(self._progress.latest.epoch if epoch is None else epoch, step, learnt)
 
     def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
         """Any microbatch of a map-style data set, from the indices that a `Plan` has for it, on any rank."""
@@ -217,13 +233,30 @@ class BalancedDataLoader:
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:
+        learning = self._learning = self.recipe.learning(num_replicas)
         if is_stream(self._samples):
             length_of = self._length_fn or measure
             stream = Stream(self._samples, self.recipe, length_of, self._collate, num_replicas)
-            return StreamReading(stream, rank, self.unroll)
+            return StreamReading(stream, rank, self.unroll, learning)
         schedule = Schedule(self.lengths, self.recipe, num_replicas)
         compared_by = measure if self.lengths.source == "samples" else None
-        return MapReading(schedule, rank, self._samples, self._collate, compared_by, self.unroll)
+        return MapReading(schedule, rank, self._samples, self._collate, compared_by, self.unroll, learning)
+
+    def _read_ahead(self) -> int:
+        """How many minibatches are planned before the one that is asked for has run."""
+        if is_stream(self._samples):
+            return 1  # where the length is not known, Lightning looks one ahead
+        workers = self._workers.get("num_workers", 0)
+        return workers * (self._workers.get("prefetch_factor") or 2)
+
+    @property
+    def cost(self) -> Any:
+        """What plans are made by: as given, or for ``cost="fitted"`` the `FittedCost` with what was learnt so far."""
+        if not self.recipe.learns:
+            return self.recipe.cost
+        self._current()
+        assert self._learning is not None
+        return self._learning.cost
 
     # -- where it is --------------------------------------------------------------------------------------
 
@@ -241,9 +274,8 @@ class BalancedDataLoader:
 
         Plain numbers and text, the same on all ranks.
         """
-        cost = self.recipe.cost
-        learnt = {"cost": cost.state_dict()} if hasattr(cost, "state_dict") else {}
         order = self._current().order if self._progress.latest.started else None
+        learnt = {} if self._learning is None else {"learning": self._learning.state_dict()}
         return {**self._progress.state(order), **learnt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -252,11 +284,13 @@ class BalancedDataLoader:
         The state is compared with the data set and the settings when the pass begins.
         """
         state = dict(state_dict)
-        learnt = state.pop("cost", None)
+        learnt = state.pop("learning", None)
         self._progress.load(state)
-        if learnt is not None and hasattr(self.recipe.cost, "load_state_dict"):
+        if learnt is not None and self.recipe.learns:
+            self._current()
+            assert self._learning is not None
             try:
-                self.recipe.cost.load_state_dict(learnt)
+                self._learning.load_state_dict(learnt)
             except ValueError as error:
                 warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
 

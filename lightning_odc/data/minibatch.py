@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_odc.data.learning import Learning
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -16,6 +19,55 @@ _TEACH = (
     "and your `training_step` receives one microbatch at a time; with any other strategy, let the loader yield the "
     "microbatches themselves as batches."
 )
+
+
+class NotUnrolledError(TypeError):
+    """A `Minibatch` came to where nobody unrolls it."""
+
+
+class Detail(NamedTuple):
+    """What a loader knows about a microbatch besides its content.
+
+    Attributes:
+        lengths: of its samples.
+        seed: of the random numbers that belong to it, see Note [Random numbers follow the sample].
+    """
+
+    lengths: list[int]
+    seed: tuple[int, ...]
+
+
+class Task(NamedTuple):
+    """A microbatch to run.
+
+    Attributes:
+        microbatch: what ``training_step`` gets.
+        weight: in the gradient.
+        detail: what its loader knows about it, if it does.
+    """
+
+    microbatch: Any
+    weight: float
+    detail: Detail | None
+
+
+class Origin:
+    """What the loader that made a share knows about it.
+
+    (Not a dataclass: Lightning's collection helpers would look for tensors inside.)
+
+    Args:
+        details: one per microbatch.
+
+    Attributes:
+        number: of the minibatch, counted from the beginning of training.
+        learning: wants to know how long the microbatches took.
+    """
+
+    def __init__(self, details: list[Detail]) -> None:
+        self.details = details
+        self.number = 0
+        self.learning: Learning | None = None
 
 
 class AllShares:
@@ -27,19 +79,29 @@ class AllShares:
         costs: by rank, the planned cost of every microbatch, in any unit.
         weights: by rank, the weight of every microbatch.
         fetch: makes a microbatch of a rank, by its number, just as that rank's loader would.
+        details: by rank, what the loader knows about every microbatch.
     """
 
     def __init__(
-        self, costs: list[list[float]], weights: list[list[float]], fetch: Callable[[int, int], Any]
+        self,
+        costs: list[list[float]],
+        weights: list[list[float]],
+        fetch: Callable[[int, int], Any],
+        details: list[list[Detail]] | None = None,
     ) -> None:
         self.costs = costs
         self.weights = weights
         self.fetch = fetch
+        self.details = details
 
     def map(self, function: Callable[[Any], Any]) -> AllShares:
         """The same, with ``function`` applied to every microbatch that is fetched."""
         fetch = self.fetch
-        return AllShares(self.costs, self.weights, lambda rank, number: function(fetch(rank, number)))
+
+        def fetch_mapped(rank: int, number: int) -> Any:
+            return function(fetch(rank, number))
+
+        return AllShares(self.costs, self.weights, fetch_mapped, self.details)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -61,6 +123,7 @@ class Minibatch:
 
     Attributes:
         all_shares: set by a loader that balances by stealing; lets a rank that has run dry run microbatches of others.
+        origin: set by a loader that knows more about the microbatches.
 
     Raises:
         ValueError: if there are not as many weights as microbatches, or a weight is negative or not finite.
@@ -70,6 +133,7 @@ class Minibatch:
     weights: list[float] | None
     plan: str | None
     all_shares: AllShares | None
+    origin: Origin | None
 
     def __init__(
         self, microbatches: Iterable[Any], weights: Iterable[float] | None = None, plan: str | None = None
@@ -78,6 +142,7 @@ class Minibatch:
         self.weights = None if weights is None else [float(weight) for weight in weights]
         self.plan = plan
         self.all_shares = None
+        self.origin = None
         self._check()
 
     def _check(self) -> None:
@@ -117,12 +182,18 @@ class Minibatch:
         """Pairs of microbatch and weight."""
         return zip(self.microbatches, self.weights or [1.0] * len(self), strict=True)
 
+    def tasks(self) -> Iterator[Task]:
+        """The microbatches with all that is known about them."""
+        details = [None] * len(self) if self.origin is None else self.origin.details
+        for (microbatch, weight), detail in zip(self.weighted(), details, strict=True):
+            yield Task(microbatch, weight, detail)
+
     def map(self, function: Callable[[Any], Any]) -> Minibatch:
         """A new ``Minibatch`` with ``function`` applied to every microbatch."""
         mapped = Minibatch(
             [function(microbatch) for microbatch in self.microbatches], self.weights, self.plan
         )
-        mapped.all_shares = self.all_shares
+        mapped.all_shares, mapped.origin = self.all_shares, self.origin
         return mapped
 
     def pin_memory(self) -> Minibatch:
@@ -133,6 +204,6 @@ class Minibatch:
         """Refused: only strategies that do not know a ``Minibatch`` try to move it as a whole.
 
         Raises:
-            TypeError: always, with the line to write instead.
+            NotUnrolledError: always, a ``TypeError`` with the line to write instead.
         """
-        raise TypeError(_TEACH)
+        raise NotUnrolledError(_TEACH)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_odc.balance import COLLECTIVE_SAFE, Planner, Policy, quadratic, regroup
+from lightning_odc.balance import COLLECTIVE_SAFE, FittedCost, LearntCost, Planner, Policy, quadratic, regroup
 from lightning_odc.balance.arrays import check_choice, check_count
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthArray
 
 IndexArray = npt.NDArray[np.int64]
@@ -28,7 +29,7 @@ class Recipe:
         minibatch_size: samples per rank and minibatch, on average over ranks.
         max_tokens: the most tokens in a microbatch; ``None``: as many as the longest sample has.
         policy: as in `lightning_odc.balance.Planner`.
-        cost: as in `lightning_odc.balance.Planner`.
+        cost: as in `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training.
         weighting: what a sample counts in the gradient: its tokens, those that a causal model predicts (one less),
             one, or a function of the array of lengths.
         shuffle: a new order every epoch.
@@ -66,6 +67,11 @@ class Recipe:
         self.planner(1)
 
     @property
+    def learns(self) -> bool:
+        """Whether the cost changes while training."""
+        return isinstance(self.cost, FittedCost) or (isinstance(self.cost, str) and self.cost == "fitted")
+
+    @property
     def equal_counts(self) -> bool:
         """Whether all ranks get the same number of microbatches."""
         return self.policy in COLLECTIVE_SAFE
@@ -77,9 +83,29 @@ class Recipe:
         return f"seed {self.seed}, shuffle {self.shuffle}{window}"
 
     def planner(self, num_replicas: int, longest: int | None = None) -> Planner:
-        """What plans minibatches for so many ranks; ``longest`` is the length of the longest sample, if known."""
+        """What plans minibatches for so many ranks; ``longest`` is the length of the longest sample, if known.
+
+        A cost that learns is given to each plan as it was at some moment, see Note [Plans of what everybody knows].
+        """
         max_tokens = longest if self.max_tokens is None else self.max_tokens
-        return Planner(num_replicas, max_tokens, cast(Policy, self.policy), self.cost, allow_empty=True)
+        cost = "quadratic" if self.learns else self.cost
+        return Planner(num_replicas, max_tokens, cast(Policy, self.policy), cost, allow_empty=True)
+
+    def learning(self, num_replicas: int) -> Learning | None:
+        """What keeps a cost that learns, for so many ranks.
+
+        Raises:
+            ValueError: the cost is of another number of ranks.
+        """
+        if not self.learns:
+            return None
+        cost = self.cost if isinstance(self.cost, FittedCost) else FittedCost(num_replicas)
+        if cost.num_ranks != num_replicas:
+            raise ValueError(
+                f"cost=FittedCost({cost.num_ranks}) learns about {cost.num_ranks} ranks, and there are {num_replicas}: "
+                f'write cost="fitted", or FittedCost({num_replicas}).'
+            )
+        return Learning(cost)
 
     def sample_weights(self, lengths: LengthArray) -> npt.NDArray[np.float64]:
         """What each sample counts in the gradient."""
@@ -118,7 +144,14 @@ class Plan:
         return [weight / mean if mean else weight for weight in self.weights[rank]]
 
 
-def make_plan(planner: Planner, recipe: Recipe, indices: IndexArray, lengths: LengthArray, name: str) -> Plan:
+def make_plan(
+    planner: Planner,
+    recipe: Recipe,
+    indices: IndexArray,
+    lengths: LengthArray,
+    name: str,
+    learnt: LearntCost | None = None,
+) -> Plan:
     """Distribute the samples of one minibatch.
 
     A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
@@ -129,7 +162,10 @@ def make_plan(planner: Planner, recipe: Recipe, indices: IndexArray, lengths: Le
         indices: of the samples in the data set.
         lengths: of the samples.
         name: begins the plan's text.
+        learnt: the cost, if it is one that learns.
     """
+    if learnt is not None:
+        planner = replace(planner, cost=learnt)
     ranks = planner.plan(lengths)
     counts = recipe.sample_weights(lengths)
     shortest = [int(indices[lengths.argmin()])]

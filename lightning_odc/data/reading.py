@@ -11,8 +11,9 @@ from typing import Any, TypedDict, cast
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.minibatch import AllShares, Minibatch
+from lightning_odc.data.minibatch import AllShares, Minibatch, Origin
 from lightning_odc.data.position import Order
 from lightning_odc.data.schedule import Schedule
 from lightning_odc.data.shares import Collate, ShareReader, ShareSampler
@@ -59,9 +60,16 @@ class Reading(ABC):
             fresh: start workers even if others were to be kept.
         """
 
+    @abstractmethod
     def completed(self, share: Minibatch, epoch: int, step: int) -> Minibatch:
         """A share that has arrived from a worker, with what need not travel there."""
-        return share
+
+
+def _announce(origin: Origin, learning: Learning | None) -> Origin:
+    """Say who wants to know how long the microbatches take."""
+    if learning is not None:
+        origin.number, origin.learning = learning.begin(), learning
+    return origin
 
 
 class MapReading(Reading):
@@ -74,6 +82,7 @@ class MapReading(Reading):
         collate_fn: makes a microbatch of a list of samples.
         length_of: compares the lengths of samples with the schedule's; ``None``: they are taken on trust.
         relative: weights relative to their mean over the minibatch.
+        learning: of a cost that learns.
     """
 
     def __init__(
@@ -84,14 +93,19 @@ class MapReading(Reading):
         collate_fn: Collate,
         length_of: LengthFunction | None,
         relative: bool,
+        learning: Learning | None,
     ) -> None:
         recipe = schedule.recipe
         self.schedule = schedule
+        self._rank = rank
+        self._learning = learning
         self.order = Order(
             f"{recipe.order}, lengths {schedule.lengths.digest}", schedule.samples_per_minibatch
         )
         self._counted: tuple[int, int] | None = None
-        self._sampler = ShareSampler(schedule, rank, relative=relative, lengths_too=length_of is not None)
+        self._sampler = ShareSampler(
+            schedule, rank, relative=relative, lengths_too=length_of is not None, learning=learning
+        )
         self._reader = ShareReader(dataset, collate_fn, recipe.seed, length_of)
         self._kept: DataLoader[Minibatch] | None = None
 
@@ -105,10 +119,11 @@ class MapReading(Reading):
 
     def completed(self, share: Minibatch, epoch: int, step: int) -> Minibatch:
         """With ``policy="steal"``, a share comes with the means to run what others were planned to do."""
-        plan = self._sampler.planned.pop(step, None)
-        if plan is not None and self.schedule.num_replicas > 1:
+        plan, learnt, details = self._sampler.planned.pop(step)
+        share.origin = _announce(Origin(details[self._rank]), self._learning)
+        if self.schedule.recipe.policy == "steal" and self.schedule.num_replicas > 1:
             fetch = partial(_fetch, self, epoch, plan.microbatches)
-            share.all_shares = AllShares(self.schedule.costs(plan), plan.weights, fetch)
+            share.all_shares = AllShares(self.schedule.costs(plan, learnt), plan.weights, fetch, details)
         return share
 
     def read(self, epoch: int, microbatch: Sequence[int]) -> Any:
@@ -139,16 +154,23 @@ class StreamReading(Reading):
         stream: what to read.
         rank: whose shares.
         relative: weights relative to their mean over the minibatch.
+        learning: of a cost that learns; then without a worker.
     """
 
-    def __init__(self, stream: Stream, rank: int, relative: bool) -> None:
+    def __init__(self, stream: Stream, rank: int, relative: bool, learning: Learning | None) -> None:
         self.order = Order(stream.recipe.order, stream.samples_per_minibatch)
         self._stream = stream
         self._rank = rank
         self._relative = relative
+        self._learning = learning
 
     def __len__(self) -> int:
         return len(self._stream)
+
+    def completed(self, share: Minibatch, epoch: int, step: int) -> Minibatch:
+        assert share.origin is not None
+        _announce(share.origin, self._learning)
+        return share
 
     def count_microbatches(self, epoch: int) -> int:
         raise TypeError("The microbatches of an iterable data set cannot be counted before they are read.")
@@ -166,7 +188,9 @@ class StreamReading(Reading):
                 stacklevel=2,
             )
         return DataLoader(
-            StreamReader(self._stream, self._rank, epoch, first, relative=self._relative),
+            StreamReader(
+                self._stream, self._rank, epoch, first, relative=self._relative, learning=self._learning
+            ),
             batch_size=None,
             collate_fn=_as_it_is,
             generator=_generator(self._stream.recipe.seed, epoch),

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_odc.data.minibatch import Detail
+
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
@@ -21,12 +23,32 @@ def isolated_rng() -> Iterator[None]:
         _restore(before)
 
 
-def seed_rng(*key: int) -> None:
-    """Seed the global generators of Python, numpy and torch (CPU) from non-negative integers."""
+def seed_rng(*key: int) -> int:
+    """Seed the global generators of Python, numpy and torch (CPU) from non-negative integers; returns the seed."""
     word = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)
     torch.default_generator.manual_seed(word)
+    return word
+
+
+@contextmanager
+def random_numbers_of(detail: Detail | None, device: torch.device) -> Iterator[None]:
+    """Random numbers of a microbatch, see Note [Random numbers follow the sample]; without details, nobody's.
+
+    Args:
+        detail: names the microbatch.
+        device: on which the model draws, besides the CPU.
+    """
+    if detail is None:
+        yield
+        return
+    devices = [device] if device.type == "cuda" else []
+    with isolated_rng(), torch.random.fork_rng(devices):
+        word = seed_rng(*detail.seed)
+        if devices:
+            torch.cuda.manual_seed(word)
+        yield
 
 
 class PrivateRng:

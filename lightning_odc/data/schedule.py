@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightning_odc.balance import epoch_order, resolve_cost
-from lightning_odc.balance.costs import evaluate
+from lightning_odc.balance import LearntCost, average_costs, epoch_order
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.plan import IndexArray, Plan, Recipe, make_plan, regrouped
 
 
 class Schedule:
-    """The minibatches of all epochs: a pure function of lengths, recipe and number of ranks.
+    """The minibatches of all epochs: a pure function of lengths, recipe and number of ranks (and of what was learnt).
 
     Args:
         lengths: of all samples.
@@ -70,8 +69,13 @@ class Schedule:
             self._window = epoch, window, [own[group] for group in groups]
         return self._window[2][within]
 
-    def plan(self, epoch: int, step: int) -> Plan:
+    def plan(self, epoch: int, step: int, learnt: LearntCost | None = None) -> Plan:
         """Who does what in a minibatch.
+
+        Args:
+            epoch: it belongs to.
+            step: its number in the epoch.
+            learnt: the cost, if it is one that learns.
 
         Raises:
             IndexError: the epoch has no such minibatch.
@@ -82,24 +86,25 @@ class Schedule:
             )
         recipe, indices = self.recipe, self.samples(epoch, step)
         name = f"{recipe.policy}, seed {recipe.seed}, epoch {epoch}, minibatch {step}, lengths {self.lengths.digest}"
-        return make_plan(self._planner, recipe, indices, self.lengths.values[indices], name)
+        return make_plan(self._planner, recipe, indices, self.lengths.values[indices], name, learnt)
 
     def plans(self, epoch: int, first: int = 0) -> Iterator[tuple[int, Plan]]:
         """The minibatches of an epoch from number ``first`` on, with their numbers, planned as they are asked for."""
         for step in range(first, len(self)):
             yield step, self.plan(epoch, step)
 
-    def costs(self, plan: Plan) -> list[list[float]]:
-        """The cost of every microbatch, by rank; where ranks differ in speed, on an average one."""
-        lengths = self.lengths.values
-        cost = resolve_cost(self.recipe.cost)
-        overhead = float(np.mean(cost.overhead))
+    def costs(self, plan: Plan, learnt: LearntCost | None = None) -> list[list[float]]:
+        """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
 
-        def of(microbatch: list[int]) -> float:
-            samples = evaluate(cost, lengths[microbatch], self.num_replicas)[0]
-            return float(samples.mean(0).sum()) + overhead
-
-        return [[of(microbatch) for microbatch in microbatches] for microbatches in plan.microbatches]
+        So what ranks measure per unit of cost can be compared, even after the cost has learnt something.
+        """
+        flat = [microbatch for rank in plan.microbatches for microbatch in rank]
+        lengths = [self.lengths.values[microbatch] for microbatch in flat]
+        cost = self._planner.cost if learnt is None else learnt
+        costs = average_costs(lengths, cost, self.num_replicas)
+        scale = float(sum(sizes.sum() for sizes in lengths)) / sum(costs)
+        scaled = iter(costs)
+        return [[next(scaled) * scale for _ in rank] for rank in plan.microbatches]
 
     def count_microbatches(self, epoch: int) -> int:
         """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch."""

@@ -7,18 +7,23 @@ and before ``collate_fn`` from (seed, epoch, index of the first sample). So what
 neither on the rank or worker that reads the sample, nor on the policy that placed it, nor on whether training was
 interrupted before. The generators of the process itself are left as they were. A data set with ``__getitems__`` reads
 several samples at once, and is seeded once for them.
+
+In the same way `ODCStrategy` seeds the generators from (seed, epoch, index of the first sample, 1) before a microbatch
+goes through the model, and puts them back afterwards: dropout, too, is that of the microbatch, whoever runs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
+from lightning_odc.balance import LearntCost
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.minibatch import Detail, Minibatch
 from lightning_odc.data.plan import Plan
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.data.schedule import Schedule
@@ -45,6 +50,20 @@ class Share:
     lengths: list[list[int]] | None = None
 
 
+class Planned(NamedTuple):
+    """A minibatch that was handed out to be read.
+
+    Attributes:
+        plan: of all ranks.
+        learnt: the cost that it was made with, if it is one that learns.
+        details: by rank, one per microbatch.
+    """
+
+    plan: Plan
+    learnt: LearntCost | None
+    details: list[list[Detail]]
+
+
 class ShareSampler:
     """The shares of one rank, in order, for ``DataLoader(sampler=...)``.
 
@@ -53,19 +72,29 @@ class ShareSampler:
         rank: whose shares.
         relative: weights relative to their mean over the minibatch.
         lengths_too: note in the shares how long the samples must be.
+        learning: of a cost that learns.
 
     Attributes:
         begin: epoch and number of the first minibatch of the next pass.
-        planned: with ``policy="steal"``, by number, the plans of minibatches that were handed out.
+        planned: by number, the minibatches that were handed out and have not been asked for.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, *, relative: bool, lengths_too: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        *,
+        relative: bool,
+        lengths_too: bool,
+        learning: Learning | None,
+    ) -> None:
         self._schedule = schedule
         self._rank = rank
         self._relative = relative
-        self._lengths = schedule.lengths.values if lengths_too else None
+        self._lengths_too = lengths_too
+        self._learning = learning
         self.begin = (0, 0)
-        self.planned: dict[int, Plan] = {}
+        self.planned: dict[int, Planned] = {}
 
     def __len__(self) -> int:
         return len(self._schedule)
@@ -75,15 +104,29 @@ class ShareSampler:
 
     def _shares(self, epoch: int, first: int) -> Iterator[Share]:
         self.planned.clear()
-        for step, plan in self._schedule.plans(epoch, first):
-            if self._schedule.recipe.policy == "steal":
-                self.planned[step] = plan
-            microbatches = plan.microbatches[self._rank]
-            expected = None
-            if self._lengths is not None:
-                expected = [self._lengths[indices].tolist() for indices in microbatches]
-            weights = plan.weights_of(self._rank, self._relative)
-            yield Share(epoch, microbatches, weights, plan.text, expected)
+        begun = 0 if self._learning is None else self._learning.begun
+        for step in range(first, len(self)):
+            planned = self._plan(epoch, step, begun + step - first)
+            self.planned[step] = planned
+            own = planned.details[self._rank]
+            yield Share(
+                epoch,
+                planned.plan.microbatches[self._rank],
+                planned.plan.weights_of(self._rank, self._relative),
+                planned.plan.text,
+                [detail.lengths for detail in own] if self._lengths_too else None,
+            )
+
+    def _plan(self, epoch: int, step: int, number: int) -> Planned:
+        schedule = self._schedule
+        learnt = None if self._learning is None else self._learning.cost_for(number)
+        plan = schedule.plan(epoch, step, learnt)
+
+        def detail(microbatch: list[int]) -> Detail:
+            seed = (schedule.recipe.seed, epoch, microbatch[0], 1)
+            return Detail(schedule.lengths.values[microbatch].tolist(), seed)
+
+        return Planned(plan, learnt, [[detail(m) for m in rank] for rank in plan.microbatches])
 
 
 class ShareReader:

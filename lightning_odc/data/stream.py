@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from lightning_odc.balance import Planner, epoch_order
+from lightning_odc.balance import LearntCost, Planner, epoch_order
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.minibatch import Detail, Minibatch, Origin
 from lightning_odc.data.plan import Plan, Recipe, make_plan, regrouped
 from lightning_odc.data.rng import PrivateRng, isolated_rng, seed_rng
 from lightning_odc.data.shares import Collate, collate
@@ -64,7 +65,9 @@ class Stream:
         size, recipe = self.samples_per_minibatch, self.recipe
         step = 0
         for window in self._windows(epoch, recipe.window * size):
-            lengths = self._lengths(step, window) if recipe.regroup else np.ones(len(window), dtype=np.int64)
+            lengths = (
+                self.lengths_of(step, window) if recipe.regroup else np.ones(len(window), dtype=np.int64)
+            )
             for group in regrouped(lengths, recipe, self.num_replicas):
                 if len(group) == size or not recipe.drop_last:
                     yield [window[index] for index in group]
@@ -85,16 +88,16 @@ class Stream:
             if len(window) < size:
                 return
 
-    def plan(self, epoch: int, step: int, samples: list[Any]) -> Plan:
-        """Who does what in a minibatch; indices are those of ``samples``."""
+    def plan(self, epoch: int, step: int, lengths: LengthArray, learnt: LearntCost | None = None) -> Plan:
+        """Who does what in a minibatch of samples of these lengths; indices are those of ``lengths``."""
         recipe = self.recipe
-        lengths = self._lengths(step, samples)
         digest = Lengths(lengths, "samples").digest
         name = f"{recipe.policy}, seed {recipe.seed}, epoch {epoch}, minibatch {step}, lengths {digest}"
-        indices = np.arange(len(samples), dtype=np.int64)
-        return make_plan(self._planner, recipe, indices, lengths, name)
+        indices = np.arange(len(lengths), dtype=np.int64)
+        return make_plan(self._planner, recipe, indices, lengths, name, learnt)
 
-    def _lengths(self, step: int, samples: list[Any]) -> LengthArray:
+    def lengths_of(self, step: int, samples: list[Any]) -> LengthArray:
+        """The lengths of samples, checked; ``step`` is the minibatch to name where one is wrong."""
         try:
             lengths = checked([self.length_of(sample) for sample in samples], name="the stream's samples")
             check_longest(lengths, self.recipe.max_tokens)
@@ -113,14 +116,18 @@ class StreamReader(IterableDataset[Minibatch]):
         epoch: of the pass; handed to ``dataset.set_epoch`` where there is one.
         first: number of the first minibatch to return; those before it are read and dropped.
         relative: weights relative to their mean over the minibatch.
+        learning: of a cost that learns; then this runs in the process that trains.
     """
 
-    def __init__(self, stream: Stream, rank: int, epoch: int, first: int, *, relative: bool) -> None:
+    def __init__(
+        self, stream: Stream, rank: int, epoch: int, first: int, *, relative: bool, learning: Learning | None
+    ) -> None:
         self._stream = stream
         self._rank = rank
         self._epoch = epoch
         self._first = first
         self._relative = relative
+        self._learning = learning
 
     def __iter__(self) -> Iterator[Minibatch]:
         set_epoch = getattr(self._stream.dataset, "set_epoch", None)
@@ -131,11 +138,17 @@ class StreamReader(IterableDataset[Minibatch]):
                 yield self._share(step, samples)
 
     def _share(self, step: int, samples: list[Any]) -> Minibatch:
-        stream = self._stream
-        plan = stream.plan(self._epoch, step, samples)
-        microbatches = []
+        stream, learning = self._stream, self._learning
+        lengths = stream.lengths_of(step, samples)
+        learnt = None if learning is None else learning.cost_for(learning.begun)
+        plan = stream.plan(self._epoch, step, lengths, learnt)
+        microbatches, details = [], []
         with isolated_rng():
             for indices in plan.microbatches[self._rank]:
-                seed_rng(stream.recipe.seed, self._epoch, step, indices[0])
+                seed = stream.recipe.seed, self._epoch, step, indices[0]
+                seed_rng(*seed)
                 microbatches.append(collate(stream.collate_fn, [samples[index] for index in indices]))
-        return Minibatch(microbatches, plan.weights_of(self._rank, self._relative), plan.text)
+                details.append(Detail(lengths[indices].tolist(), (*seed, 1)))
+        share = Minibatch(microbatches, plan.weights_of(self._rank, self._relative), plan.text)
+        share.origin = Origin(details)
+        return share

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.protocol import Record
 from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
 from lightning_odc.errors import DisagreementError
@@ -193,9 +193,9 @@ class Engine(Traced, ABC):
     def begin_microbatch(self, index: int) -> None:
         """For reports."""
 
-    def tasks(self, share: Minibatch) -> Iterator[tuple[Any, float]]:
-        """The microbatches for this rank to run, with their weights; ends when there is nothing left to do."""
-        for index, task in enumerate(share.weighted()):
+    def tasks(self, share: Minibatch) -> Iterator[Task]:
+        """The microbatches for this rank to run; ends when there is nothing left to do."""
+        for index, task in enumerate(share.tasks()):
             self.begin_microbatch(index)
             yield task
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, Traffic, denominator
 from lightning_odc.engine.comm import (
@@ -250,7 +250,7 @@ class OnDemandEngine(Engine):
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
 
-    def tasks(self, share: Minibatch) -> Iterator[tuple[Any, float]]:
+    def tasks(self, share: Minibatch) -> Iterator[Task]:
         if share.all_shares is None or self._lockstep or self.world_size == 1:
             yield from super().tasks(share)
             return

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_odc.data.minibatch import AllShares, Minibatch
+from lightning_odc.data.minibatch import AllShares, Minibatch, Task
 from lightning_odc.engine.protocol import Protocol, Word
 from lightning_odc.engine.waiting import Cause
 
@@ -196,7 +196,7 @@ class Stealing:
         self._queues = WorkQueues(protocol, number, everybody.costs)
         self._clock = _Clock(protocol)
 
-    def __iter__(self) -> Iterator[tuple[Any, float]]:
+    def __iter__(self) -> Iterator[Task]:
         while (own := self._queues.take()) is not None:
             yield from self._timed(self._rank, own, self._share[own])
         while (found := self._queues.steal()) is not None:
@@ -204,10 +204,12 @@ class Stealing:
             self.stolen += 1
             yield from self._timed(victim, number, self._everybody.fetch(victim, number))
 
-    def _timed(self, rank: int, number: int, microbatch: Any) -> Iterator[tuple[Any, float]]:
+    def _timed(self, rank: int, number: int, microbatch: Any) -> Iterator[Task]:
         """Hand out a microbatch and learn from how long it takes until the next one is asked for."""
+        everybody = self._everybody
+        detail = None if everybody.details is None else everybody.details[rank][number]
         self._clock.start()
-        yield microbatch, self._everybody.weights[rank][number]
+        yield Task(microbatch, everybody.weights[rank][number], detail)
         self._queues.report_rate(self._clock.stop(self._everybody.costs[rank][number]))
 
 

@@ -1,0 +1,87 @@
+"""A cost that learns while its loader plans ahead.
+
+Note [Plans of what everybody knows]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every rank plans alone, so equal plans take equal costs. Measured times reach all ranks with the meeting that ends an
+optimizer step, but a plan may be needed sooner: workers read minibatches ahead, and accumulated minibatches meet once.
+So minibatch ``k``, counted from the beginning of training, is planned with the measurements of those up to ``k - lag``,
+where the lag is what is read ahead plus the minibatches of an optimizer step. Whenever it is planned, these are known
+to all ranks, and later ones do not count. What was known after each of the last ``lag`` minibatches is saved with the
+loader, so a resumed run makes the plans of one that was not interrupted.
+
+Plans are made in the process that trains, by the sampler of the shares; workers only read what they are told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_odc.balance import FittedCost, LearntCost
+
+Measurement = tuple[int, Sequence[int], float]
+"""Number of the minibatch, lengths of a microbatch's samples, and the seconds of own work that it took."""
+
+
+class Learning:
+    """Which plan may use what of a cost that learns; see Note [Plans of what everybody knows].
+
+    Args:
+        cost: that learns.
+
+    Attributes:
+        lag: how many minibatches a plan is behind.
+        begun: minibatches that were handed out so far.
+    """
+
+    def __init__(self, cost: FittedCost) -> None:
+        self.cost = cost
+        self.lag = 1
+        self.begun = 0
+        self._learnt = [(-1, cost.snapshot())]
+
+    def cost_for(self, number: int) -> LearntCost:
+        """What minibatch ``number`` is planned with."""
+        known = [learnt for last, learnt in self._learnt if last <= number - self.lag]
+        return known[-1] if known else self._learnt[0][1]
+
+    def begin(self) -> int:
+        """The number of the minibatch that is handed out now."""
+        self.begun += 1
+        return self.begun - 1
+
+    def observe(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
+        """Take in what the ranks measured in an optimizer step; the same, in the same order, on all ranks."""
+        numbers = sorted({number for measured in by_rank for number, _, _ in measured})
+        for current in numbers:
+            self.cost.observe(
+                (rank, lengths, seconds)
+                for rank, measured in enumerate(by_rank)
+                for number, lengths, seconds in measured
+                if number == current
+            )
+            self._learnt.append((current, self.cost.snapshot()))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what no plan will ask for again."""
+        old = [index for index, (last, _) in enumerate(self._learnt) if last <= self.begun - self.lag]
+        del self._learnt[: old[-1] if old else 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, as numbers, lists and dicts of them."""
+        learnt = [[last, [*map(list, known.coefficients)], known.dense] for last, known in self._learnt]
+        return {"begun": self.begun, "learnt": learnt, "cost": self.cost.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ValueError: it is of another number of ranks.
+        """
+        self.cost.load_state_dict(state["cost"])
+        self.begun = state["begun"]
+        self._learnt = [
+            (last, LearntCost(tuple(map(tuple, coefficients)), dense))
+            for last, coefficients, dense in state["learnt"]
+        ]
