@@ -122,7 +122,8 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
         )
     raise ValueError(
         f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(own or sampler).__name__}(...)). "
-        "Write DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to choose."
+        "Write DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to "
+        "choose."
     )
 
 

@@ -1,0 +1,121 @@
+"""How fast `FittedCost` learns, in a simulation with noise and pauses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_odc.balance import (
+    FittedCost,
+    Plan,
+    PolynomialCost,
+    microbatch_costs,
+    on_demand_cost,
+    plan_minibatch,
+    with_speeds,
+)
+from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.bench.planner_rivals import PAPER_1_5B, draw_lengths
+from lightning_odc.bench.planner_table import Column, Table
+
+_RANKS, _PER_RANK, _CAP, _MINIBATCHES = 8, 8, 65_536, 40
+_OVERHEAD = 0.05  # seconds
+_SLOW_RANK, _CLOSE, _FOR_SO_MANY = 3, 0.05, 3
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What there is to learn.
+
+    Attributes:
+        name: of it.
+        slowness: of one rank.
+        dense: attention runs over all tokens of a microbatch.
+        change_at: minibatch from which another rank is the slow one.
+    """
+
+    name: str
+    slowness: float = 1.0
+    dense: bool = False
+    change_at: int = -1
+
+
+SCENARIOS = (
+    Scenario("one rank 1.5 times as slow", 1.5),
+    Scenario("all alike, dense attention", dense=True),
+    Scenario("one rank 1.5 times as slow, dense attention", 1.5, dense=True),
+    Scenario("after 20 minibatches another rank is slow", 1.5, change_at=20),
+)
+
+
+def learn(scenario: Scenario, seed: int, noise: float = 0.03) -> Floats:
+    """A run of 40 minibatches of 8 samples per rank on 8 ranks.
+
+    Measurements have 3 percent of noise, and one in 50 is a pause that makes it 5 times as long.
+
+    Returns:
+        ``[40, 2]``: by how much a minibatch planned with `FittedCost` and with the default cost takes longer than one
+        planned with the true cost.
+    """
+    rng, fit, rows = np.random.default_rng(seed), FittedCost(_RANKS), []
+    slowness = np.where(np.arange(_RANKS) == _SLOW_RANK, scenario.slowness, 1.0)
+    base = PolynomialCost(PAPER_1_5B.quadratic, PAPER_1_5B.linear, _OVERHEAD, scenario.dense)
+    for step in range(_MINIBATCHES):
+        if step == scenario.change_at:
+            slowness = np.roll(slowness, 2)
+        true = with_speeds(base, (1 / slowness).tolist())
+        lengths = draw_lengths("longalign", _RANKS, _PER_RANK, 1000 * seed + step)
+        plans = [plan_minibatch(lengths, _RANKS, _CAP, cost=cost) for cost in (fit, "quadratic", true)]
+        spent = [on_demand_cost(plan, lengths, true) for plan in plans]
+        rows.append([spent[0] / spent[2] - 1, spent[1] / spent[2] - 1])
+        fit.observe(_measured(plans[0], lengths, microbatch_costs(plans[0], lengths, true), rng, noise))
+    return np.array(rows)
+
+
+def _measured(
+    plan: Plan, lengths: Ints, exact: list[list[float]], rng: np.random.Generator, noise: float
+) -> list[tuple[int, list[int], float]]:
+    rows = []
+    for rank, own in enumerate(plan):
+        for microbatch, seconds in zip(own, exact[rank], strict=True):
+            pause = 5.0 if rng.random() < 0.02 else 1.0
+            rows.append(
+                (rank, lengths[microbatch].tolist(), seconds * pause * float(np.exp(rng.normal(0, noise))))
+            )
+    return rows
+
+
+def needed(excess: Floats, begin: int) -> int:
+    """Minibatches seen after ``begin`` until three in a row are within 5 percent of the plan with the true cost."""
+    for step in range(begin, len(excess) - _FOR_SO_MANY + 1):
+        if (excess[step : step + _FOR_SO_MANY] < _CLOSE).all():
+            return step - begin
+    return len(excess) - begin
+
+
+def fitted(seeds: int) -> list[Table]:
+    """How many minibatches it takes, and how it goes on."""
+    runs = {s: np.array([learn(s, seed) for seed in range(seeds)]) for s in SCENARIOS}
+    steps, rows = [], []
+    for scenario, run in runs.items():
+        begin = max(scenario.change_at, 0)
+        counts = [needed(own[:, 0], begin) for own in run]
+        steps.append(
+            [scenario.name, [float(np.median(counts)), max(counts)], float(run[begin:, :, 1].mean())]
+        )
+    looked_at = (0, 1, 2, 3, 5, 10, 19, 20, 21, 22, 23, 25, 30, 39)
+    rows = [[step, *(float(run[:, step, 0].mean()) for run in runs.values())] for step in looked_at]
+    heads = [Column("minibatches seen"), *(Column(s.name, ".1%") for s in SCENARIOS)]
+    title = "Longer than with the true cost, on average"
+    return [
+        Table("fitted", "Minibatches until within 5 % of the plan with the true cost", _STEPS, steps),
+        Table("fitted-course", title, heads, rows),
+    ]
+
+
+_STEPS = (
+    Column("what there is to learn"),
+    Column("minibatches, median (worst)", "g"),
+    Column('excess of `cost="quadratic"`', ".0%"),
+)

@@ -1,0 +1,84 @@
+"""How fast plans are made; run it on a quiet machine."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lightning_odc.balance import PolynomialCost, plan_minibatch, resolve_cost, stream_plans, with_speeds
+from lightning_odc.bench.planner_rivals import KINDS, draw_lengths, karmarkar_karp_with_swaps
+from lightning_odc.bench.planner_table import Column, Table
+
+_RANKS, _PER_RANK, _REPEATS = 64, 8, 3
+_EPOCHS = ((64, 512), (256, 2048), (8, 64), (8, 32), (8, 8))
+
+
+def milliseconds(function: Callable[..., Any], *arguments: Any, repeats: int = 1, **options: Any) -> float:
+    """The shortest time of some calls."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        function(*arguments, **options)
+        times.append(1e3 * (time.perf_counter() - begin))
+    return min(times)
+
+
+def speed(seeds: int) -> list[Table]:
+    """Milliseconds to plan 512 samples for 64 ranks."""
+    columns: dict[str, dict[str, Any]] = {
+        "lb_mini": {},
+        "lb_mini, 64 speeds": {"cost": with_speeds("quadratic", np.linspace(1, 0.6, _RANKS).tolist())},
+        "lb_mini, overhead": {"cost": PolynomialCost(1 / 42_166, 1.0, 4000.0)},
+        "lb_mini, dense": {"cost": "quadratic_dense"},
+        "lb_micro": {"policy": "lb_micro"},
+        "local_sort": {"policy": "local_sort"},
+    }
+    rows = []
+    for kind in KINDS:
+        drawn = [draw_lengths(kind, _RANKS, _PER_RANK, seed) for seed in range(seeds)]
+        row: list[Any] = [kind]
+        for options in columns.values():
+            times = [milliseconds(plan_minibatch, own, _RANKS, repeats=_REPEATS, **options) for own in drawn]
+            row.append([float(np.median(times)), max(times)])
+        values = resolve_cost("quadratic").samples(drawn[0].astype(float)).tolist()
+        rows.append([*row, milliseconds(karmarkar_karp_with_swaps, values, _RANKS)])
+    heads = [Column("lengths"), *(Column(name, ".1f") for name in columns)]
+    title = "Milliseconds for 512 samples on 64 ranks: median (worst)"
+    return [Table("speed", title, [*heads, Column("Karmarkar-Karp with swaps", ".0f")], rows)]
+
+
+def epoch(samples: int) -> list[Table]:
+    """Seconds for an epoch, and the memory that planning takes besides the order of the samples."""
+    lengths = draw_lengths("longalign", 1, samples, 0)
+    rows = []
+    for num_ranks, size in _EPOCHS:
+        row: list[Any] = [f"{num_ranks} x {size // num_ranks}"]
+        for starts in (16, 0):
+            part = lengths if size == _EPOCHS[0][1] and starts else lengths[: samples // 10]
+            plans = stream_plans(part, num_ranks, size, starts=starts, drop_last=True)
+            row.append(milliseconds(deque, plans, maxlen=0) / 1e3 / len(part) * 1e6)
+        rows.append([*row, _peak_memory(lengths, num_ranks, size)])
+    heads = [
+        Column("ranks x samples"),
+        Column("s per million samples", ".1f"),
+        Column("s with starts=0", ".1f"),
+    ]
+    title = f"An epoch of {samples} samples (the first row whole, the others a tenth, scaled)"
+    return [Table("epoch", title, [*heads, Column("MiB at most", ".2f")], rows)]
+
+
+def _peak_memory(lengths: Any, num_ranks: int, size: int) -> float:
+    """MiB allocated at most while 50 minibatches are planned, after the first."""
+    plans = stream_plans(lengths, num_ranks, size)
+    next(plans)
+    tracemalloc.start()
+    deque(islice(plans, 50), maxlen=0)
+    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    return peak

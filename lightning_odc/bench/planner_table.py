@@ -1,0 +1,82 @@
+"""Tables of a benchmark: raw numbers for JSON, Markdown to look at, and places for them in a page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_LINE = "<!-- {}: {} -->"
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        head: its title.
+        form: how to write a value; ``"percent"``, or a format such as ``".1f"``. A list is written as median (worst).
+    """
+
+    head: str
+    form: str = ""
+
+    def text(self, value: Any) -> str:
+        """A value as it is printed; what is not known is blank."""
+        if isinstance(value, list):
+            return f"{self.text(value[0])} ({self.text(value[1])})"
+        if _is_unknown(value):
+            return ""
+        if self.form == "percent":
+            return f"{100 * max(value, 0.0):.3f} %"
+        return format(value, self.form)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of numbers and text.
+
+    Attributes:
+        name: unique among the tables of a page.
+        title: says what was measured.
+        columns: their heads and forms.
+        rows: the values.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: list[list[Any]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """The table without its title."""
+        lines = [[column.head for column in self.columns], ["---"] * len(self.columns)]
+        lines += [[c.text(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON; numbers that are not known are null."""
+        rows = [[None if _is_unknown(value) else value for value in row] for row in self.rows]
+        return {"title": self.title, "columns": [column.head for column in self.columns], "rows": rows}
+
+
+def put_into(page: str, tables: Sequence[Table]) -> str:
+    """The page with these tables in their places, each between two comments with its name.
+
+    Raises:
+        ValueError: the page has no place for one.
+    """
+    for table in tables:
+        begin, end = _LINE.format("table", table.name), _LINE.format("end of table", table.name)
+        place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        if not place.search(page):
+            raise ValueError(f"the page has no place for {table.name!r}: put {begin} and {end} into it.")
+        text = f"{begin}\n\n{table.markdown()}\n\n{end}"
+        page = place.sub(lambda _, text=text: text, page)  # type: ignore[misc]
+    return page
