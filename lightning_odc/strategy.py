@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -27,25 +27,21 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments, checkpoint
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
-from lightning_odc.data.convert import balanced_from
+from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.data.rng import random_numbers_of
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
+from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
-from lightning_odc.logbook import LogBook, flush
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
-from lightning_odc.stopwatch import Stopwatch
-from lightning_odc.totals import Total
-from lightning_odc.unroll import contribution, run_share
+from lightning_odc.training import Training
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -176,9 +172,8 @@ class ODCStrategy(FSDPStrategy):
         }
         self.precision_plugin = precision_plugin
         self._engine: Engine | None = None
-        self._logbook = LogBook()
+        self._training: Training | None = None
         self._evaluation: Evaluation | None = None
-        self._totals: list[Total] = []
         self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
@@ -247,20 +242,18 @@ class ODCStrategy(FSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        self._logbook, self._totals, self._failed = (
-            LogBook(),
-            [],
-            False,
-        )  # whatever a run before this one left
+        self._failed = False
         self.accelerator.setup(trainer)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.precision_plugin.before_clipping = self.settle_gradients
-        self.precision_plugin.around_backward = self._around_backward
-        self._stopwatch = Stopwatch(lambda: sum(self.engine.waits.values()), self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            self._training = Training(self.lightning_module, self.engine, self.root_device)
+            self.precision_plugin.before_clipping = self._training.settle
+            self.precision_plugin.around_backward = self._training.around_backward
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place and hand its communication to a fresh engine."""
@@ -330,7 +323,7 @@ class ODCStrategy(FSDPStrategy):
         self._give_values_back()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._training = self._engine, None, None
         try:
             if engine is not None and not self._failed:
                 # Without this, a rank that leaves early can abort the others' process group.
@@ -359,74 +352,42 @@ class ODCStrategy(FSDPStrategy):
     # -- a step -------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
+        module, training = self.lightning_module, self._training
         assert module is not None
+        assert training is not None
         is_share = bool(args) and isinstance(args[0], Minibatch)
         if is_share:
             self._check_loaders(module.trainer.train_dataloader)
-        self._begin_batch(module, "Minibatch" if is_share else "plain batch")
+        training.begin_batch("Minibatch" if is_share else "plain batch")
+        run = partial(self._redirect, "training_step", self.precision_plugin.train_step_context)
         if is_share and module.automatic_optimization:
-            with self._logbook.recording(module):
-                return self._train_share(module, *args, **kwargs)
-        output = self._redirect("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
-        if module.automatic_optimization and (item := contribution(output, 1.0)) is not None:
-            self.engine.ledger.add(item.weight / module.trainer.accumulate_grad_batches, item.counting)
+            return training.run_share(
+                args[0],
+                step=lambda microbatch: run(microbatch, *args[1:], **kwargs),
+                backward=lambda loss: self.backward(loss, self.optimizers[0]),
+            )
+        output = run(*args, **kwargs)
+        if module.automatic_optimization:
+            training.count(output)
         return output
-
-    def _begin_batch(self, module: pl.LightningModule, kind: str) -> None:
-        """What Lightning's ``zero_grad`` does at the first batch of a window must reach all ranks' accumulators."""
-        trainer = module.trainer
-        opens_window = (
-            module.automatic_optimization
-            and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        )
-        stops_anyway = trainer.max_steps == trainer.global_step + 1
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
-        self.engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
-
-    def _train_share(self, module: pl.LightningModule, share: Minibatch, *args: Any, **kwargs: Any) -> Any:
-        def step(task: Task) -> Any:
-            context = self.precision_plugin.train_step_context
-            self._stopwatch.begin(task.detail)
-            with random_numbers_of(task.detail, self.root_device), self._stopwatch.running():
-                return self._redirect("training_step", context, task.microbatch, *args, **kwargs)
-
-        self._stopwatch.open(share)
-        return run_share(
-            share,
-            engine=self.engine,
-            logbook=self._logbook,
-            step=step,
-            backward=lambda loss: cast(None, self.backward(loss, self.optimizers[0])),
-            normalize=module.trainer.accumulate_grad_batches,
-            device=self.root_device,
-        )
-
-    @contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        assert self.lightning_module is not None
-        manual = not self.lightning_module.automatic_optimization
-        with self.engine.backward(manual=manual), self.engine.traced("backward"), self._stopwatch.running():
-            yield
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        settled = 0
+        training, settled = self._training, 0
+        assert training is not None
 
         def closure_then_settle() -> Any:
             nonlocal settled
             result = closure()
-            self.settle_gradients()
+            training.settle()
             settled = time.monotonic_ns()
             return result
 
         output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
         if self.engine.tracer is not None and settled:
             self.engine.tracer.record("optimizer", settled)
-        self.engine.publish()
-        totals, self._totals = self._totals, []
-        self._log(totals, "training_step")
+        training.end_step()
         return output
 
     def settle_gradients(self) -> None:
@@ -434,12 +395,15 @@ class ODCStrategy(FSDPStrategy):
 
         ``optimizer.step()`` and ``self.clip_gradients(...)`` do it by themselves. With manual optimization, call it on
         all ranks together to look at gradients before: until then, ``.grad`` has no values.
+
+        Raises:
+            RuntimeError: outside ``trainer.fit``.
         """
-        if not self.engine.settled:
-            record = {"logs": self._logbook.post(), "times": self._stopwatch.take()}
-            records = self.engine.settle(record)
-            self._totals += self._logbook.merge([record["logs"] for record in records], own=self.global_rank)
-            self._stopwatch.report([record["times"] for record in records])
+        if self._training is None:
+            raise RuntimeError(
+                "settle_gradients() belongs into a training step, between backward and optimizer step."
+            )
+        self._training.settle()
 
     def publish_parameters(self) -> None:
         """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
@@ -448,21 +412,6 @@ class ODCStrategy(FSDPStrategy):
         it already.
         """
         self.engine.refresh()
-
-    def _compare_training_batches(self) -> None:
-        """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        batches = trainer.num_training_batches
-        counts = self.engine.exchange("begin training", -1 if batches == float("inf") else batches)
-        enough = trainer.max_steps * trainer.accumulate_grad_batches
-        stops_before = trainer.max_steps > 0 and min(counts) >= enough
-        if len(set(counts)) > 1 and not stops_before and -1 not in counts:
-            raise DisagreementError(
-                f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
-                "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
-                "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
-            )
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -495,8 +444,9 @@ class ODCStrategy(FSDPStrategy):
     def on_train_start(self) -> None:
         self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
+        assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
-        self._compare_training_batches()
+        self._training.compare_batches()
         self.publish_parameters()
 
     def on_validation_start(self) -> None:
@@ -549,29 +499,17 @@ class ODCStrategy(FSDPStrategy):
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return dataloader
+        if self.balance is not None and not isinstance(dataloader, BalancedDataLoader):
+            try:
+                dataloader = balanced_for_lightning(
+                    dataloader, self.world_size, self.global_rank, self.balance, self._balance_options
+                )
+            except LengthsUnknownError as error:
+                rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
         if isinstance(dataloader, BalancedDataLoader):
-            return self._adopt(dataloader, module.trainer)
-        if self.balance is None:
-            return dataloader
-        try:
-            balanced = balanced_from(
-                dataloader,
-                num_replicas=self.world_size,
-                rank=self.global_rank,
-                policy=self.balance,
-                distributed_sampler="replace",  # Lightning has put one in
-                **self._balance_options,
-            )
-            balanced.lengths  # noqa: B018 - looked up now, so that an unknown length is found out here
-        except LengthsUnknownError as error:
-            rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
-            return dataloader
-        return self._adopt(balanced, module.trainer)
-
-    def _adopt(self, loader: BalancedDataLoader, trainer: pl.Trainer) -> BalancedDataLoader:
-        arguments.check_cost(loader.recipe.cost, self.communication, self.deterministic)
-        loader.minibatches_per_step = trainer.accumulate_grad_batches
-        return loader
+            arguments.check_cost(dataloader.recipe.cost, self.communication, self.deterministic)
+            dataloader.minibatches_per_step = module.trainer.accumulate_grad_batches
+        return dataloader
 
     def _check_loaders(self, loaders: Any) -> None:
         """Once per run, at the first `Minibatch`: until then nobody knows what a loader yields."""
@@ -612,13 +550,6 @@ class ODCStrategy(FSDPStrategy):
         if isinstance(batch, Minibatch):
             assert self.lightning_module is not None
             _compat.count_batch_once(self.lightning_module.trainer)
-
-    def _log(self, totals: list[Total], hook: str) -> None:
-        module = self.lightning_module
-        if module is None or not totals:
-            return
-        with _compat.logging_as(module, hook):
-            flush(totals, module)
 
     @contextmanager
     def _local_reduce(self) -> Iterator[None]:
