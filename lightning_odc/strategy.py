@@ -35,7 +35,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.protocol import FOLLOWED
+from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lightning_odc.engine import protocol as protocol_module
-from lightning_odc.engine.protocol import Protocol, Word
+from lightning_odc.engine.peers import FOLLOWED, Word
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.threads import ThreadHub
@@ -296,7 +297,7 @@ def test_the_first_failure_is_reported_not_those_that_followed():
     protocols = [Protocol(hub.transport(rank), UNITS, timeout=20) for rank in range(3)]
     together(*(p.open for p in protocols))
     protocols[2].fail("ValueError: the cause")
-    protocols[1].fail(protocol_module.FOLLOWED + "whatever")
+    protocols[1].fail(FOLLOWED + "whatever")
     with pytest.raises(PeerFailedError, match=r"Rank 2 failed.*\n.*the cause"):
         protocols[0].meet({"kind": "step"})
 

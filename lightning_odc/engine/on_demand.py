@@ -320,7 +320,7 @@ class OnDemandEngine(Engine):
             self._protocol.fail(message)
 
     def peer_failures(self) -> dict[int, str]:
-        return self._protocol.failures() if self._protocol is not None else {}
+        return self._protocol.peers.failures() if self._protocol is not None else {}
 
     @property
     def waits(self) -> dict[str, float]:

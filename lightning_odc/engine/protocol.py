@@ -34,69 +34,25 @@ nothing left to say posts nothing into its mailbox.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
 
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.peers import Activity, Peers, Word
 from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.waiting import Cause, Waiter
-from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError
+from lightning_odc.errors import DisagreementError, StaleShardError
 
 Record = dict[str, Any]
 
 _RECORD_BOXES = 2
-_FAILURE_BOX = 2
-_MAILBOXES = 3
+_MAILBOXES = _RECORD_BOXES + 1  # the last one is for failures
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
-
-#: How the failure message of a rank begins that stopped only because another one had failed.
-FOLLOWED = "stopped after a peer: "
-
-
-class Word(IntEnum):
-    """Control words of a rank, before one version word per unit."""
-
-    MEETING = 0  # number of the last meeting this rank came to
-    STATE = 1  # a State
-    LOCKSTEP = 2  # barriers passed under communication="lockstep"
-    VERSION = 3  # for reports: the version this rank works on
-    ACTIVITY = 4  # for reports: an Activity, plus its unit times the number of activities
-    MICROBATCH = 5  # for reports: microbatches begun in this minibatch
-    SINCE = 6  # for reports: monotonic nanoseconds when the activity began
-    RATE = 7  # measured seconds per planned cost, as the bits of a float: for stealing
-    COUNT = 8
-
-
-class State(IntEnum):
-    """Whether a rank still takes part."""
-
-    RUNNING = 0
-    LEFT = 1
-    FAILED = 2
-
-
-class Activity(IntEnum):
-    """What a rank does, for reports."""
-
-    COMPUTE = 0
-    GATHER = 1
-    ACCUMULATE = 2
-    MEET = 3
-
-
-_ACTIVITY_TEXT = {
-    Activity.COMPUTE: "computing (last communicated for unit {unit!r})",
-    Activity.GATHER: "reading shards of unit {unit!r}",
-    Activity.ACCUMULATE: "adding gradients of unit {unit!r}",
-    Activity.MEET: "waiting for the others at a meeting",
-}
 
 
 class Protocol(Traced):
@@ -115,6 +71,7 @@ class Protocol(Traced):
         lockstep: the same, for as long as all ranks run the same microbatches.
         version: the version this rank works on, from 1.
         deterministic: sums are taken in rank order.
+        peers: how the ranks are.
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
         bytes_added: bytes of gradients added into windows of peers and own.
@@ -136,7 +93,8 @@ class Protocol(Traced):
         self.transport = transport
         self.version = _FIRST_VERSION
         self.bytes_read = self.bytes_added = self.reads = self.adds = 0
-        self.waiter = Waiter(timeout, self._check_peers, self.report, hang_report)
+        self.peers = Peers(transport, units)
+        self.waiter = Waiter(timeout, self.peers.check, self.peers.report, hang_report)
         self._hang_report = hang_report
         self._units = tuple(units)
         self.deterministic = deterministic
@@ -167,13 +125,13 @@ class Protocol(Traced):
         """Make and attach the windows; all ranks together."""
         self.transport.open(self._spec)
         if self._hang_report is not None:
-            self._hang_report.start(self.longest_wait, self._describe)
+            self._hang_report.start(self.peers.longest_wait, self._describe)
 
     def close(self) -> None:
         """Leave for good. Peers that still wait for this rank are told so."""
         if self._hang_report is not None:
             self._hang_report.stop()
-        self._set_state(State.LEFT)
+        self.peers.leave()
         self.transport.close()
 
     # -- the data plane -----------------------------------------------------------------------------------
@@ -193,7 +151,7 @@ class Protocol(Traced):
             StaleShardError: between `end_version` and `next_version`.
         """
         self.check_not_ended(unit)
-        begin = self._begin(Activity.GATHER, unit)
+        begin = self.peers.begin(Activity.GATHER, unit)
         if self.lockstep:
             self._barrier()
         for owner in self._readers_order:
@@ -201,7 +159,7 @@ class Protocol(Traced):
             self.transport.read(owner, unit, out[owner])
         self.reads += len(self._readers_order)
         self.bytes_read += len(self._readers_order) * self._units[unit].shard_bytes
-        self._begin(Activity.COMPUTE, unit)
+        self.peers.begin(Activity.COMPUTE, unit)
         if self.tracer is not None:
             self.tracer.record("read", begin, unit=self._units[unit].name)
 
@@ -214,7 +172,7 @@ class Protocol(Traced):
             StaleShardError: between `end_version` and `next_version`.
         """
         self.check_not_ended(unit)
-        begin = self._begin(Activity.ACCUMULATE, unit)
+        begin = self.peers.begin(Activity.ACCUMULATE, unit)
         if self.deterministic:
             self._add_to_own_slots(unit, chunks, segments)
         else:
@@ -223,7 +181,7 @@ class Protocol(Traced):
         self.bytes_added += chunks.numel() * chunks.element_size()
         if self.lockstep:
             self._barrier()
-        self._begin(Activity.COMPUTE, unit)
+        self.peers.begin(Activity.COMPUTE, unit)
         if self.tracer is not None:
             self.tracer.record("add", begin, unit=self._units[unit].name)
 
@@ -385,59 +343,21 @@ class Protocol(Traced):
 
     def fail(self, message: str) -> None:
         """Tell every peer that this rank has failed, and why."""
-        payload = message.encode()[-_MAILBOX_BYTES:]
-        self.transport.post(_FAILURE_BOX, payload)
-        self._set_state(State.FAILED)
-
-    def failures(self) -> dict[int, str]:
-        """Messages of the peers that have failed so far."""
-        return {
-            peer: self.transport.fetch(peer, _FAILURE_BOX).decode(errors="replace")
-            for peer in self._readers_order
-            if self.transport.load(peer, Word.STATE) == State.FAILED
-        }
-
-    def report(self) -> str:
-        """Where every rank is: version, microbatch, activity, and for how long."""
-        return "\n".join(self._report_line(rank) for rank in range(self.transport.world_size))
-
-    def longest_wait(self) -> float:
-        """Seconds for which some rank has been communicating, which in effect is waiting, by now."""
-        load, now = self.transport.load, time.monotonic_ns()
-        waiting = [
-            rank
-            for rank in range(self.transport.world_size)
-            if load(rank, Word.STATE) == State.RUNNING
-            and load(rank, Word.ACTIVITY) % len(Activity) != Activity.COMPUTE
-        ]
-        return max((now - load(rank, Word.SINCE) for rank in waiting), default=0) / 1e9
+        self.peers.fail(message.encode()[-_MAILBOX_BYTES:])
 
     def _describe(self) -> str:
         """Where this rank is, and where every rank is."""
         assert self._hang_report is not None
         waiting = self.waiter.waiting_for
         mine = "does not wait" if waiting is None else f"is {waiting()}"
-        return f"  This is rank {self.transport.rank}{self._hang_report.place()}; it {mine}.\n{self.report()}"
-
-    def _report_line(self, rank: int) -> str:
-        def load(word: Word) -> int:
-            return self.transport.load(rank, word)
-
-        name = self.transport.describe(rank) if rank != self.transport.rank else f"rank {rank} (this one)"
-        state = load(Word.STATE)
-        if state != State.RUNNING:
-            return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"
-        unit, activity = divmod(load(Word.ACTIVITY), len(Activity))
-        doing = _ACTIVITY_TEXT[Activity(activity)].format(unit=self._units[unit].name)
-        since = max(time.monotonic_ns() - load(Word.SINCE), 0) / 1e9
-        step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
-        return f"  {name}: {step}, {doing} for {since:.1f} s"
+        place, report = self._hang_report.place(), self.peers.report()
+        return f"  This is rank {self.transport.rank}{place}; it {mine}.\n{report}"
 
     def _meet_once(self, message: bytes, record: Record) -> list[bytes]:
         """Everybody's message, in rank order; none is longer than a mailbox."""
         self._meetings += 1
         box = self._meetings % _RECORD_BOXES
-        self._begin(Activity.MEET, 0)
+        self.peers.begin(Activity.MEET)
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
         for peer in self._readers_order:
@@ -446,7 +366,7 @@ class Protocol(Traced):
             message if peer == self.transport.rank else self.transport.fetch(peer, box)
             for peer in range(self.transport.world_size)
         ]
-        self._begin(Activity.COMPUTE, 0)
+        self.peers.begin(Activity.COMPUTE)
         return messages
 
     def _await_meeting(self, peer: int, record: Record) -> None:
@@ -468,39 +388,3 @@ class Protocol(Traced):
                     f"{record[key]!r}. Every rank needs the same number of Lightning batches and optimizer steps; "
                     "unequal work belongs inside a Minibatch (0 to k microbatches)."
                 )
-
-    def _check_peers(self) -> None:
-        """Raise if a peer cannot do its part any more."""
-        failures = self.failures()
-        if failures:
-            # The first to fail has the error that matters; the others only followed it.
-            peer, message = min(failures.items(), key=lambda item: (item[1].startswith(FOLLOWED), item[0]))
-            raise PeerFailedError(
-                f"Rank {peer} failed, so rank {self.transport.rank} stops too. Its error was:\n{message}"
-            )
-        left = [p for p in self._readers_order if self.transport.load(p, Word.STATE) == State.LEFT]
-        dead = [p for p in self.transport.dead_peers() if p not in left]
-        if dead:
-            names = ", ".join(self.transport.describe(peer) for peer in dead)
-            raise PeerFailedError(
-                f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
-            )
-        if left:
-            raise PeerFailedError(
-                f"Rank {left[0]} has left the training while rank {self.transport.rank} still needs it. Every rank "
-                "needs the same number of Lightning batches and optimizer steps."
-            )
-
-    def _begin(self, activity: Activity, unit: int) -> int:
-        now = time.monotonic_ns()
-        self.transport.store(Word.SINCE, now)
-        self.transport.store(Word.ACTIVITY, unit * len(Activity) + activity)
-        return now
-
-    def _set_state(self, state: State) -> None:
-        try:
-            current = self.transport.load(self.transport.rank, Word.STATE)
-        except LookupError:  # never opened, or closed already
-            return
-        if current == State.RUNNING:
-            self.transport.store(Word.STATE, state)

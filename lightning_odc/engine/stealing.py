@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_odc.data.minibatch import AllShares, Minibatch, Task
-from lightning_odc.engine.protocol import Protocol, Word
+from lightning_odc.engine.peers import Word
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.waiting import Cause
 
 _BITS = 12
