@@ -41,11 +41,12 @@ SLEEPS = [
     [[0.01, 0.01], [0.02, 0.02], [0.05, 0.01], [0.02, 0.02]],
     [[0.03, 0.01], [0.02, 0.02], [0.01, 0.01], [0.04, 0.02]],
 ]
-"""Seconds that each of two ranks sleeps in each microbatch, ``[rank][step][microbatch]``; four sleep twice as long."""
+"""Seconds that each rank sleeps in each microbatch, ``[rank][step][microbatch]``, at scale 1."""
 STEPS = len(SLEEPS[0])
-SLACK = {2: 0.03, 4: 0.08}
-"""Seconds, by number of ranks, by which a rank may be late in its best step on a shared machine with two cores. What is
-told apart is far more: up to 0.1 s of waiting with two ranks, and 0.16 s with four."""
+SCALES = {2: (1, 3, 9), 4: (2, 6, 18)}
+"""How long to sleep, by number of ranks: if something else kept the machine busy, longer."""
+SLACK = 0.03
+"""Seconds, at scale 1, by which reported waiting may be off in the best step; up to 0.1 is waited with two ranks."""
 HARD = 1e-3
 """Seconds by which a bound that cannot be wrong may be off: the sleeps of a clock with a coarser tick."""
 
@@ -98,22 +99,22 @@ def microbatch(seconds: float, tokens: int = 6) -> Tensor:
     return torch.tensor([[round(seconds * 100)] + [1] * (tokens - 1)])
 
 
-def sleeps(rank: int, world_size: int) -> list[list[float]]:
+def sleeps(rank: int, scale: int) -> list[list[float]]:
     """Seconds ``[step][microbatch]`` of a rank."""
-    return [[seconds * world_size / 2 for seconds in step] for step in SLEEPS[rank]]
+    return [[seconds * scale for seconds in step] for step in SLEEPS[rank]]
 
 
-def fit(kind: str, rank: int, world_size: int, **options: Any) -> tuple[DeviceIdleMonitor, Memory]:
+def fit(rank: int, kind: str, world_size: int, scale: int) -> tuple[DeviceIdleMonitor, Memory]:
     """One epoch of `SLEEPS` on a rank."""
     monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
-    options = {"callbacks": [monitor], "logger": memory, **options}
+    options = {"callbacks": [monitor], "logger": memory}
     module = Sleeper("items")
-    batches: list[Any] = [Minibatch(map(microbatch, step)) for step in sleeps(rank, world_size)]
+    batches: list[Any] = [Minibatch(map(microbatch, step)) for step in sleeps(rank, scale)]
     if kind in ("collective", "on_demand", "lockstep"):
         fitting = trainer(world_size, communication=kind, **options)
     else:
         module.returns = "mean"
-        batches = [microbatch(seconds) for step in sleeps(rank, world_size) for seconds in step]
+        batches = [microbatch(seconds) for step in sleeps(rank, scale) for seconds in step]
         strategy: Any = {"strategy": "ddp"}
         if kind == "plain batches":
             strategy = {"communication": "collective"}
@@ -127,14 +128,14 @@ def fit(kind: str, rank: int, world_size: int, **options: Any) -> tuple[DeviceId
     return monitor, memory
 
 
-def _rows(rank: int, kind: str, world_size: int) -> Any:
-    monitor, memory = fit(kind, rank, world_size)
+def _rows(rank: int, kind: str, world_size: int, scale: int) -> Any:
+    monitor, memory = fit(rank, kind, world_size, scale)
     return memory.steps if rank == 0 else memory.rows, monitor.last_step, monitor.last_epoch, monitor.complete
 
 
-def expected_idle(kind: str, step: int, world_size: int) -> list[float]:
+def expected_idle(kind: str, step: int, world_size: int, scale: int) -> list[float]:
     """By arithmetic: ranks meet at the end of the step, or in every microbatch."""
-    slept = [sleeps(rank, world_size)[step] for rank in range(world_size)]
+    slept = [sleeps(rank, scale)[step] for rank in range(world_size)]
     if kind == "ddp":
         return expected_under_ddp(slept)
     if kind == "on_demand":
@@ -165,40 +166,48 @@ def expected_under_ddp(slept: list[list[float]]) -> list[float]:
     ],
 )
 def test_reported_idle_is_what_the_arithmetic_says(kind: str, world_size: int) -> None:
-    results = run_ranks(_rows, kind, world_size, world_size=world_size)
+    for scale in SCALES[world_size]:
+        errors = reported_errors(kind, world_size, scale)
+        if min(errors) < SLACK * scale:
+            return
+    pytest.fail(f"waiting is off by {errors} s in the four steps, with sleeps {scale} times as long")
+
+
+def reported_errors(kind: str, world_size: int, scale: int) -> list[float]:
+    """By step, the largest error of any rank's waiting; checks what holds however busy the machine is."""
+    results = run_ranks(_rows, kind, world_size, scale, world_size=world_size)
     rows, last_step, last_epoch, complete = results[0]
     assert complete
     assert all(rest == ([], last_step, last_epoch, True) for rest in results[1:])
     assert last_step == rows[-1]
-
-    errors = []
-    for step, row in enumerate(rows):
-        expected = expected_idle(kind, step, world_size)
-        busy = [row[f"busy_seconds_rank{rank}"] for rank in range(world_size)]
-        fractions = [row[f"idle/fraction_rank{rank}"] for rank in range(world_size)]
-        idle = [b * f / (1 - f) for b, f in zip(busy, fractions, strict=True)]
-        for rank in range(world_size):
-            assert busy[rank] >= sum(sleeps(rank, world_size)[step]) - HARD, (
-                "a rank's own work was called waiting"
-            )
-        errors.append(max(abs(a - b) for a, b in zip(idle, expected, strict=True)))
-        assert row["imbalance"] == pytest.approx(max(busy) * world_size / sum(busy))
-        assert row["idle/fraction"] == pytest.approx(sum(idle) / sum(idle + busy))
-        assert row["idle/worst_fraction"] == max(fractions) == fractions[int(row["idle/worst_rank"])]
-        causes = [row[f"idle/{cause}_seconds"] for cause in IdleCause if f"idle/{cause}_seconds" in row]
-        assert sum(causes) == pytest.approx(sum(idle) / world_size)
-        assert row["microbatches"] == 2 * world_size
-        assert row["tokens_per_second"] == pytest.approx(12 * world_size / row["step_seconds"], rel=0.5)
-    assert min(errors) < SLACK[world_size], "whatever else ran may disturb some steps, but not all of them"
-    assert kind != "ddp" or max(row["idle/broadcast_seconds"] for row in rows) > 0.01
-    main = {"on_demand": ["settle"], "lockstep": ["lockstep"], "ddp": ["collective", "broadcast"]}
-    causes = [f"idle/{cause}_seconds" for cause in main.get(kind, ["collective"])]
-    waited = sum(row[cause] for row in rows for cause in causes)
-    planned = sum(sum(expected_idle(kind, step, world_size)) for step in range(STEPS)) / world_size
-    assert waited > planned / 2
     assert last_epoch["microbatches_epoch"] == 2 * world_size
     mean = sum(row["idle/data_seconds"] for row in rows) / STEPS
     assert last_epoch["idle/data_seconds_epoch"] == pytest.approx(mean)
+    assert kind != "ddp" or max(row["idle/broadcast_seconds"] for row in rows) > 0.01
+    errors = []
+    for step, row in enumerate(rows):
+        idle = check_row(row, [sum(sleeps(rank, scale)[step]) for rank in range(world_size)])
+        expected = expected_idle(kind, step, world_size, scale)
+        errors.append(max(abs(a - b) for a, b in zip(idle, expected, strict=True)))
+    return errors
+
+
+def check_row(row: dict[str, float], slept: list[float]) -> list[float]:
+    """What must hold in every row; returns the ranks' waiting."""
+    ranks = range(len(slept))
+    busy = [row[f"busy_seconds_rank{rank}"] for rank in ranks]
+    fractions = [row[f"idle/fraction_rank{rank}"] for rank in ranks]
+    idle = [b * f / (1 - f) for b, f in zip(busy, fractions, strict=True)]
+    for own, sleep in zip(busy, slept, strict=True):
+        assert own >= sleep - HARD, "a rank's own work was called waiting"
+    assert row["imbalance"] == pytest.approx(max(busy) * len(slept) / sum(busy))
+    assert row["idle/fraction"] == pytest.approx(sum(idle) / sum(idle + busy))
+    assert row["idle/worst_fraction"] == max(fractions) == fractions[int(row["idle/worst_rank"])]
+    causes = [row[f"idle/{cause}_seconds"] for cause in IdleCause if f"idle/{cause}_seconds" in row]
+    assert sum(causes) == pytest.approx(sum(idle) / len(slept))
+    assert row["microbatches"] == 2 * len(slept)
+    assert row["tokens_per_second"] == pytest.approx(6 * row["samples_per_second"])
+    return idle
 
 
 def _both(rank: int, directory: Any) -> Any:
@@ -259,7 +268,7 @@ def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data():
     for row in rows[:-1]:  # the last one had been fetched before
         # A mean over ranks; rank 1 has its data at once, and waits for rank 0 at the end of the step.
         assert row["idle/data_seconds"] >= 0.05 / 2 - HARD
-    assert min(row["idle/data_seconds"] for row in rows[:-1]) < 0.05 / 2 + SLACK[2]
+    assert min(row["idle/data_seconds"] for row in rows[:-1]) < 0.05 / 2 + SLACK
     assert max(row["idle/fraction_rank1"] for row in rows[:-1]) > 0.5
     assert max(row["idle/settle_seconds"] for row in rows) > 0.01
 
