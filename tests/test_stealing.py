@@ -204,15 +204,9 @@ def _reference(windows: list[list[int]]) -> dict[str, Tensor]:
     return full_parameters(module)
 
 
-def _balanced(rank: int) -> list[int]:
-    module = Slow(0.005, "items")
-    costs = [[8.0, 2.0], [6.0, 4.0]]
-    batches = [token_batches([8, 2]), token_batches([6, 4])]
-    share = Minibatch(batches[rank], weights=[1, 1])
-    share.all_shares = AllShares(costs, [[1, 1], [1, 1]], lambda r, i: batches[r][i])
-    trainer(2).fit(module, loader([share] * 4))
-    return module.seen
-
-
 def test_nothing_is_stolen_from_a_balanced_minibatch():
-    assert run_ranks(_balanced) == [[8, 2] * 4, [6, 4] * 4]
+    first, second = queues([[8.0, 2.0], [6.0, 4.0]])
+    assert (first.take(), second.take()) == (0, 0)
+    assert second.take() == 1  # at time 6
+    assert first.take() == 1  # at time 8
+    assert (first.take(), first.steal(), second.take(), second.steal()) == (None,) * 4  # at time 10
