@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
 
 # Typed as Any: Lightning does not export these names, which is why they are here.
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
@@ -30,6 +33,9 @@ ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
+
+#: How the name of the action ends under which Lightning's training loop profiles the fetching of a batch.
+FETCH_ACTION = ".train_dataloader_next"
 
 
 @contextmanager
@@ -45,6 +51,11 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+def deals_out(trainer: Trainer) -> bool:
+    """Whether Lightning puts a ``DistributedSampler`` into loaders: ``Trainer(use_distributed_sampler=...)``."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -76,15 +87,18 @@ def checkpoint_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def load_sharded_checkpoint(
-    path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    """Load a sharded checkpoint into ``fully_shard``-ed modules and their optimizers; returns the rest."""
-    load: Callable[..., dict[str, Any]] = _lightning_model_parallel._load_checkpoint
-    options: dict[str, Any] = {"strict": strict, "optimizer_states_from_list": True}
-    if "weights_only" in inspect.signature(load).parameters:  # lightning >= 2.6
-        options["weights_only"] = weights_only
-    return load(path=path, state=state, **options)
+def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """The all-gather and the reduce-scatter object of a ``fully_shard``-ed module, or ``None`` if it has several.
+
+    Why: ``set_custom_all_gather`` replaces what is there, and there is no public way to look at it before, which one
+    needs to put something around it and to put it back.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
+    if groups is None:
+        only = state._fsdp_param_group
+        groups = [] if only is None else [only]
+    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:
@@ -111,3 +125,125 @@ def other_strategy_registry() -> Any | None:
     finally:
         rank_zero.log = log
     return StrategyRegistry
+
+
+def concatenated_states(metric: Metric) -> list[str]:
+    """The states of a metric that are concatenated over ranks: lists, until they are."""
+    return [name for name, reduction in metric._reductions.items() if reduction is dim_zero_cat]
+
+
+def count_batch_once(trainer: Trainer) -> None:
+    """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``.
+
+    Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.
+    """
+    results: Any = trainer._results
+    if results is not None:
+        results.batch_size = 1
+
+
+@contextmanager
+def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``act`` with the results of the current evaluation after its last batch, on every rank.
+
+    Why: Lightning computes the epoch's values loader by loader, and name by name as this rank logged them, each by a
+    collective. There is no hook before that. In this context it computes all of them together, after ``act``.
+    """
+    loop: Any = trainer._evaluation_loop
+    connector: Any = trainer._logger_connector
+
+    def on_run_end() -> Any:
+        connector.epoch_end_reached()
+        act(loop._results)
+        is_several = loop._is_sequential and loop.num_dataloaders > 1
+        for index in range(loop.num_dataloaders) if is_several else [None]:
+            loop._results.dataloader_idx = index
+            loop._logged_outputs.append(connector.update_eval_epoch_metrics())
+        return type(loop).on_run_end(loop)
+
+    loop._store_dataloader_outputs = lambda: None
+    loop.on_run_end = on_run_end
+    try:
+        yield
+    finally:
+        del loop._store_dataloader_outputs, loop.on_run_end
+
+
+@dataclass
+class EpochValue:
+    """One name in the results of an epoch, as this rank has it so far.
+
+    Attributes:
+        fx: the hook that logged it.
+        name: that it was logged under.
+        dataloader_idx: of its loader, where there are several.
+        options: of ``self.log``.
+        reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        group: its ``sync_dist_group``.
+        metric: the torchmetrics object, if it is one; else ``value`` (of a mean, times weights) and ``weight``.
+        value: so far.
+        weight: of a mean.
+    """
+
+    fx: str
+    name: str
+    dataloader_idx: int | None
+    options: dict[str, Any]
+    reduction: str
+    group: Any
+    metric: Metric | None
+    value: float
+    weight: float
+
+
+_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
+
+
+def epoch_values(results: Any) -> list[EpochValue]:
+    """What was logged in this epoch, for the epoch."""
+    values = []
+    for item in results.values():
+        meta = item.meta
+        if item.has_reset or not meta.on_epoch:
+            continue
+        options = {name: getattr(meta, name) for name in _OPTIONS}
+        options |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx else ""
+        value = EpochValue(
+            meta.fx.removesuffix(suffix),
+            meta.name,
+            meta.dataloader_idx,
+            options,
+            meta.reduce_fx.__name__,
+            meta.sync.group,
+            None if item.is_tensor else item.value,
+            float(item.value) if item.is_tensor else 0.0,
+            float(item.cumulated_batch_size) if item.is_tensor and meta.is_mean_reduction else 0.0,
+        )
+        values.append(value)
+    return values
+
+
+def set_epoch_value(results: Any, at: EpochValue, device: torch.device) -> str | None:
+    """Make the value of ``at`` (or what its metric computes now) the epoch's; all ranks together if it is a metric.
+
+    Returns:
+        The key under which it is new to the results of this rank, if it is.
+    """
+    suffix = (
+        "" if at.dataloader_idx is None or not at.options["add_dataloader_idx"] else f".{at.dataloader_idx}"
+    )
+    key = f"{at.fx}.{at.name}{suffix}"
+    is_new = key not in results
+    if is_new:
+        results.dataloader_idx = at.dataloader_idx
+        first = torch.tensor(at.value, device=device) if at.metric is None else at.metric
+        results.log(at.fx, at.name, first, reduce_fx=at.reduction, batch_size=1, **at.options)
+    item = results[key]
+    item.has_reset = False
+    # Lightning keeps a computed value until the next update or reset, and does not synchronise it again.
+    if at.metric is None:
+        item._computed = torch.as_tensor(at.value, dtype=item.value.dtype, device=item.value.device)
+    else:
+        item._computed = at.metric.compute()
+    return key if is_new else None

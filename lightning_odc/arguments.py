@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from lightning_odc.balance import FittedCost
@@ -41,8 +42,8 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
     check_choice("sharding_strategy", name, SHARDING_STRATEGIES)
 
 
-def check_balance(balance: str | None, communication: str) -> None:
-    """Refuse unequal microbatch counts where ranks meet at every unit."""
+def check_balance(balance: str | None, communication: str, deterministic: bool = False) -> None:
+    """Refuse unequal microbatch counts where ranks meet at every unit, and stealing where sums have a fixed order."""
     if balance is None:
         return
     check_choice("balance", balance, POLICIES)
@@ -50,6 +51,21 @@ def check_balance(balance: str | None, communication: str) -> None:
         raise ValueError(
             f'ODCStrategy(balance="{balance}") gives ranks different numbers of microbatches, which '
             f'communication="{communication}" cannot run: use communication="on_demand", or balance="lb_micro".'
+        )
+    if deterministic and balance == "steal":
+        raise ValueError(
+            'ODCStrategy(balance="steal", deterministic=True) contradicts itself: who ran a microbatch decides the '
+            'order of sums, and stealing decides it by time. Use balance="lb_mini" with deterministic=True (the same '
+            "plan without stealing), or drop deterministic=True."
+        )
+
+
+def check_hang_report(after: Any) -> None:
+    """Refuse what is no time."""
+    if after is not None and not (isinstance(after, timedelta) and after > timedelta(0)):
+        raise ValueError(
+            f"ODCStrategy(hang_report_after={after!r}) is no time to wait: write datetime.timedelta(seconds=60), "
+            "or None for no reports."
         )
 
 

@@ -6,6 +6,7 @@ Full checkpoints are ordinary Lightning checkpoints; sharded ones are ``torch.di
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,12 +15,15 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -86,20 +90,40 @@ def load(
         strict: refuse missing and unexpected parameters.
         weights_only: as in ``torch.load``.
     """
+    weights_only = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
     if path.is_file():
         return _load_full(path, model, optimizers, strict, weights_only)
-    state: dict[str, Any] = {"state_dict": model}
-    state.update({f"optimizer_{index}": optimizer for index, optimizer in enumerate(optimizers)})
-    return _compat.load_sharded_checkpoint(path, state, strict, weights_only)
+    if _compat.is_sharded_checkpoint(path):
+        return _load_sharded(path, model, optimizers, strict, weights_only)
+    raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
+
+
+def _load_sharded(
+    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool
+) -> dict[str, Any]:
+    planner = DefaultLoadPlanner(allow_partial_load=not strict)
+    state = {"state_dict": get_model_state_dict(model)}
+    load_distributed(state, checkpoint_id=path, planner=planner)
+    model.load_state_dict(state["state_dict"], strict=strict)
+    for index, optimizer in enumerate(optimizers):
+        optimizer_state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(model, optimizer)}
+        load_distributed(optimizer_state, checkpoint_id=path, planner=DefaultLoadPlanner())
+        (loaded,) = optimizer_state.values()
+        set_optimizer_state_dict(model, optimizer, loaded, options=StateDictOptions(cpu_offload=True))
+    rest: dict[str, Any] = torch.load(path / _compat.METADATA_FILENAME, weights_only=weights_only)
+    return rest
 
 
 def _load_full(
-    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool | None
+    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool
 ) -> dict[str, Any]:
     """Every rank takes its part of the file, which is mapped and not read as a whole."""
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     options = StateDictOptions(full_state_dict=True, strict=strict)
-    set_model_state_dict(model, checkpoint.pop("state_dict"), options=options)
+    saved_model = checkpoint.pop("state_dict")
+    if strict:
+        _check_names(saved_model.keys(), get_model_state_dict(model).keys())
+    set_model_state_dict(model, saved_model, options=options)
     saved = checkpoint.get("optimizer_states", [])
     if optimizers and len(saved) != len(optimizers):
         raise ValueError(
@@ -109,6 +133,16 @@ def _load_full(
     for optimizer, state in zip(optimizers, saved, strict=False):
         _load_optimizer(optimizer, state, model)
     return checkpoint
+
+
+def _check_names(saved: Collection[str], wanted: Collection[str]) -> None:
+    missing = sorted(set(wanted) - set(saved))
+    unexpected = sorted(set(saved) - set(wanted))
+    if missing or unexpected:
+        raise RuntimeError(
+            f"The checkpoint does not fit the model: it lacks {missing} and has {unexpected} too many. To load what "
+            "fits, set `self.strict_loading = False` in the LightningModule."
+        )
 
 
 def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -26,27 +26,28 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments, checkpoint
-from lightning_odc.data.checks import check_single, whole_minibatches
-from lightning_odc.data.convert import balanced_from
+from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
+from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.data.rng import random_numbers_of
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.protocol import FOLLOWED
+from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
+from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
-from lightning_odc.logbook import LogBook, flush, merge
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
-from lightning_odc.stopwatch import Stopwatch
-from lightning_odc.unroll import contribution, run_share
+from lightning_odc.training import Training
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+#: How long ranks wait before they say where they are.
+DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
 
 Communication = Literal["on_demand", "collective", "lockstep"]
 
@@ -91,6 +92,8 @@ class ODCStrategy(FSDPStrategy):
         length_fn: the length of a sample, where the data set does not tell.
         weighting: what a sample counts in the gradient, as in ``BalancedDataLoader``; counts that ``training_step``
             returns as ``num_items`` are exact and go before it.
+        hang_report_after: time of waiting after which every rank says where it is, on stderr and in
+            ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         **kwargs: arguments of FSDP1 that have no meaning for ``fully_shard`` are refused by name.
 
     Raises:
@@ -128,13 +131,15 @@ class ODCStrategy(FSDPStrategy):
         cost: Any = "quadratic",
         length_fn: Callable[[Any], int] | None = None,
         weighting: Any = "token",
+        hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
         arguments.check_choice("communication", communication, arguments.COMMUNICATIONS)
         arguments.check_choice("transport", transport, arguments.TRANSPORTS)
         arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
         arguments.check_sharding(sharding_strategy, device_mesh)
-        arguments.check_balance(balance, communication)
+        arguments.check_balance(balance, communication, deterministic)
+        arguments.check_hang_report(hang_report_after)
         arguments.check_cost(cost if balance else None, communication, deterministic)
         arguments.check_unknown(kwargs)
         super().__init__(
@@ -157,6 +162,7 @@ class ODCStrategy(FSDPStrategy):
         self.transport = transport
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
+        self.hang_report_after = hang_report_after
         self.balance = balance
         self._balance_options = {
             "max_tokens": max_tokens,
@@ -166,11 +172,11 @@ class ODCStrategy(FSDPStrategy):
         }
         self.precision_plugin = precision_plugin
         self._engine: Engine | None = None
-        self._logbook = LogBook()
-        self._evaluation = Evaluation()
-        self._totals: list[dict[str, Any]] = []
+        self._training: Training | None = None
+        self._evaluation: Evaluation | None = None
         self._reduce_locally = False
         self._failed = False
+        self._loaders_unchecked = True
         self._threads_before: int | None = None
 
     def __repr__(self) -> str:
@@ -236,20 +242,18 @@ class ODCStrategy(FSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        self._logbook, self._totals, self._failed = (
-            LogBook(),
-            [],
-            False,
-        )  # whatever a run before this one left
+        self._failed = False
         self.accelerator.setup(trainer)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self.precision_plugin.before_clipping = self.settle_gradients
-        self.precision_plugin.around_backward = self._around_backward
-        self._stopwatch = Stopwatch(lambda: sum(self.engine.waits.values()), self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            self._training = Training(self.lightning_module, self.engine, self.root_device)
+            self.precision_plugin.before_clipping = self._training.settle
+            self.precision_plugin.around_backward = self._training.around_backward
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place and hand its communication to a fresh engine."""
@@ -283,7 +287,21 @@ class ODCStrategy(FSDPStrategy):
             deterministic=self.deterministic,
             lockstep=self.communication == "lockstep",
             accumulator_dtype=self.accumulator_dtype,
+            hang_report=self._make_hang_report(),
         )
+
+    def _make_hang_report(self) -> HangReport | None:
+        if self.hang_report_after is None:
+            return None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        root = trainer.default_root_dir
+        directory = None if "://" in root else Path(root) / "odc-hang-reports"
+
+        def place() -> str:
+            return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
+
+        return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
 
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
         on_demand = self.communication != "collective" and self.world_size > 1
@@ -302,9 +320,10 @@ class ODCStrategy(FSDPStrategy):
         )
 
     def teardown(self) -> None:
+        self._give_values_back()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._training = self._engine, None, None
         try:
             if engine is not None and not self._failed:
                 # Without this, a rank that leaves early can abort the others' process group.
@@ -333,67 +352,42 @@ class ODCStrategy(FSDPStrategy):
     # -- a step -------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
+        module, training = self.lightning_module, self._training
         assert module is not None
+        assert training is not None
         is_share = bool(args) and isinstance(args[0], Minibatch)
-        self._begin_batch(module, "Minibatch" if is_share else "plain batch")
+        if is_share:
+            self._check_loaders(module.trainer.train_dataloader)
+        training.begin_batch("Minibatch" if is_share else "plain batch")
+        run = partial(self._redirect, "training_step", self.precision_plugin.train_step_context)
         if is_share and module.automatic_optimization:
-            with self._logbook.recording(module):
-                return self._train_share(module, *args, **kwargs)
-        output = self._redirect("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
-        if module.automatic_optimization and (item := contribution(output, 1.0)) is not None:
-            self.engine.ledger.add(item.weight / module.trainer.accumulate_grad_batches, item.counting)
+            return training.run_share(
+                args[0],
+                step=lambda microbatch: run(microbatch, *args[1:], **kwargs),
+                backward=lambda loss: self.backward(loss, self.optimizers[0]),
+            )
+        output = run(*args, **kwargs)
+        if module.automatic_optimization:
+            training.count(output)
         return output
-
-    def _begin_batch(self, module: pl.LightningModule, kind: str) -> None:
-        """What Lightning's ``zero_grad`` does at the first batch of a window must reach all ranks' accumulators."""
-        loop, window = module.trainer.fit_loop, module.trainer.accumulate_grad_batches
-        opens_window = module.automatic_optimization and loop.batch_idx % window == 0
-        self.engine.begin_batch(opens_window=opens_window, kind=kind)
-
-    def _train_share(self, module: pl.LightningModule, share: Minibatch, *args: Any, **kwargs: Any) -> Any:
-        def step(task: Task) -> Any:
-            context = self.precision_plugin.train_step_context
-            self._stopwatch.begin(task.detail)
-            with random_numbers_of(task.detail, self.root_device), self._stopwatch.running():
-                return self._redirect("training_step", context, task.microbatch, *args, **kwargs)
-
-        self._stopwatch.open(share)
-        return run_share(
-            share,
-            engine=self.engine,
-            logbook=self._logbook,
-            step=step,
-            backward=lambda loss: cast(None, self.backward(loss, self.optimizers[0])),
-            normalize=module.trainer.accumulate_grad_batches,
-            device=self.root_device,
-        )
-
-    @contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        assert self.lightning_module is not None
-        manual = not self.lightning_module.automatic_optimization
-        with self.engine.backward(manual=manual), self.engine.traced("backward"), self._stopwatch.running():
-            yield
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        settled = 0
+        training, settled = self._training, 0
+        assert training is not None
 
         def closure_then_settle() -> Any:
             nonlocal settled
             result = closure()
-            self.settle_gradients()
+            training.settle()
             settled = time.monotonic_ns()
             return result
 
         output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
         if self.engine.tracer is not None and settled:
             self.engine.tracer.record("optimizer", settled)
-        self.engine.publish()
-        totals, self._totals = self._totals, []
-        self._log(totals, "training_step")
+        training.end_step()
         return output
 
     def settle_gradients(self) -> None:
@@ -401,12 +395,15 @@ class ODCStrategy(FSDPStrategy):
 
         ``optimizer.step()`` and ``self.clip_gradients(...)`` do it by themselves. With manual optimization, call it on
         all ranks together to look at gradients before: until then, ``.grad`` has no values.
+
+        Raises:
+            RuntimeError: outside ``trainer.fit``.
         """
-        if not self.engine.settled:
-            record = {"logs": self._logbook.take(), "times": self._stopwatch.take()}
-            records = self.engine.settle(record)
-            self._totals += merge([record["logs"] for record in records], own=self.global_rank)
-            self._stopwatch.report([record["times"] for record in records])
+        if self._training is None:
+            raise RuntimeError(
+                "settle_gradients() belongs into a training step, between backward and optimizer step."
+            )
+        self._training.settle()
 
     def publish_parameters(self) -> None:
         """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
@@ -415,21 +412,6 @@ class ODCStrategy(FSDPStrategy):
         it already.
         """
         self.engine.refresh()
-
-    def _compare_training_batches(self) -> None:
-        """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        batches = trainer.num_training_batches
-        counts = self.engine.exchange("begin training", -1 if batches == float("inf") else batches)
-        enough = trainer.max_steps * trainer.accumulate_grad_batches
-        stops_before = trainer.max_steps > 0 and min(counts) >= enough
-        if len(set(counts)) > 1 and not stops_before and -1 not in counts:
-            raise DisagreementError(
-                f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
-                "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
-                "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
-            )
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -446,42 +428,59 @@ class ODCStrategy(FSDPStrategy):
         return run(*args, **kwargs)
 
     def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        self._evaluation.count()
+        assert self._evaluation is not None
         if not (args and isinstance(args[0], Minibatch)):
-            with self._local_reduce(self.communication != "collective"):
-                return self._redirect(name, context, *args, **kwargs)
+            return self._redirect(name, context, *args, **kwargs)
+
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
 
         def step(microbatch: Any) -> Any:
             return self._redirect(name, context, microbatch, *args[1:], **kwargs)
 
-        with self._local_reduce(True):
-            return self._evaluation.run_share(args[0], step, module, self.engine, name)
+        return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
-        self.engine.evaluating = False
+        self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
+        assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
-        self._compare_training_batches()
+        self._training.compare_batches()
         self.publish_parameters()
 
     def on_validation_start(self) -> None:
         self._begin_evaluation()
+        self._take_over_values()
 
     def on_validation_end(self) -> None:
+        self._give_values_back()
         self.engine.evaluating = False
         self.publish_parameters()
 
     def on_test_start(self) -> None:
         self._begin_evaluation()
+        self._take_over_values()
+
+    def on_test_end(self) -> None:
+        self._give_values_back()
 
     def on_predict_start(self) -> None:
         self._begin_evaluation()
 
-    def _begin_evaluation(self) -> None:
+    def _take_over_values(self) -> None:
+        assert self.lightning_module is not None
+        always = self.communication != "collective"
+        self._evaluation = Evaluation(self.lightning_module, self.engine, self._local_reduce, always)
         self._evaluation.begin()
-        self.engine.evaluating = True
+
+    def _give_values_back(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
+
+    def _begin_evaluation(self) -> None:
+        self.engine.evaluating = self._loaders_unchecked = True
         self.publish_parameters()
 
     def _redirect(
@@ -500,29 +499,24 @@ class ODCStrategy(FSDPStrategy):
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return dataloader
+        if self.balance is not None and not isinstance(dataloader, BalancedDataLoader):
+            try:
+                dataloader = balanced_for_lightning(
+                    dataloader, self.world_size, self.global_rank, self.balance, self._balance_options
+                )
+            except LengthsUnknownError as error:
+                rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
         if isinstance(dataloader, BalancedDataLoader):
-            return self._adopt(dataloader, module.trainer)
-        if self.balance is None:
-            return dataloader
-        try:
-            balanced = balanced_from(
-                dataloader,
-                num_replicas=self.world_size,
-                rank=self.global_rank,
-                policy=self.balance,
-                distributed_sampler="replace",  # Lightning has put one in
-                **self._balance_options,
-            )
-            balanced.lengths  # noqa: B018 - looked up now, so that an unknown length is found out here
-        except LengthsUnknownError as error:
-            rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
-            return dataloader
-        return self._adopt(balanced, module.trainer)
+            arguments.check_cost(dataloader.recipe.cost, self.communication, self.deterministic)
+            dataloader.minibatches_per_step = module.trainer.accumulate_grad_batches
+        return dataloader
 
-    def _adopt(self, loader: BalancedDataLoader, trainer: pl.Trainer) -> BalancedDataLoader:
-        arguments.check_cost(loader.recipe.cost, self.communication, self.deterministic)
-        loader.minibatches_per_step = trainer.accumulate_grad_batches
-        return loader
+    def _check_loaders(self, loaders: Any) -> None:
+        """Once per run, at the first `Minibatch`: until then nobody knows what a loader yields."""
+        assert self.lightning_module is not None
+        if self._loaders_unchecked and _compat.deals_out(self.lightning_module.trainer):
+            check_shares_are_whole(loaders)
+        self._loaders_unchecked = False
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -552,16 +546,15 @@ class ODCStrategy(FSDPStrategy):
             tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
 
-    def _log(self, totals: list[dict[str, Any]], hook: str) -> None:
-        module = self.lightning_module
-        if module is None or not totals:
-            return
-        with self._local_reduce(True), _compat.logging_as(module, hook):
-            flush(totals, module)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, Minibatch):
+            assert self.lightning_module is not None
+            _compat.count_batch_once(self.lightning_module.trainer)
 
     @contextmanager
-    def _local_reduce(self, enabled: bool) -> Iterator[None]:
-        before, self._reduce_locally = self._reduce_locally, enabled or self._reduce_locally
+    def _local_reduce(self) -> Iterator[None]:
+        """Let what is logged stay this rank's."""
+        before, self._reduce_locally = self._reduce_locally, True
         try:
             yield
         finally:

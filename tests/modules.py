@@ -69,6 +69,7 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "communication",
         "deterministic",
         "timeout",
+        "hang_report_after",
         "activation_checkpointing_policy",
         "auto_wrap_policy",
         "state_dict_type",
@@ -77,6 +78,8 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "cpu_offload",
     )
     strategy = {name: options.pop(name) for name in names if name in options}
+    if "default_root_dir" not in options:  # reports would go to the working directory
+        strategy.setdefault("hang_report_after", None)
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": world_size,

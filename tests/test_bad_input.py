@@ -31,12 +31,21 @@ from tests.ranks import run_ranks
         ({"sharding_strategy": "HYBRID_SHARD"}, r'use sharding_strategy="FULL_SHARD"'),
         ({"device_mesh": (2, 2)}, r'use sharding_strategy="FULL_SHARD"'),
         ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        (
+            {"balance": "steal", "deterministic": True},
+            r'Use balance="lb_mini" with deterministic=True \(the same plan without stealing\)',
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_unknown_values(options, message):
     with pytest.raises(ValueError, match=message):
         ODCStrategy(**options)
+
+
+def test_values_that_contradict_each_other_only_together():
+    ODCStrategy(balance="steal")
+    ODCStrategy(balance="lb_mini", deterministic=True)
 
 
 def test_arguments_of_fsdp1_without_meaning_are_named():

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.models import Block
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, try_ranks
 
 
 class Grouped(TokenModule):
@@ -74,3 +75,105 @@ def _goes_on_in_one_process(directory: pathlib.Path, name: str, resumed: dict[st
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             assert key == "step" or value is None or value.shape == parameter.shape
+
+
+def _validate_and_save(rank: int, directory: str, name: str) -> dict[str, Tensor]:
+    """Validation and the default ``ModelCheckpoint`` in every epoch, as ``Trainer.fit`` does by default."""
+    module, callbacks = MODULES[name]("mean", lr=0.01), [ModelCheckpoint(directory)]
+    options = {"enable_checkpointing": True, "callbacks": callbacks, "max_epochs": 3}
+    trainer(2, **options).fit(module, _batches(rank), _batches(rank))
+    return full_parameters(module)
+
+
+def _train_only(rank: int, name: str) -> dict[str, Tensor]:
+    module = MODULES[name]("mean", lr=0.01)
+    trainer(2, max_epochs=3).fit(module, _batches(rank))
+    return full_parameters(module)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_saving_in_between_changes_nothing(tmp_path, name):
+    found = run_ranks(_validate_and_save, str(tmp_path), name)[0]
+    expected = run_ranks(_train_only, name)[0]
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)  # sums in arrival order
+    assert list(tmp_path.glob("*.ckpt"))
+
+
+class Bigger(TokenModule):
+    def __init__(self, strict: bool) -> None:
+        super().__init__("mean", lr=0.01)
+        self.extra = torch.nn.Linear(3, 5)
+        self.strict_loading = strict
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _load_other(rank: int, path: str, kind: str, strict: bool) -> Any:
+    module, data = Bigger(strict), _batches(rank)
+    before = module.extra.weight.detach().clone()
+    trainer(2, state_dict_type=kind).validate(module, data, ckpt_path=path)
+    after = full_parameters(module)
+    return [torch.equal(after["extra.weight"], before), after["net.head.weight"]]
+
+
+def _save(rank: int, path: str, kind: str) -> Tensor:
+    module = TokenModule("mean", lr=0.01)
+    t = trainer(2, state_dict_type=kind)
+    t.fit(module, _batches(rank))
+    t.save_checkpoint(path)
+    return full_parameters(module)["net.head.weight"]
+
+
+def test_a_full_checkpoint_with_parameters_that_the_model_lacks(tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    run_ranks(_save, path, "full")
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["state_dict"]["surplus"] = torch.zeros(3)
+    torch.save(checkpoint, path)
+    for outcome in try_ranks(_load_same, path, timeout=60):
+        assert "has ['surplus'] too many" in outcome.error
+
+
+def _load_same(rank: int, path: str) -> None:
+    trainer(2).validate(TokenModule(), _batches(rank), ckpt_path=path)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_model_with_more_parameters_than_the_checkpoint(tmp_path, kind):
+    path = str(tmp_path / "one.ckpt")
+    saved = run_ranks(_save, path, kind)[0]
+    for unchanged, head in run_ranks(_load_other, path, kind, False):
+        assert unchanged
+        assert torch.equal(head, saved)
+    for outcome in try_ranks(_load_other, path, kind, True, timeout=60):
+        assert outcome.exitcode == 1
+        assert "extra.weight" in outcome.error
+
+
+def _other_optimizer(rank: int, path: str) -> None:
+    trainer(2, max_epochs=2).fit(Bigger(False), _batches(rank), ckpt_path=path)
+
+
+def test_an_optimizer_with_other_parameters(tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    run_ranks(_save, path, "full")
+    for outcome in try_ranks(_other_optimizer, path, timeout=60):
+        assert outcome.exitcode == 1
+        assert "parameter group" in outcome.error
+
+
+def _find_lr(rank: int) -> float:
+    from lightning.pytorch.tuner import Tuner
+
+    module = Plain("mean", lr=0.1)
+    data = loader(token_batches([5, 8, 6] * 4, seed=rank))
+    found = Tuner(trainer(2)).lr_find(module, data, num_training=8, update_attr=False)
+    assert found is not None
+    return len(found.results["lr"])
+
+
+def test_the_learning_rate_finder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(_find_lr) == [8, 8]

@@ -6,9 +6,15 @@ import contextlib
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
-from lightning.pytorch import LightningModule
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 
 from lightning_odc import _compat
@@ -39,6 +45,50 @@ def test_logging_as_sets_and_restores_the_hook():
     with contextlib.suppress(KeyError), _compat.logging_as(module, "training_step"):
         raise KeyError
     assert module._current_fx_name == "optimizer_step"
+
+
+def test_what_evaluations_use_of_lightning_exists():
+    loop, connector = Trainer(logger=False, enable_checkpointing=False).validate_loop, _LoggerConnector
+    for name in ("_store_dataloader_outputs", "on_run_end", "num_dataloaders", "_is_sequential"):
+        assert hasattr(type(loop), name)
+    assert loop._results.dataloader_idx is None
+    assert {"epoch_end_reached", "update_eval_epoch_metrics"} <= set(vars(connector))
+    assert isinstance(inspect.getattr_static(Trainer, "_evaluation_loop"), property)
+
+
+def test_epoch_values_are_read_and_replaced():
+    results = _ResultCollection(training=False)
+    options = {"on_step": False, "on_epoch": True, "sync_dist": True, "prog_bar": True}
+    results.dataloader_idx = 1
+    for value in (1.0, 4.0):
+        results.log("validation_step", "x", torch.tensor(value), batch_size=3, **options)
+        results.log("validation_step", "y", torch.tensor(value), batch_size=3, reduce_fx=max, **options)
+    x, y = _compat.epoch_values(results)
+    assert (x.fx, x.name, x.dataloader_idx, x.reduction, x.value, x.weight) == (
+        "validation_step",
+        "x",
+        1,
+        "mean",
+        15,
+        6,
+    )
+    assert (y.reduction, y.value, y.group, y.metric) == ("max", 4.0, None, None)
+    assert x.options.items() >= {**options, "rank_zero_only": False}.items()
+    assert _compat.set_epoch_value(results, replace(x, value=7.0), torch.device("cpu")) is None
+    new = replace(y, name="z", value=8.0)
+    assert _compat.set_epoch_value(results, new, torch.device("cpu")) == "validation_step.z.1"
+    assert results.metrics(on_step=False)["callback"] == {
+        "x/dataloader_idx_1": 7.0,
+        "y/dataloader_idx_1": 4.0,
+        "z/dataloader_idx_1": 8.0,
+    }
+    results.reset()
+    assert _compat.epoch_values(results) == []
+
+
+def test_which_states_of_a_metric_are_concatenated():
+    assert _compat.concatenated_states(torchmetrics.CatMetric()) == ["value"]
+    assert _compat.concatenated_states(torchmetrics.MeanMetric()) == []
 
 
 def test_materialize_gives_meta_parameters_memory():
@@ -78,3 +128,25 @@ def test_importing_is_light_and_patches_nothing():
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_the_training_loop_still_profiles_the_fetching_of_batches():
+    source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
+    assert f'{_compat.FETCH_ACTION}")' in source
+
+
+def test_comms_of_a_module_are_those_that_were_set():
+    class Module:
+        """What `comms_of` looks at, in both of its shapes."""
+
+        def __init__(self, **state: object) -> None:
+            self.state = SimpleNamespace(**state)
+
+        def _get_fsdp_state(self) -> SimpleNamespace:
+            return self.state
+
+    group = SimpleNamespace(_all_gather_comm="gather", _reduce_scatter_comm="reduce")
+    assert _compat.comms_of(Module(_fsdp_param_groups=[group])) == ("gather", "reduce")
+    assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
+    assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
+    assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("transformers")
+
+from lightning_odc.demo.measure import with_collective_waits
 from lightning_odc.demo.result import (
     RankRecord,
     Repetition,
@@ -116,3 +119,19 @@ def test_disagreement_is_the_largest_over_minibatches_modes_and_repetitions() ->
 
 def test_quartiles_of_one_value() -> None:
     assert quartiles([2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_waits_inside_collectives_come_from_comparing_ranks() -> None:
+    ms = 10**6
+    ranks = [
+        RankRecord([1.0], [1.0], [1], [{}], meetings=[[(0, 12 * ms), (20 * ms, 25 * ms)]]),
+        RankRecord([1.0], [1.0], [1], [{}], meetings=[[(10 * ms, 12 * ms), (18 * ms, 25 * ms)]]),
+    ]
+    first, second = with_collective_waits(ranks)
+    assert first.waits == [{"collective": pytest.approx(0.010)}]
+    assert second.waits == [{"collective": pytest.approx(0.002)}]
+
+
+def test_without_collectives_nothing_is_added() -> None:
+    ranks = [RankRecord([1.0], [1.0], [1], [{"settle": 0.5}], meetings=[[]]) for _ in range(2)]
+    assert [rank.waits for rank in with_collective_waits(ranks)] == [[{"settle": 0.5}]] * 2

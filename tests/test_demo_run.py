@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from lightning_odc.callbacks import load_timeline
+
 for package in ("transformers", "matplotlib", "rich"):
     pytest.importorskip(package)
 
@@ -93,14 +95,27 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
     assert runs["collective"]["traffic_per_minibatch"]["reads"] == 0
     assert runs["on_demand"]["idle_share"] > 0
     assert runs["lockstep"]["idle_seconds"]["lockstep"] > runs["on_demand"]["idle_seconds"]["lockstep"] == 0
-    assert runs["collective"]["idle_share"] is None
+    assert runs["collective"]["idle_seconds"]["collective"] > 0
+    for mode in modes:
+        assert 0 < runs[mode]["idle_share"] < 1
+        shown = result["timelines"][mode]
+        assert shown["minibatch"] == 2
+        timeline = load_timeline(tmp_path / shown["trace"])
+        assert timeline.waiting_seen
+        for rank in timeline.ranks:
+            assert [span.details["number"] for span in rank.of("minibatch")] == [2]
+            assert len(rank.of("forward")) == 3
 
     # Only the first rank speaks, and only of the demo.
     assert sum(line.startswith("mode ") for line in out.splitlines()) == 1
     assert [line.split()[0] for line in out.splitlines() if line.startswith(tuple(modes))] == modes
     assert "losses agree" in out
     assert "Warning" not in err
-    assert {entry.name for entry in tmp_path.iterdir()} == {"result.json", "lengths.png", "minibatches.png"}
+    assert f"files in {tmp_path}/:" in out
+    names = ["lengths.png", "minibatches.png", "result.json", "timelines", "timelines.png"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+    assert all(name.split(".")[0] in out for name in names)
+    assert sorted(path.name for path in (tmp_path / "timelines").iterdir()) == sorted(modes)
 
 
 def test_ctrl_c_ends_every_process_with_one_line(

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_odc import Minibatch
-from lightning_odc.engine.transports import shared_memory
+from lightning_odc.engine.transports import host
+from tests.models import WIDTH
 from tests.modules import TokenModule, loader, token_batches, trainer
-from tests.ranks import Outcome, try_ranks
+from tests.ranks import Outcome, run_ranks, try_ranks
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
 SECONDS = 20
@@ -49,6 +53,75 @@ def test_a_rank_that_raises_stops_the_others_with_its_error(at):
     assert "PeerFailedError: Rank 1 failed, so rank 0 stops too. Its error was:" in survivor.error
     assert "ValueError: no such token" in survivor.error
     assert survivor.exitcode == failed.exitcode == 1
+
+
+ENDINGS = {"interrupted": KeyboardInterrupt(), "exits": SystemExit(3), "exits well": SystemExit(0)}
+
+
+class Ends(TokenModule):
+    """Rank 1 ends in the middle of a minibatch without an error of its own."""
+
+    def __init__(self, rank: int, ending: str) -> None:
+        super().__init__("items")
+        self.ending = ENDINGS[ending] if rank == 1 else None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.ending is not None and len(self.seen) == 4:
+            raise self.ending
+        return super().training_step(batch, batch_idx)
+
+
+def _ends(rank: int, ending: str) -> None:
+    fit(rank, Ends(rank, ending), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_rank_that_is_interrupted_or_exits_stops_the_others(ending):
+    survivor, ended = try_ranks(_ends, ending, timeout=SECONDS)
+    name = type(ENDINGS[ending]).__name__
+    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too. Its error was:" in survivor.error
+    assert name in survivor.error
+    assert name in ended.error or "SystemExit: 1" in ended.error  # Lightning turns an interrupt into an exit
+    assert survivor.exitcode == ended.exitcode == 1
+
+
+class Interrupted(TokenModule):
+    """Rank 1 gets a Ctrl+C while it waits for rank 0, which sleeps."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("items")
+        self.rank = rank
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if len(self.seen) == 5:
+            if self.rank == 0:
+                time.sleep(3)
+            else:
+                threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return super().training_step(batch, batch_idx)
+
+
+def _interrupted(rank: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    fit(rank, Interrupted(rank), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+
+
+def test_an_interrupt_ends_a_wait():
+    sleeper, waiting = try_ranks(_interrupted, timeout=SECONDS)
+    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too" in sleeper.error
+    for outcome in (sleeper, waiting):
+        assert "waiting.py" in outcome.error.split("KeyboardInterrupt", 1)[0]
+        assert outcome.exitcode == 1
+
+
+def _both_interrupted(rank: int) -> None:
+    fit(rank, Ends(1, "interrupted"), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+
+
+def test_all_ranks_may_be_interrupted_at_once():
+    for outcome in try_ranks(_both_interrupted, timeout=SECONDS):
+        assert "KeyboardInterrupt" in outcome.error
+        assert outcome.exitcode == 1
 
 
 class Dies(TokenModule):
@@ -103,6 +176,40 @@ def errors(function: Any, *args: Any, world_size: int = 2) -> list[str]:
     return [outcome.error for outcome in outcomes]
 
 
+class RunsInBetween(TokenModule):
+    """Runs a block after the gradients were summed and before the optimizer steps."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            self.net.blocks[0](torch.ones(3, WIDTH))
+
+
+class Twice(torch.optim.SGD):
+    """Calls its closure again after a step of its own, as LBFGS does."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+class StepsTwice(TokenModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Twice(self.parameters(), lr=0.1)
+
+
+def _runs_too_late(rank: int, module: type[TokenModule]) -> None:
+    fit(rank, module("items"), [Minibatch(token_batches([5])) for _ in range(2)])
+
+
+@pytest.mark.parametrize("module", [RunsInBetween, StepsTwice])
+def test_a_model_that_runs_while_peers_change_their_shards(module):
+    found = errors(_runs_too_late, module)
+    assert "StaleShardError: The model ran (unit" in found[0] + found[1]
+    for message in found:
+        assert "`on_before_optimizer_step`" in message
+        assert "call their closure several times in one step (LBFGS) cannot work on demand" in message
+
+
 def _different_models(rank: int) -> None:
     fit(rank, TokenModule("items", vocab=11 + rank), [Minibatch(token_batches([5]))])
 
@@ -133,6 +240,62 @@ def test_a_minibatch_here_and_a_plain_batch_there():
         assert "Rank 0 trained on plain batches, rank 1 on Minibatches" in message
 
 
+def _collective_kinds(rank: int) -> None:
+    batches = token_batches([5])
+    fit(rank, TokenModule(), [Minibatch(batches)] if rank else batches, communication="collective")
+
+
+def test_a_minibatch_here_and_a_plain_batch_there_under_collectives():
+    for message in errors(_collective_kinds):
+        assert (
+            "DisagreementError: The ranks begin their first batch with ['plain batch', 'Minibatch']"
+            in message
+        )
+
+
+class Endless(IterableDataset[Any]):
+    """A data set that does not say how many batches it has."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def _unknown_lengths(rank: int, counts: tuple[int, int], options: dict[str, Any]) -> int:
+    data = DataLoader(Endless([Minibatch(token_batches([5])) for _ in range(counts[rank])]), batch_size=None)
+    t = trainer(2, **options)
+    t.fit(TokenModule("items"), data)
+    return t.global_step
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2)], ids=str)
+def test_loaders_of_unknown_length_that_end_at_different_times(counts):
+    short = counts.index(2)
+    for message in errors(_unknown_lengths, counts, {}):
+        assert f"Rank {short} has no more batches in this epoch, rank {1 - short} has." in message
+    assert run_ranks(_unknown_lengths, counts, {"max_steps": 2, "max_epochs": -1}) == [2, 2]
+
+
+class Shares(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Minibatch:
+        return Minibatch(token_batches([5]))
+
+
+def _dealt_out_again(rank: int, options: dict[str, Any]) -> None:
+    trainer(2, **options).fit(TokenModule("items"), DataLoader(Shares(), batch_size=None))
+
+
+def test_shares_that_lightning_would_deal_out_again():
+    for message in errors(_dealt_out_again, {"use_distributed_sampler": True}):
+        assert "Write Trainer(use_distributed_sampler=False)" in message
+    run_ranks(_dealt_out_again, {})
+
+
 def _different_steps(rank: int) -> None:
     fit(rank, TokenModule("items"), [Minibatch(token_batches([5])) for _ in range(2 + rank)])
 
@@ -156,7 +319,7 @@ def test_unequal_counts_are_refused_where_ranks_wait_at_every_unit(communication
 
 
 def _no_memory(rank: int) -> None:
-    shared_memory.available_memory = lambda: 4096  # type: ignore[assignment]
+    host.available_memory = lambda: 4096  # type: ignore[assignment]
     fit(rank, TokenModule("items"), [Minibatch(token_batches([5]))])
 
 
@@ -205,3 +368,46 @@ def _command_lines() -> list[str]:
         except OSError:
             continue
     return lines
+
+
+# -- afterwards -------------------------------------------------------------------------------------------
+
+
+class LogsAndRaises(TokenModule):
+    def __init__(self, at: int) -> None:
+        super().__init__("items")
+        self.at = at
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.log("length", float(batch.numel()), sync_dist=True, reduce_fx="sum")
+        if len(self.seen) == self.at:
+            raise ValueError("no such token")
+        return super().training_step(batch, batch_idx)
+
+
+def _fits_again(rank: int) -> list[Any]:
+    """The first fit fails in the second microbatch, after both ranks have logged; the second has one minibatch."""
+    t = trainer(2)
+    with pytest.raises(ValueError, match="no such token"):
+        t.fit(LogsAndRaises(1), loader([Minibatch(token_batches([100, 200, 300]))]))
+    module, late = LogsAndRaises(-1), Late(rank)
+    t.callbacks.append(late)  # type: ignore[attr-defined]
+    t.fit(module, loader([Minibatch(token_batches([5, 9]))]))
+    waited = time.monotonic() - late.ended > 0.3
+    return [module.seen, t.callback_metrics["length"].item(), waited]
+
+
+class Late(Callback):
+    """Rank 1 comes half a second late to the end."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.ended = rank, 0.0
+
+    def on_train_end(self, *_: Any) -> None:
+        self.ended = time.monotonic()
+        time.sleep(self.rank / 2)
+
+
+def test_a_failed_run_leaves_nothing_to_the_next_one():
+    # Rank 0 waits for rank 1 at the end of a run that did not fail.
+    assert run_ranks(_fits_again) == [[[5, 9], 28.0, True]] * 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch
 from tests.models import WIDTH, summed_loss
@@ -40,7 +41,8 @@ class Manual(Sgd):
 
     def gradient_norm(self) -> float:
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+        norm = torch.nn.utils.get_total_norm(grads)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class Clips(Manual):
@@ -94,6 +96,41 @@ class ZeroesInPlace(Manual):
         optimizer.zero_grad(set_to_none=False)
 
 
+class DropsInTheStep(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(1000 * self.mean_loss(batch))
+        optimizer.zero_grad()
+        self.manual_backward(self.mean_loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class GoesBackwardLater(Manual):
+    """Two forward passes, then the backward passes in the other order, one of them twice."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        first, second = self.mean_loss(batch) / 9, self.mean_loss(batch.flip(1)) / 9
+        self.manual_backward(second)
+        self.manual_backward(first, retain_graph=True)
+        self.manual_backward(first)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class StepsTwice(Manual):
+    """Several optimizer steps in one call of ``training_step``, as reinforcement learning does."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.mean_loss(batch))
+            self.clip_gradients(optimizer, 0.05, "norm")
+            optimizer.step()
+
+
 class DropsABatch(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -141,12 +178,12 @@ class Toggles(Manual):
     """Two optimizers that freeze each other's parameters, as in adversarial training."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()[batch_idx % 2]  # type: ignore[index]
-        self.toggle_optimizer(optimizer)
-        self.manual_backward(self.mean_loss(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        self.untoggle_optimizer(optimizer)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.mean_loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
         blocks = list(self.net.blocks.parameters())
@@ -177,6 +214,9 @@ MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
     "looks": (Looks, {}),
     "backward without Lightning": (BackwardWithoutLightning, {}),
     "zeroes in place": (ZeroesInPlace, {}),
+    "drops in the step": (DropsInTheStep, {}),
+    "goes backward later": (GoesBackwardLater, {}),
+    "steps twice": (StepsTwice, {}),
     "drops a batch": (DropsABatch, {}),
     "drops before the step": (DropsBeforeTheStep, {}),
     "skips steps": (SkipsSteps, {}),
@@ -219,6 +259,33 @@ def test_as_in_one_process(name, deterministic):
         assert found == pytest.approx(norms, rel=1e-4)
         for key in one:  # sums of two fp32 gradients in another order, carried through six steps
             torch.testing.assert_close(parameters[key], one[key], rtol=1e-3, atol=1e-4)
+
+
+class UnrollsByHand(Manual):
+    def training_step(self, share: Minibatch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for batch in share:
+            self.manual_backward(self.mean_loss(batch) / 3)
+        optimizer.step()
+
+
+def _fit_unrolling(rank: int, communication: str) -> dict[str, Tensor]:
+    module, counts = UnrollsByHand(), (2, 2) if communication == "collective" else (3, 1)
+    shares = [Minibatch((BATCHES[0] + BATCHES[1])[sum(counts[:rank]) :][: counts[rank]])]
+    trainer(2, communication=communication).fit(module, loader(shares))
+    return full_parameters(module)
+
+
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+def test_a_minibatch_unrolled_by_hand(communication):
+    one = UnrollsByHand()
+    for batch in (BATCHES[0] + BATCHES[1])[:4]:
+        (one.mean_loss(batch) / 3 / 2).backward()  # FSDP's rule: the mean over ranks
+    one.configure_optimizers().step()
+    for parameters in run_ranks(_fit_unrolling, communication):
+        for key, value in full_parameters(one).items():
+            torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
 
 
 # -- what must not go unnoticed --------------------------------------------------------------------------------
@@ -288,6 +355,7 @@ class WritesThroughData(Callback):
 MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, str]] = {
     "clips by hand": (ClipsByHand, {}, None, r"self\.clip_gradients\(optimizer, \.\.\.\)"),
     "replaces gradients": (ReplacesGradients, {}, None, "settle_gradients"),
+    "one unit only": (Clips, {"auto_wrap_policy": set()}, None, "at least two units"),
     "scales after backward": (ScalesAfterBackward, {}, None, "on_before_optimizer_step"),
     "looks too early": (LooksTooEarly, {}, None, "'net.head.weight' is not complete yet"),
     "unfreezes in the step": (

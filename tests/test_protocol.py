@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from lightning_odc.engine import protocol as protocol_module
-from lightning_odc.engine.protocol import Protocol, Word
+from lightning_odc.engine.peers import FOLLOWED, Word
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.waiting import Cause
-from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
+from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
 from tests.interleaving import Interleaved, Scheduler
 
 UNITS = (
@@ -27,6 +29,11 @@ STEPS = 4
 
 class ViolationError(AssertionError):
     """A rank saw something that the protocol forbids."""
+
+
+def text_length(rank: int, version: int) -> int:
+    """How much a rank says: another one has most to say in every step."""
+    return 200 * ((rank + version) % 3)
 
 
 def value_of(version: int, rank: int, unit: int) -> float:
@@ -45,9 +52,13 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
             for unit in reversed(range(len(UNITS))):
                 chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
                 protocol.accumulate(unit, chunks, [Segment(0, 0, UNITS[unit].grad_numel)])
-        records = protocol.meet({"kind": "step", "count": counts[rank], "version": protocol.version})
+        name = str(protocol.version) * text_length(rank, protocol.version)
+        records = protocol.end_version({"kind": "step", "count": counts[rank], "text": name})
         if [record["count"] for record in records] != counts:
             raise ViolationError(f"records of another meeting: {records}, expected {counts}")
+        for peer, record in enumerate(records):
+            if record["text"] != str(protocol.version) * text_length(peer, protocol.version):
+                raise ViolationError(f"torn record: {record}")
         expected = sum((1.0 + peer) * count for peer, count in enumerate(counts))
         for unit in range(len(UNITS)):
             total = protocol.summed(unit).unique().tolist()
@@ -117,6 +128,14 @@ def test_invariants_hold_in_random_interleavings(world_size, options):
         assert errors == [None] * world_size, f"seed {seed}: {errors}"
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_records_longer_than_a_mailbox_take_several_meetings(monkeypatch, world_size):
+    monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", 64)
+    for seed in range(10):
+        errors = explore(seed, world_size)
+        assert errors == [None] * world_size, f"seed {seed}: {errors}"
+
+
 class WithoutVersions(Protocol):
     """Reads without waiting for the version."""
 
@@ -155,6 +174,14 @@ class ForgetsToClear(Protocol):
         pass
 
 
+class OneMailbox(Protocol):
+    """Posts every part of a record over the last one, which others may still be reading."""
+
+    def _meet_once(self, message: bytes, record: Any) -> list[bytes]:
+        self._meetings += 1  # so that the mailbox is always the same
+        return super()._meet_once(message, record)
+
+
 @pytest.mark.parametrize(
     "broken",
     [WithoutVersions, WithoutMeeting, WithoutLocks, PublishesEarly, ForgetsToClear],
@@ -164,9 +191,48 @@ def test_the_explorer_finds_broken_protocols(broken):
     assert breaks(broken)
 
 
+def test_the_explorer_finds_parts_posted_over_parts_that_are_being_read(monkeypatch):
+    monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", 64)
+    assert breaks(OneMailbox)
+
+
 def test_the_explorer_finds_a_first_version_that_words_start_with(monkeypatch):
     monkeypatch.setattr(protocol_module, "_FIRST_VERSION", 0)
     assert breaks(Protocol)
+
+
+def add_ones(protocol: Protocol, unit: int) -> None:
+    numel = UNITS[unit].grad_numel
+    ones = torch.ones(protocol.transport.world_size, numel)
+    protocol.accumulate(unit, ones, [Segment(0, 0, numel)])
+
+
+class GathersTooLate(Protocol):
+    """Reads version ``v`` when peers may be writing ``v + 1`` already."""
+
+    def end_version(self, record: Any) -> list[Any]:
+        records = super().end_version(record)
+        if self.version == STEPS:
+            check_gather(self, 0)
+        return records
+
+
+class AddsTooLate(Protocol):
+    """Adds gradients of version ``v`` when peers may have taken out their sums already."""
+
+    def end_version(self, record: Any) -> list[Any]:
+        records = super().end_version(record)
+        if self.version == STEPS:
+            add_ones(self, 0)
+        return records
+
+
+@pytest.mark.parametrize("late", [GathersTooLate, AddsTooLate], ids=lambda c: c.__name__)
+def test_nobody_uses_a_version_that_has_ended(late):
+    for seed in range(5):
+        assert all(isinstance(e, StaleShardError) for e in explore(seed, 3, late)), f"seed {seed}"
+    unguarded = type("Unguarded", (late,), {"check_not_ended": lambda self, unit: None})
+    assert breaks(unguarded)
 
 
 def breaks(protocol_class: type[Protocol]) -> bool:
@@ -231,7 +297,7 @@ def test_the_first_failure_is_reported_not_those_that_followed():
     protocols = [Protocol(hub.transport(rank), UNITS, timeout=20) for rank in range(3)]
     together(*(p.open for p in protocols))
     protocols[2].fail("ValueError: the cause")
-    protocols[1].fail(protocol_module.FOLLOWED + "whatever")
+    protocols[1].fail(FOLLOWED + "whatever")
     with pytest.raises(PeerFailedError, match=r"Rank 2 failed.*\n.*the cause"):
         protocols[0].meet({"kind": "step"})
 
@@ -262,6 +328,19 @@ def test_ranks_that_meet_for_different_reasons_disagree():
     )
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
+
+
+def test_records_of_any_length_arrive():
+    _, protocols = pair(timeout=20)
+    heard: list[Any] = [None, None]
+    for lengths in ((0, 1_000_000), (70_000, 5), (65_500, 65_600), (1, 1)):
+        texts = ["a" * lengths[0], "b" * lengths[1]]
+
+        def meet(rank: int, texts: list[str] = texts) -> None:
+            heard[rank] = protocols[rank].meet({"kind": "step", "text": texts[rank]})
+
+        assert together(lambda: meet(0), lambda: meet(1)) == [None, None]
+        assert all([record["text"] for record in records] == texts for records in heard)
 
 
 def test_a_rank_that_fell_behind_in_versions_is_told():
@@ -318,6 +397,55 @@ def test_lockstep_waits_at_every_unit():
 
     assert together(fast, slow) == [None, None]
     assert first.waiter.seconds[Cause.LOCKSTEP] == pytest.approx(0.3, abs=0.15)
+
+
+def test_an_ended_version_comes_back_with_the_next_one():
+    alone = Protocol(ThreadHub(1).transport(0), UNITS, timeout=1)
+    alone.open()
+    alone.end_version({"kind": "step"})
+    message = r"(?s)The model ran \(unit 'second'\) between .* `on_before_optimizer_step`.* \(LBFGS\)"
+    with pytest.raises(StaleShardError, match=message):
+        alone.gather(1, torch.zeros(1, 2))
+    with pytest.raises(StaleShardError, match=message):
+        add_ones(alone, 1)
+    alone.next_version()
+    alone.gather(1, torch.zeros(1, 2))
+    add_ones(alone, 1)
+    assert alone.summed(1).tolist() == [1.0, 1.0]
+
+
+SPANS = {
+    "plain": (False, ["read", "add", "wait"]),
+    "lockstep": (True, ["wait", "read", "wait", "add", "wait"]),
+}
+
+
+@pytest.mark.parametrize("case", SPANS)
+def test_reads_adds_and_waits_are_traced(case):
+    lockstep, expected = SPANS[case]
+    _, (first, second) = pair(timeout=20, lockstep=lockstep)
+    tracer = Tracer()
+    first.listen(tracer)
+
+    def work(protocol: Protocol, late: float) -> None:
+        publish(protocol)
+        time.sleep(late)
+        protocol.gather(1, torch.zeros(2, 2))
+        time.sleep(late)
+        add_ones(protocol, 1)
+        time.sleep(late)
+        protocol.meet({"kind": "step"})
+
+    publish(second)  # so that a plain read does not wait
+    assert together(lambda: work(first, 0), lambda: work(second, 0.05)) == [None, None]
+    kinds = [span.kind for span in tracer.spans]
+    assert kinds == expected
+    for span in tracer.spans:
+        assert span.begin <= span.end
+        if span.kind != "wait":
+            assert span.details == {"unit": "second"}
+    waits = sum(span.end - span.begin for span in tracer.spans if span.kind == "wait") / 1e9
+    assert waits == pytest.approx(sum(first.waiter.seconds.values()), abs=1e-3)
 
 
 def test_world_of_one():

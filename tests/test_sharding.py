@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from lightning_odc.sharding import mesh_for, repeated_blocks, shard_model, wrap_targets
+from lightning_odc.sharding import mesh_for, precision_policy, repeated_blocks, shard_model, wrap_targets
 from tests.models import Block, Net, init_gloo
 from tests.ranks import run_ranks
 
@@ -107,3 +107,23 @@ def test_the_rest_is_the_root_unit_and_sharding_twice_changes_nothing():
     first, second = run_ranks(_shard)
     assert first[0] == second[0] == ["FSDPNet", *["FSDPBlock"] * 3]
     assert (first[1:], second[1:]) == (["DTensor", torch.Size([6, 7])], ["DTensor", torch.Size([5, 7])])
+
+
+@pytest.mark.parametrize(
+    ("compute", "on_demand", "reduce"),
+    [
+        (
+            torch.float16,
+            True,
+            torch.float32,
+        ),  # fully_shard would divide fp16 gradients by the number of ranks
+        (torch.bfloat16, True, None),
+        (None, True, None),
+        (torch.float16, False, torch.float64),
+        (torch.bfloat16, False, torch.float64),
+    ],
+    ids=str,
+)
+def test_in_which_dtype_gradients_are_handed_over(compute, on_demand, reduce):
+    policy = precision_policy(compute, torch.float64, on_demand)
+    assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)

@@ -91,6 +91,13 @@ def test_too_many_microbatches():
         queues([[1.0] * 4096])
 
 
+def test_stealing_under_a_fixed_order_of_sums_is_refused():
+    with pytest.raises(
+        ValueError, match=r'Use BalancedDataLoader\(policy="lb_mini"\), the same plan without'
+    ):
+        WorkQueues(Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True), 1, [[1.0]] * 2)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_microbatch_runs_exactly_once_in_any_interleaving(seed):
     world, rng = 3, random.Random(seed)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
 
 import lightning_odc
 from lightning_odc import Minibatch, ODCStrategy
@@ -449,6 +450,66 @@ def test_a_full_checkpoint_is_an_ordinary_one(tmp_path):
     straight, _ = run_ranks(_save_and_resume, str(tmp_path), "full")[0]
     module = TokenModule.load_from_checkpoint(tmp_path / "one.ckpt", returns="items")
     assert set(full_parameters(module)) == set(straight)
+
+
+def _evaluate_in_lockstep(rank: int) -> list[float]:
+    module, data = TokenModule(), loader(plain_batches(rank)[: 2 + 3 * rank])
+    t = trainer(2, communication="lockstep")
+    t.fit(module, loader(plain_batches(rank)[:2]), data)
+    return [t.callback_metrics["val_one"].item()]
+
+
+def test_lockstep_lets_evaluations_differ():
+    assert run_ranks(_evaluate_in_lockstep) == [[1.0]] * 2
+
+
+def _fit_offloaded(rank: int) -> dict[str, Tensor]:
+    module = TokenModule("items", lr=LR)
+    trainer(2, cpu_offload=True).fit(module, loader(shares(rank, (4, 2))))
+    return full_parameters(module)
+
+
+def test_offloading_on_the_cpu_changes_nothing():
+    one = reference("tokens")
+    assert_same(run_ranks(_fit_offloaded)[0], one)
+
+
+class FailsOnce(TokenModule):
+    """Fails in its second training step, before, in, or after the forward pass."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("items", lr=LR)
+        self.where = where
+        self.steps = 0
+        self.net.blocks[1].register_forward_pre_hook(lambda *_: self.fail("in"))
+
+    def fail(self, where: str) -> None:
+        if self.where == where and self.steps == 2:
+            raise ValueError("once")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.steps += 1
+        self.fail("before")
+        output = super().training_step(batch, batch_idx)
+        self.fail("after")
+        return output
+
+
+def _fit_again(rank: int, where: str) -> dict[str, Tensor]:
+    module, start = FailsOnce(where), full_parameters(TokenModule("items"))
+    with pytest.raises(ValueError, match="once"):
+        trainer(2).fit(module, loader(shares(rank, (3, 3))))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
+    trainer(2).fit(module, loader(shares(rank, (3, 3))))
+    return full_parameters(module)
+
+
+@pytest.mark.parametrize("where", ["before", "in", "after"])
+def test_a_model_can_be_fitted_again_after_a_failure(where):
+    one = reference("tokens")
+    assert_same(run_ranks(_fit_again, where)[0], one)
 
 
 class Threads(Callback):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.transports import shared_memory
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.transports.threads import ThreadHub
-from lightning_odc.errors import WindowError
 from tests.models import init_gloo
-from tests.ranks import run_ranks, try_ranks
+from tests.ranks import run_ranks
 
 SPEC = WindowSpec(
     units=(
@@ -55,10 +50,10 @@ def in_threads(scenario: Scenario, world_size: int) -> list[Any]:
 
 
 def in_processes(scenario: Scenario, world_size: int) -> list[Any]:
-    return run_ranks(_process, scenario, world_size=world_size, timeout=60)
+    return run_ranks(in_one_process, scenario, world_size=world_size, timeout=60)
 
 
-def _process(rank: int, scenario: Scenario) -> Any:
+def in_one_process(rank: int, scenario: Scenario) -> Any:
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     return scenario(SharedMemoryTransport(rank, dist.get_world_size(), rendezvous), rendezvous)
@@ -243,102 +238,3 @@ def nobody_is_dead(transport: Transport, meet: Callable[[Any], list[Any]]) -> li
 
 def test_nobody_is_dead(run):
     assert run(nobody_is_dead, 3) == [[], [], []]
-
-
-# -- shared memory only -----------------------------------------------------------------------------------
-
-
-def _dies_with_the_lock(rank: int) -> list[Any]:
-    init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
-    transport.open(SPEC)
-    if rank == 1:
-        assert transport.try_lock(0, 0)
-    rendezvous(None)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not transport.dead_peers():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    while not transport.try_lock(0, 0):
-        assert time.monotonic() < deadline
-    still_readable = transport.shard(1, 2).sum().item()
-    name = transport.describe(1)
-    transport.close()
-    dist.destroy_process_group()
-    return [transport.rank, still_readable, "process" in name]
-
-
-def test_a_killed_rank_gives_its_lock_back_and_is_known_dead():
-    survivor, killed = try_ranks(_dies_with_the_lock, timeout=30)
-    assert (survivor.result, survivor.error, survivor.exitcode) == ([0, 0.0, True], "", 0)
-    assert killed.exitcode == -signal.SIGKILL
-
-
-def _too_little_memory(rank: int) -> str:
-    init_gloo(rank)
-    if rank == 1:
-        shared_memory.available_memory = lambda: 1000  # type: ignore[assignment]
-    transport = SharedMemoryTransport(rank, 2, process_group_rendezvous(dist.group.WORLD))
-    with pytest.raises(WindowError) as error:
-        transport.open(SPEC)
-    assert not _window_links()
-    return str(error.value)
-
-
-def test_too_little_memory_is_refused_on_every_rank():
-    messages = run_ranks(_too_little_memory)
-    assert messages[0] == messages[1]
-    assert messages[0].startswith(
-        "Rank 1 could not share memory with its peers: the windows need 0.00 GiB (2 ranks"
-    )
-    assert "bf16-mixed" in messages[0]
-
-
-def _another_jobs_window(rank: int) -> str:
-    init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    if rank == 1:
-        real = shared_memory._Region.write_header
-        shared_memory._Region.write_header = lambda self, _, r: real(self, bytes(32), r)  # type: ignore[method-assign]
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
-    with pytest.raises(WindowError) as error:
-        transport.open(SPEC)
-    assert not _window_links()
-    return str(error.value)
-
-
-def test_a_window_without_the_jobs_secret_is_refused():
-    messages = run_ranks(_another_jobs_window)
-    assert set(messages) == {
-        "Rank 0 could not share memory with its peers: the window of rank 1 does not belong to this job"
-    }
-
-
-def _window_links() -> list[str]:
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return [link for link in links if "lightning-odc" in link]
-
-
-def _open_and_close(rank: int) -> list[Any]:
-    init_gloo(rank)
-    transport = SharedMemoryTransport(rank, 2, process_group_rendezvous(dist.group.WORLD))
-    before = set(os.listdir("/dev/shm"))
-    transport.open(SPEC)
-    links, named = _window_links(), set(os.listdir("/dev/shm")) - before
-    dist.barrier()
-    transport.close()
-    maps = Path("/proc/self/maps").read_text().count("lightning-odc")
-    return [len(links), named, _window_links(), maps]
-
-
-def test_windows_have_no_name_and_leave_nothing():
-    # Two windows, and Python's mmap keeps a descriptor of its own for each.
-    assert run_ranks(_open_and_close) == [[4, set(), [], 0]] * 2

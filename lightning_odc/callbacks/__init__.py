@@ -2,7 +2,15 @@
 
 from lightning_odc.callbacks.chrome_trace import load_timeline
 from lightning_odc.callbacks.gantt import draw_timelines
+from lightning_odc.callbacks.idle import DeviceIdleMonitor
 from lightning_odc.callbacks.spans import RankTimeline, Timeline
 from lightning_odc.callbacks.timeline import TimelineRecorder
 
-__all__ = ["RankTimeline", "Timeline", "TimelineRecorder", "draw_timelines", "load_timeline"]
+__all__ = [
+    "DeviceIdleMonitor",
+    "RankTimeline",
+    "Timeline",
+    "TimelineRecorder",
+    "draw_timelines",
+    "load_timeline",
+]

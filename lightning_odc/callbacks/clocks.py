@@ -53,7 +53,7 @@ def measure_clocks(exchange: Exchange) -> list[Clock]:
     Args:
         exchange: used once if all ranks are on one machine, and ten times if they are not.
     """
-    machines: list[tuple[str, str]] = exchange((socket.gethostname(), _machine()))
+    machines: list[tuple[str, str]] = exchange((socket.gethostname(), machine()))
     if len({machine for _, machine in machines}) == 1:
         return [Clock(host) for host, _ in machines]
     passages = []
@@ -94,7 +94,7 @@ def offset_bounds(mine: Sequence[Passage], reference: Sequence[Passage]) -> tupl
     return lower, upper
 
 
-def _machine() -> str:
+def machine() -> str:
     """The same for all processes that share a monotonic clock, containers included."""
     try:
         return _BOOT_ID.read_text().strip()

@@ -43,6 +43,7 @@ _DPI = 120
 _UPPER, _LOWER, _ROW = (-0.40, 0.54), (0.16, 0.24), (-0.40, 0.80)  # offset from a row's middle, and height
 _TEXT_WIDTH = 5.6  # points that a digit of the token counts takes, with some air
 _LITTLE = 0.2  # part of a bar that may be grey with the number still in the middle
+_LEGEND_COLUMNS = 6
 _LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
 
 
@@ -205,7 +206,7 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     figure.legend(
         handles=[Patch(facecolor=colour, label=" / ".join(names)) for colour, names in labels.items()],
         loc="outside lower center",
-        ncols=len(labels),
+        ncols=min(len(labels), _LEGEND_COLUMNS),
         frameon=False,
         fontsize=9,
         handlelength=1.4,

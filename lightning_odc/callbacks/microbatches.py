@@ -17,13 +17,14 @@ _UNKNOWN = object()
 def token_count(batch: Any) -> int | None:
     """Tokens in a batch: the elements of its ``"input_ids"``, or of its first tensor if that holds integers."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-    tensor = ids if isinstance(ids, Tensor) else _first_tensor(batch)
+    tensor = ids if isinstance(ids, Tensor) else first_tensor(batch)
     if tensor is None or tensor.is_floating_point() or tensor.is_complex():
         return None
     return tensor.numel()
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
+def first_tensor(batch: Any) -> Tensor | None:
+    """The first tensor in a batch of nested containers and data classes."""
     if isinstance(batch, Tensor):
         return batch
     parts: Iterable[Any] = ()
@@ -33,7 +34,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
         parts = batch
     elif is_dataclass(batch):
         parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
 class MicrobatchTracer(Tracer):

@@ -13,7 +13,7 @@ from lightning_odc.callbacks.clocks import Clock
 from lightning_odc.callbacks.microbatches import MicrobatchTracer, Phases
 from lightning_odc.callbacks.spans import COLLECTIVES, RankTimeline, Timeline
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.tracing import Span, Tracer
+from lightning_odc.engine.tracing import Span
 
 _OVERHEAD = 0.01
 _FIRST_PAUSE = 2.0
@@ -68,7 +68,6 @@ class Recording:
         self._engine = engine
         self._module = module
         self._phases = Phases(self.tracer) if engine is None else None
-        self._previous: Tracer | None = None
         self._hook: RemovableHandle | None = None
         self._step_began = 0
         self._gap_began = time.monotonic_ns()
@@ -136,7 +135,7 @@ class Recording:
         self._hook.remove()
         self._hook = None
         if self._engine is not None:
-            self._engine.listen(self._previous)
+            self._engine.unlisten(self.tracer)
 
     # -- what is known ------------------------------------------------------------------------------------
 
@@ -176,7 +175,6 @@ class Recording:
             return
         self._hook = self._module.register_forward_pre_hook(self._see_forward)
         if self._engine is not None:
-            self._previous = self._engine.tracer
             self._engine.listen(self.tracer)
 
     def _see_forward(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc.data.minibatch import NotUnrolledError
 from lightning_odc.data.plan import Recipe
@@ -15,6 +17,27 @@ from lightning_odc.data.plan import Recipe
 def is_stream(dataset: Any) -> bool:
     """Whether samples come one after another, and not by index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def check_shares_are_whole(loaders: Any) -> None:
+    """Refuse loaders of shares from which Lightning takes every rank's n-th share.
+
+    Args:
+        loaders: any collection of those that yield `Minibatch`es, as Lightning made them.
+
+    Raises:
+        ValueError: one has a ``DistributedSampler``.
+    """
+
+    def check(loader: DataLoader[Any]) -> None:
+        if isinstance(loader.sampler, DistributedSampler):
+            raise ValueError(
+                "The loader yields Minibatches, which are this rank's shares, and Lightning's DistributedSampler drops "
+                "all but every n-th of them. Write Trainer(use_distributed_sampler=False). (If every rank's data set "
+                "holds all ranks' shares, also deal them out: DataLoader(..., sampler=DistributedSampler(dataset)).)"
+            )
+
+    apply_to_collection(loaders, DataLoader, check)
 
 
 def check_unroll(recipe: Recipe) -> None:

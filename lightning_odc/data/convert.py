@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,6 +83,26 @@ def balanced_from(
         cache_dir=cache_dir,
         **_workers(dataloader),
     )
+
+
+def balanced_for_lightning(
+    dataloader: object, world_size: int, rank: int, policy: str, options: Mapping[str, Any]
+) -> BalancedDataLoader:
+    """`balanced_from` for a loader into which Lightning has put its ``DistributedSampler``.
+
+    Raises:
+        LengthsUnknownError: now, not when training begins.
+    """
+    balanced = balanced_from(
+        dataloader,
+        num_replicas=world_size,
+        rank=rank,
+        policy=policy,
+        distributed_sampler="replace",
+        **options,
+    )
+    balanced.lengths  # noqa: B018 - looked up now
+    return balanced
 
 
 def _batch_size(dataloader: DataLoader[Any]) -> int:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_odc import ODCStrategy
+from lightning_odc.callbacks.step_numbers import waits_in_meetings
+from lightning_odc.callbacks.watches import MeetingTracer
 from lightning_odc.demo.model import ByteModel
 from lightning_odc.demo.result import RankRecord
 
@@ -37,6 +39,12 @@ class Recorder(Callback):
         self._started: float | None = None
         self._ended = 0.0
         self._waits: dict[str, float] = {}
+        self._collectives = MeetingTracer()
+
+    def on_train_start(self, trainer: Trainer, _: LightningModule) -> None:
+        assert isinstance(trainer.strategy, ODCStrategy)
+        if trainer.strategy.communication == "collective" and trainer.world_size > 1:
+            trainer.strategy.engine.listen(self._collectives)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._close_span(trainer, time.monotonic())
@@ -54,8 +62,9 @@ class Recorder(Callback):
         # After the last minibatch there is no next start: its span ends with it.
         self._close_span(trainer, self._ended)
         assert isinstance(trainer.strategy, ODCStrategy)
+        trainer.strategy.engine.unlisten(self._collectives)
         self.record.traffic.update(asdict(trainer.strategy.engine.traffic))
-        self.ranks = _gather(self.record)
+        self.ranks = with_collective_waits(_gather(self.record))
 
     def on_exception(self, _: Trainer, __: LightningModule, exception: BaseException) -> None:
         self.interrupted = isinstance(exception, KeyboardInterrupt)
@@ -67,6 +76,9 @@ class Recorder(Callback):
             self.record.seconds.append(now - self._started)
             new = {cause: seconds - self._waits.get(cause, 0.0) for cause, seconds in waits.items()}
             self.record.waits.append(new)
+            self.record.meetings.append(self._collectives.take_meetings())
+        else:
+            self._collectives.take_meetings()
         self._waits = waits
 
 
@@ -74,6 +86,15 @@ def measured_waits(strategy: Strategy) -> dict[str, float]:
     """Seconds that this rank has waited for others so far, by cause; empty if the mode cannot measure them."""
     assert isinstance(strategy, ODCStrategy)
     return {str(cause): seconds for cause, seconds in strategy.engine.waits.items()}
+
+
+def with_collective_waits(ranks: list[RankRecord]) -> list[RankRecord]:
+    """The same records, with the waits inside collectives, which the ranks know only together (one machine's clock)."""
+    for index, meetings in enumerate(zip(*(rank.meetings for rank in ranks), strict=True)):
+        waited = waits_in_meetings(meetings, common_clock=True) if any(meetings) else None
+        for rank, seconds in zip(ranks, waited or (), strict=False):
+            rank.waits[index]["collective"] = seconds
+    return ranks
 
 
 def _gather(record: RankRecord) -> list[RankRecord]:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -15,6 +16,7 @@ import transformers
 from rich.console import Console
 
 from lightning_odc._version import __version__
+from lightning_odc.callbacks import Timeline, draw_timelines
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.demo.options import DemoOptions, available_cores
 from lightning_odc.demo.pictures import lengths_picture, minibatches_picture, write_picture
@@ -41,6 +43,11 @@ BUSY_LOAD = 0.5
 """Load average per core, before the run, above which its times are not to be trusted."""
 SPREAD = 0.15
 """Relative range of the repetitions' speed-ups above which they say that something disturbed the run."""
+
+
+def timeline_folder(output: Path, mode: str) -> Path:
+    """Where the timeline of a mode lies."""
+    return output / "timelines" / mode
 
 
 class Outcome:
@@ -116,7 +123,7 @@ class Outcome:
                 f"speed-up by repetition: {listed}; undisturbed: x{speedup_undisturbed(self.repetitions):.2f}"
                 + (" [yellow](they differ: was the machine busy?)" if uneven else "")
             )
-        console.print(f"files: {self.options.output}/result.json, lengths.png, minibatches.png")
+        self._show_files(console)
 
     def write_files(self) -> None:
         """Write ``result.json`` and the pictures into the output folder."""
@@ -125,7 +132,24 @@ class Outcome:
             folder / "lengths.png", lengths_picture(corpus.lengths, corpus.max_length, corpus.dropped)
         )
         write_picture(folder / "minibatches.png", minibatches_picture(self.runs, self.options.minibatches))
+        if self.timelines:
+            draw_timelines(self.timelines, folder / "timelines.png")
         write_json(folder / "result.json", self.as_dict())
+
+    def _show_files(self, console: Console) -> None:
+        console.print(f"files in {self.options.output}/:")
+        console.print(
+            f"  timelines.png       every rank in minibatch {self.options.minibatches}, all modes; grey is waiting"
+        )
+        console.print(
+            "  timelines/<mode>/   the same as traces: open timeline.json in https://ui.perfetto.dev"
+        )
+        console.print("  minibatches.png, lengths.png, result.json")
+
+    @property
+    def timelines(self) -> dict[str, Timeline]:
+        """What was recorded, by mode."""
+        return {one.mode: one.timeline for one in self.repetitions if one.timeline is not None}
 
     def as_dict(self) -> dict[str, Any]:
         """The content of ``result.json``."""
@@ -138,6 +162,15 @@ class Outcome:
             "speedup_undisturbed": speedup_undisturbed(self.repetitions),
             "loss_disagreement": loss_disagreement(self.repetitions),
             "loss_tolerance": LOSS_TOLERANCE[self.options.precision],
+            "timelines": {
+                mode: {
+                    "trace": str(timeline_folder(Path(), mode) / "timeline.json"),
+                    "minibatch": self.options.minibatches,
+                    "seconds": timeline.seconds,
+                    "idle_share": timeline.idle_fraction,
+                }
+                for mode, timeline in self.timelines.items()
+            },
             "config": asdict(self.options) | {"output": str(self.options.output)},
             "corpus": {
                 "samples": len(self.corpus.samples),

@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_odc.callbacks.spans import Timeline
+from lightning_odc.callbacks.step_numbers import Meeting
+
 WARM_UP = 1
 """Minibatches at the start of every repetition that are trained on but not timed."""
 
@@ -20,6 +23,7 @@ class RankRecord:
         tokens: predicted tokens of this rank.
         waits: measured seconds of waiting for others, by cause; empty under a mode that does not measure.
         traffic: what this rank read and added over the transport in the whole repetition (a plain count).
+        meetings: when this rank entered and left each collective; empty lists where there are none.
     """
 
     seconds: list[float]
@@ -27,14 +31,22 @@ class RankRecord:
     tokens: list[int]
     waits: list[dict[str, float]]
     traffic: dict[str, int] = field(default_factory=dict)
+    meetings: list[list[Meeting]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """All planned minibatches trained once under one mode; ``ranks[r]`` is rank ``r``'s record."""
+    """All planned minibatches trained once under one mode.
+
+    Attributes:
+        mode: which.
+        ranks: by rank, what it saw.
+        timeline: what the ranks did when in one minibatch, on rank 0, if that was recorded.
+    """
 
     mode: str
     ranks: Sequence[RankRecord]
+    timeline: Timeline | None = None
 
     @property
     def seconds(self) -> list[float]:

@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_odc import ODCStrategy
+from lightning_odc.callbacks import TimelineRecorder
 from lightning_odc.demo.corpus import Corpus, Plan, equal_pieces, plan_minibatches, read_corpus
 from lightning_odc.demo.data import DemoData
 from lightning_odc.demo.measure import Recorder
 from lightning_odc.demo.model import SHARDED_LAYERS, ByteModel
 from lightning_odc.demo.options import DemoOptions, Mode, available_cores, prepare_output
-from lightning_odc.demo.outcome import Outcome
+from lightning_odc.demo.outcome import Outcome, timeline_folder
 from lightning_odc.demo.processes import OneMachine, other_ranks
 from lightning_odc.demo.result import WARM_UP, Repetition
 
@@ -96,10 +97,12 @@ def train_all(
             for mode in options.communication:
                 title = f"{mode} {number}/{options.repetitions}"
                 recorder = Recorder(partial(_tell, advance, title))
-                trainer = make_trainer(options, mode, recorder)
+                timeline = timeline_recorder(options, mode) if number == options.repetitions else None
+                trainer = make_trainer(options, mode, recorder, timeline)
                 others.watch(trainer)
                 fit(trainer, options, DemoData(corpus, plan, options.samples_per_microbatch), recorder)
-                repetitions.append(Repetition(mode, recorder.ranks))
+                recorded = None if timeline is None else timeline.timeline
+                repetitions.append(Repetition(mode, recorder.ranks, recorded))
     return repetitions
 
 
@@ -108,7 +111,15 @@ def _tell(advance: Callable[[str], None], title: str, loss: float) -> None:
     advance(f"{title}  loss {loss:.3f}")
 
 
-def make_trainer(options: DemoOptions, mode: Mode, recorder: Recorder) -> Trainer:
+def timeline_recorder(options: DemoOptions, mode: Mode) -> TimelineRecorder:
+    """Records the last minibatch alone, the same one under every mode."""
+    last = WARM_UP + options.minibatches - 1
+    return TimelineRecorder(timeline_folder(options.output, mode), (last, last))
+
+
+def make_trainer(
+    options: DemoOptions, mode: Mode, recorder: Recorder, timeline: TimelineRecorder | None = None
+) -> Trainer:
     """A trainer as a user would write it, with everything switched off that is not being measured."""
     return Trainer(
         strategy=ODCStrategy(communication=mode, auto_wrap_policy=SHARDED_LAYERS),
@@ -116,7 +127,7 @@ def make_trainer(options: DemoOptions, mode: Mode, recorder: Recorder) -> Traine
         devices=options.devices,
         precision=options.precision,
         max_epochs=1,
-        callbacks=[recorder],
+        callbacks=[recorder] if timeline is None else [recorder, timeline],
         plugins=[OneMachine()],
         use_distributed_sampler=False,
         logger=False,

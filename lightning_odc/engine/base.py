@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.protocol import Record
-from lightning_odc.engine.tracing import Traced, Tracer
+from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
 from lightning_odc.errors import DisagreementError
 
 _PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
@@ -45,6 +45,7 @@ class Ledger:
     weight: float | Tensor = 0.0
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
+    is_last: bool = False
 
     def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides]).
@@ -76,6 +77,7 @@ class Ledger:
             "weight": float(self.weight) if self.is_weighted else 1.0,
             "microbatches": self.microbatches,
             "plans": self.plans,
+            "last": self.is_last,
         }
 
 
@@ -85,7 +87,7 @@ def denominator(records: list[Record]) -> float:
     Raises:
         DisagreementError: naming the first rank that differs from rank 0.
     """
-    first = next((record for record in records if record["counting"] is not None), records[0])
+    first, counting = records[0], next((r["counting"] for r in records if r["counting"]), None)
     for rank, record in enumerate(records):
         if record["batches"] != first["batches"]:
             raise DisagreementError(
@@ -93,9 +95,15 @@ def denominator(records: list[Record]) -> float:
                 "step, so their gradients have no common weight. Yield a Minibatch on every rank (an empty one where "
                 "there is nothing to do), or on none."
             )
-        if None not in (first["counting"], record["counting"]) and record["counting"] != first["counting"]:
+        if record["last"] != first["last"]:
+            ends, goes_on = (rank, 0) if record["last"] else (0, rank)
             raise DisagreementError(
-                f"Rank 0 weighted its losses by {first['counting']}, rank {rank} by {record['counting']} in the same "
+                f"Rank {ends} has no more batches in this epoch, rank {goes_on} has. Every rank needs the same number "
+                "of Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches)."
+            )
+        if record["counting"] not in (None, counting):
+            raise DisagreementError(
+                f"Rank {rank} weighted its losses by {record['counting']}, another rank by {counting} in the same "
                 'optimizer step. Return {"loss": summed_loss, "num_items": n} on every rank, or on none.'
             )
         if record["plans"] != first["plans"]:
@@ -153,16 +161,18 @@ class Engine(Traced, ABC):
             gradients: prepare for backward passes.
         """
 
-    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
+    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
         """A training batch begins, on every rank.
 
         Args:
             opens_window: it is the first one of an optimizer step: gradients that nobody stepped on are discarded.
             kind: ``"Minibatch"`` or ``"plain batch"``.
+            is_last: this rank has no more of them in this epoch.
         """
         if self._batches and opens_window:
             self.discard()
         self._batches += 1
+        self.ledger.is_last = is_last
 
     @abstractmethod
     def discard(self) -> None:
@@ -229,8 +239,15 @@ class Engine(Traced, ABC):
     def close(self) -> None:
         """Give the model back to stock communication and release everything. Idempotent."""
 
-    def listen(self, tracer: Tracer | None) -> None:
-        """Let somebody trace what this rank does, or nobody."""
+    def listen(self, tracer: Tracer) -> None:
+        """Let somebody trace what this rank does, beside those who do so already."""
+        self._let_trace(joined(self.tracer, tracer))
+
+    def unlisten(self, tracer: Tracer) -> None:
+        """Let this one trace no longer. Idempotent."""
+        self._let_trace(parted(self.tracer, tracer))
+
+    def _let_trace(self, tracer: Tracer | None) -> None:
         self.tracer = tracer
 
     def peer_failures(self) -> dict[int, str]:

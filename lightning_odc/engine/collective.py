@@ -18,7 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc.engine.agreement import check_equal_counts, check_equal_kinds
 from lightning_odc.engine.base import Engine, denominator
 from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, rest, set_comms
+from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.units import find_units
 
 
 class CollectiveEngine(Engine):
@@ -36,6 +38,7 @@ class CollectiveEngine(Engine):
         self._model: nn.Module | None = None
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._root: RootUnit | None = None
         self._has_compared_kinds = world_size == 1
 
     @property
@@ -48,15 +51,15 @@ class CollectiveEngine(Engine):
         gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
         reduce_scatter = WithinContext(StockReduceScatter(), partial(self.traced, "reduce_scatter"))
         set_comms(_units(model), gather, reduce_scatter)
+        self._root = RootUnit(find_units(model), model)
 
-    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
-        super().begin_batch(opens_window=opens_window, kind=kind)
+    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
+        super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
         if (
             not self._has_compared_kinds
-        ):  # once: collectives that do not match end in the process group's own errors
+        ):  # else collectives that do not match end in the process group's own errors
             self._has_compared_kinds = True
-            kinds = self.exchange("begin the first batch", kind)
-            check_equal_kinds(kinds)
+            check_equal_kinds(self.exchange("begin the first batch", kind))
 
     def discard(self) -> None:
         self._sums.clear()
@@ -75,6 +78,8 @@ class CollectiveEngine(Engine):
 
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
         """
+        if manual and self._root is not None:
+            self._root.gather()
         if not self.ledger.is_weighted:
             yield
             return
@@ -127,6 +132,8 @@ class CollectiveEngine(Engine):
 
     def close(self) -> None:
         if self._model is not None:
+            if self._root is not None:
+                self._root.release()
             rest(self._model, self._failed)
             set_comms(_units(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()

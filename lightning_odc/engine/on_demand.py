@@ -22,8 +22,10 @@ from lightning_odc.engine.comm import (
     rest,
     set_comms,
 )
+from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.placeholders import Placeholders
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport
@@ -44,6 +46,7 @@ class OnDemandEngine(Engine):
         deterministic: sum gradients in rank order (bit-equal from run to run); one accumulator per source rank.
         lockstep: a barrier at every unit, the control experiment.
         accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        hang_report: says where this rank is when ranks have waited for long.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class OnDemandEngine(Engine):
         deterministic: bool = False,
         lockstep: bool = False,
         accumulator_dtype: torch.dtype | None = None,
+        hang_report: HangReport | None = None,
     ) -> None:
         super().__init__()
+        self._hang_report = hang_report
         self._make_transport = make_transport
         self._rendezvous = rendezvous
         self._timeout = timeout
@@ -66,6 +71,7 @@ class OnDemandEngine(Engine):
         self._model: nn.Module | None = None
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
+        self._root: RootUnit | None = None
         self._in_backward = False
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
@@ -99,6 +105,7 @@ class OnDemandEngine(Engine):
             timeout=self._timeout,
             deterministic=self._deterministic,
             lockstep=self._lockstep,
+            hang_report=self._hang_report,
         )
         protocol.open()
         self._protocol = protocol
@@ -108,11 +115,14 @@ class OnDemandEngine(Engine):
         for unit in self._units:
             gather, accumulate = partial(self._gather, unit), partial(self._accumulate, unit)
             set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
+        self._root = RootUnit(self._units, model)
 
     def close(self) -> None:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        if self._root is not None:
+            self._root.release()
         if self._model is not None:
             rest(self._model, self._failed)
         for unit in self._units:
@@ -167,6 +177,7 @@ class OnDemandEngine(Engine):
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
+        self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         self.protocol.lockstep = self._lockstep and not self.evaluating
         if not self._in_backward:  # where the forward pass has just looked
             self._verify(unit, own)
@@ -205,8 +216,8 @@ class OnDemandEngine(Engine):
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
-    def begin_batch(self, *, opens_window: bool, kind: str) -> None:
-        super().begin_batch(opens_window=opens_window, kind=kind)
+    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
+        super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
         self.drop_emptied()
         if any(slot.current.requires_grad and not slot.hooked for unit in self._units for slot in unit.slots):
             self._reattach()
@@ -254,12 +265,15 @@ class OnDemandEngine(Engine):
     def backward(self, *, manual: bool = False) -> Iterator[None]:
         if manual:  # else it is Lightning that empties them, before the last backward pass of a minibatch
             self.drop_emptied()
+            assert self._root is not None
+            self._root.gather()
         self._placeholders.lift()
         self._in_backward = True
         try:
             yield
         finally:
             self._in_backward = False
+        self._check_all_reduced()
         self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
 
     @torch.no_grad()
@@ -272,7 +286,7 @@ class OnDemandEngine(Engine):
             used = [flag for unit in self._units for flag in unit.take_used()]
             record = {"kind": "optimizer step", **self._take_ledger().record()}
             record |= {"used": _pack(used), "logs": logs, "note": self.note}
-            records = self.protocol.meet(record)
+            records = self.protocol.end_version(record)
             self.notes = [r["note"] for r in records]
             scale = 1.0 / denominator(records)
             used_anywhere = _unpack([r["used"] for r in records], len(used))
@@ -296,16 +310,17 @@ class OnDemandEngine(Engine):
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return [record["item"] for record in self.protocol.meet({"kind": kind, "item": item})]
 
-    def listen(self, tracer: Tracer | None) -> None:
-        super().listen(tracer)
+    def _let_trace(self, tracer: Tracer | None) -> None:
+        super()._let_trace(tracer)
         self.protocol.listen(tracer)
 
     def fail(self, message: str) -> None:
+        self._failed = True
         if self._protocol is not None:
             self._protocol.fail(message)
 
     def peer_failures(self) -> dict[int, str]:
-        return self._protocol.failures() if self._protocol is not None else {}
+        return self._protocol.peers.failures() if self._protocol is not None else {}
 
     @property
     def waits(self) -> dict[str, float]:
@@ -332,6 +347,14 @@ class OnDemandEngine(Engine):
     def _reshard(self) -> None:
         for unit in self._units:
             unit.modules[0].reshard()
+
+    def _check_all_reduced(self) -> None:
+        """See Note [The root unit is gathered by hand] for what can be missing."""
+        if any(slot.fresh for unit in self._units for slot in unit.slots):
+            raise ODCError(
+                "With manual optimization a model needs at least two units, and the loss must depend on one besides "
+                "the root unit: name its blocks, ODCStrategy(auto_wrap_policy={Block})."
+            )
 
     def _verify_unread(self) -> None:
         """A rank that read nothing in this step has not looked at its shards, either."""

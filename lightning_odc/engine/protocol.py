@@ -13,8 +13,9 @@ All shared state of optimizer step ``v`` carries the version ``v``, and ranks wa
 No further barrier is needed:
 
 - *No torn or stale read.* A shard is overwritten (4) only after every peer said "done with ``v``" (3), and a peer that
-  said so reads no more of version ``v``. The first version is 1 while words start at 0, so nothing reads a shard that
-  was never written.
+  said so reads no more of version ``v``: between (3) and its own (4) a rank has no version, and may not gather
+  (`Protocol.end_version`). The first version is 1 while words start at 0, so nothing reads a shard that was never
+  written.
 - *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of version ``v + 1`` of the same unit from
   every owner, and an owner publishes that version after it took out and zeroed the sums of ``v``. This needs every
   unit to be resharded, hence gathered again, in every step (see ``OnDemandEngine.publish``).
@@ -24,72 +25,34 @@ Note [Meetings are at most one ahead]
 A rank posts its record of meeting ``m`` into mailbox ``m % 2``. It can post ``m + 2`` over it only after meeting
 ``m + 1``, to which every peer came, and a peer comes to ``m + 1`` only after it has read all records of ``m``. So two
 mailboxes are enough, and nobody reads a record that is being overwritten.
+
+A record that is longer than a mailbox takes several meetings in a row, one for each part. Its length comes first, so
+after the first of them every rank knows the longest record and with it how many more meetings all come to; a rank with
+nothing left to say posts nothing into its mailbox.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
 
+from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.peers import Activity, Peers, Word
 from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.waiting import Cause, Waiter
-from lightning_odc.errors import DisagreementError, PeerFailedError
+from lightning_odc.errors import DisagreementError, StaleShardError
 
 Record = dict[str, Any]
 
 _RECORD_BOXES = 2
-_FAILURE_BOX = 2
-_MAILBOXES = 3
+_MAILBOXES = _RECORD_BOXES + 1  # the last one is for failures
 _MAILBOX_BYTES = 64 * 1024 - 8
+_LENGTH_BYTES = 8
 _FIRST_VERSION = 1
-
-#: How the failure message of a rank begins that stopped only because another one had failed.
-FOLLOWED = "stopped after a peer: "
-
-
-class Word(IntEnum):
-    """Control words of a rank, before one version word per unit."""
-
-    MEETING = 0  # number of the last meeting this rank came to
-    STATE = 1  # a State
-    LOCKSTEP = 2  # barriers passed under communication="lockstep"
-    VERSION = 3  # for reports: the version this rank works on
-    ACTIVITY = 4  # for reports: an Activity, plus its unit times the number of activities
-    MICROBATCH = 5  # for reports: microbatches begun in this minibatch
-    SINCE = 6  # for reports: monotonic nanoseconds when the activity began
-    RATE = 7  # measured seconds per planned cost, as the bits of a float: for stealing
-    COUNT = 8
-
-
-class State(IntEnum):
-    """Whether a rank still takes part."""
-
-    RUNNING = 0
-    LEFT = 1
-    FAILED = 2
-
-
-class Activity(IntEnum):
-    """What a rank does, for reports."""
-
-    COMPUTE = 0
-    GATHER = 1
-    ACCUMULATE = 2
-    MEET = 3
-
-
-_ACTIVITY_TEXT = {
-    Activity.COMPUTE: "computing (last communicated for unit {unit!r})",
-    Activity.GATHER: "reading shards of unit {unit!r}",
-    Activity.ACCUMULATE: "adding gradients of unit {unit!r}",
-    Activity.MEET: "waiting for the others at a meeting",
-}
 
 
 class Protocol(Traced):
@@ -102,10 +65,13 @@ class Protocol(Traced):
         deterministic: keep one accumulator per source rank and sum them in rank order.
         lockstep: put a barrier at every gather and every accumulate: the control experiment that has this
             transport's cheap bytes and a collective's waits.
+        hang_report: says where this rank is when ranks have waited for long.
 
     Attributes:
         lockstep: the same, for as long as all ranks run the same microbatches.
         version: the version this rank works on, from 1.
+        deterministic: sums are taken in rank order.
+        peers: how the ranks are.
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
         bytes_added: bytes of gradients added into windows of peers and own.
@@ -121,16 +87,20 @@ class Protocol(Traced):
         timeout: float,
         deterministic: bool = False,
         lockstep: bool = False,
+        hang_report: HangReport | None = None,
     ) -> None:
         self.lockstep = lockstep
         self.transport = transport
         self.version = _FIRST_VERSION
         self.bytes_read = self.bytes_added = self.reads = self.adds = 0
-        self.waiter = Waiter(timeout, self._check_peers, self.report)
+        self.peers = Peers(transport, units)
+        self.waiter = Waiter(timeout, self.peers.check, self.peers.report, hang_report)
+        self._hang_report = hang_report
         self._units = tuple(units)
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._barriers = 0
         self._meetings = 0
+        self._ended = False
         world = transport.world_size
         self._readers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._adders_order = [(transport.rank + i) % world for i in range(world)]
@@ -154,10 +124,14 @@ class Protocol(Traced):
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
         self.transport.open(self._spec)
+        if self._hang_report is not None:
+            self._hang_report.start(self.peers.longest_wait, self._describe)
 
     def close(self) -> None:
         """Leave for good. Peers that still wait for this rank are told so."""
-        self._set_state(State.LEFT)
+        if self._hang_report is not None:
+            self._hang_report.stop()
+        self.peers.leave()
         self.transport.close()
 
     # -- the data plane -----------------------------------------------------------------------------------
@@ -171,8 +145,13 @@ class Protocol(Traced):
         self.transport.store(Word.COUNT + unit, self.version)
 
     def gather(self, unit: int, out: Tensor) -> None:
-        """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards."""
-        begin = self._begin(Activity.GATHER, unit)
+        """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards.
+
+        Raises:
+            StaleShardError: between `end_version` and `next_version`.
+        """
+        self.check_not_ended(unit)
+        begin = self.peers.begin(Activity.GATHER, unit)
         if self.lockstep:
             self._barrier()
         for owner in self._readers_order:
@@ -180,7 +159,7 @@ class Protocol(Traced):
             self.transport.read(owner, unit, out[owner])
         self.reads += len(self._readers_order)
         self.bytes_read += len(self._readers_order) * self._units[unit].shard_bytes
-        self._begin(Activity.COMPUTE, unit)
+        self.peers.begin(Activity.COMPUTE, unit)
         if self.tracer is not None:
             self.tracer.record("read", begin, unit=self._units[unit].name)
 
@@ -188,9 +167,13 @@ class Protocol(Traced):
         """Add row ``p`` of ``chunks`` (shape ``[world_size, numel]``) into rank ``p``'s accumulator of ``unit``.
 
         Starts with its own and goes round; an owner whose lock is taken is passed over and tried again later.
+
+        Raises:
+            StaleShardError: between `end_version` and `next_version`.
         """
-        begin = self._begin(Activity.ACCUMULATE, unit)
-        if self._deterministic:
+        self.check_not_ended(unit)
+        begin = self.peers.begin(Activity.ACCUMULATE, unit)
+        if self.deterministic:
             self._add_to_own_slots(unit, chunks, segments)
         else:
             self._add_under_locks(unit, chunks, segments)
@@ -198,14 +181,14 @@ class Protocol(Traced):
         self.bytes_added += chunks.numel() * chunks.element_size()
         if self.lockstep:
             self._barrier()
-        self._begin(Activity.COMPUTE, unit)
+        self.peers.begin(Activity.COMPUTE, unit)
         if self.tracer is not None:
             self.tracer.record("add", begin, unit=self._units[unit].name)
 
     def summed(self, unit: int) -> Tensor:
         """The gradients that all ranks added for this rank's shard of ``unit``: 1-D, ``grad_numel`` elements.
 
-        Read it only between `meet` and `clear`. Summed in rank order if ``deterministic``, else a view.
+        Read it only between `end_version` and `clear`. Summed in rank order if ``deterministic``, else a view.
         """
         rank = self.transport.rank
         total = self.transport.accumulator(rank, unit)
@@ -224,7 +207,7 @@ class Protocol(Traced):
     def own_accumulator(self, unit: int) -> Tensor:
         """The accumulator of this rank's own gradients for its shard of ``unit``; others may add to the same one."""
         rank = self.transport.rank
-        return self.transport.accumulator(rank, unit, rank if self._deterministic else 0)
+        return self.transport.accumulator(rank, unit, rank if self.deterministic else 0)
 
     def go_on_from(self, other: Protocol) -> None:
         """Take over the books and the listener of a protocol that was closed."""
@@ -315,23 +298,41 @@ class Protocol(Traced):
         Raises:
             DisagreementError: the ranks met for different reasons.
         """
-        self._meetings += 1
-        box = self._meetings % _RECORD_BOXES
-        self._begin(Activity.MEET, 0)
-        self.transport.post(box, json.dumps(record).encode())
-        self.transport.store(Word.MEETING, self._meetings)
-        for peer in self._readers_order:
-            self._await_meeting(peer, record)
-        records = [
-            record if peer == self.transport.rank else json.loads(self.transport.fetch(peer, box))
-            for peer in range(self.transport.world_size)
-        ]
-        self._begin(Activity.COMPUTE, 0)
+        message = json.dumps(record).encode()
+        said = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        heard = self._meet_once(said[:_MAILBOX_BYTES], record)
+        longest = max(int.from_bytes(part[:_LENGTH_BYTES], "little") for part in heard) + _LENGTH_BYTES
+        for start in range(_MAILBOX_BYTES, longest, _MAILBOX_BYTES):
+            parts = self._meet_once(said[start : start + _MAILBOX_BYTES], record)
+            heard = [before + part for before, part in zip(heard, parts, strict=True)]
+        records: list[Record] = [json.loads(part[_LENGTH_BYTES:]) for part in heard]
+        records[self.transport.rank] = record
         self._agree("kind", records)
         return records
 
+    def end_version(self, record: Record) -> list[Record]:
+        """`meet`, and from then on nobody uses this version any more: owners update their shards at once."""
+        records = self.meet(record)
+        self._ended = True
+        return records
+
+    def check_not_ended(self, unit: int) -> None:
+        """Refuse to use a version that has ended.
+
+        Raises:
+            StaleShardError: between `end_version` and `next_version`.
+        """
+        if self._ended:
+            raise StaleShardError(
+                f"The model ran (unit {self._units[unit].name!r}) between the end of an optimizer step and its "
+                "publishing, while peers change their shards. Run it before or after `optimizer.step()`, not in hooks "
+                "in between such as `on_before_optimizer_step`. Optimizers that call their closure several times in "
+                "one step (LBFGS) cannot work on demand: use one that calls it once, such as AdamW."
+            )
+
     def next_version(self) -> None:
         """After a meeting that ended a step: from now on this rank works on the next version."""
+        self._ended = False
         self.version += 1
         self.transport.store(Word.VERSION, self.version)
         self.transport.store(Word.MICROBATCH, 0)
@@ -342,35 +343,31 @@ class Protocol(Traced):
 
     def fail(self, message: str) -> None:
         """Tell every peer that this rank has failed, and why."""
-        payload = message.encode()[-_MAILBOX_BYTES:]
-        self.transport.post(_FAILURE_BOX, payload)
-        self._set_state(State.FAILED)
+        self.peers.fail(message.encode()[-_MAILBOX_BYTES:])
 
-    def failures(self) -> dict[int, str]:
-        """Messages of the peers that have failed so far."""
-        return {
-            peer: self.transport.fetch(peer, _FAILURE_BOX).decode(errors="replace")
-            for peer in self._readers_order
-            if self.transport.load(peer, Word.STATE) == State.FAILED
-        }
+    def _describe(self) -> str:
+        """Where this rank is, and where every rank is."""
+        assert self._hang_report is not None
+        waiting = self.waiter.waiting_for
+        mine = "does not wait" if waiting is None else f"is {waiting()}"
+        place, report = self._hang_report.place(), self.peers.report()
+        return f"  This is rank {self.transport.rank}{place}; it {mine}.\n{report}"
 
-    def report(self) -> str:
-        """Where every rank is: version, microbatch, activity, and for how long."""
-        return "\n".join(self._report_line(rank) for rank in range(self.transport.world_size))
-
-    def _report_line(self, rank: int) -> str:
-        def load(word: Word) -> int:
-            return self.transport.load(rank, word)
-
-        name = self.transport.describe(rank) if rank != self.transport.rank else f"rank {rank} (this one)"
-        state = load(Word.STATE)
-        if state != State.RUNNING:
-            return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"
-        unit, activity = divmod(load(Word.ACTIVITY), len(Activity))
-        doing = _ACTIVITY_TEXT[Activity(activity)].format(unit=self._units[unit].name)
-        since = max(time.monotonic_ns() - load(Word.SINCE), 0) / 1e9
-        step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
-        return f"  {name}: {step}, {doing} for {since:.1f} s"
+    def _meet_once(self, message: bytes, record: Record) -> list[bytes]:
+        """Everybody's message, in rank order; none is longer than a mailbox."""
+        self._meetings += 1
+        box = self._meetings % _RECORD_BOXES
+        self.peers.begin(Activity.MEET)
+        self.transport.post(box, message)
+        self.transport.store(Word.MEETING, self._meetings)
+        for peer in self._readers_order:
+            self._await_meeting(peer, record)
+        messages = [
+            message if peer == self.transport.rank else self.transport.fetch(peer, box)
+            for peer in range(self.transport.world_size)
+        ]
+        self.peers.begin(Activity.COMPUTE)
+        return messages
 
     def _await_meeting(self, peer: int, record: Record) -> None:
         self.waiter.until(
@@ -391,39 +388,3 @@ class Protocol(Traced):
                     f"{record[key]!r}. Every rank needs the same number of Lightning batches and optimizer steps; "
                     "unequal work belongs inside a Minibatch (0 to k microbatches)."
                 )
-
-    def _check_peers(self) -> None:
-        """Raise if a peer cannot do its part any more."""
-        failures = self.failures()
-        if failures:
-            # The first to fail has the error that matters; the others only followed it.
-            peer, message = min(failures.items(), key=lambda item: (item[1].startswith(FOLLOWED), item[0]))
-            raise PeerFailedError(
-                f"Rank {peer} failed, so rank {self.transport.rank} stops too. Its error was:\n{message}"
-            )
-        left = [p for p in self._readers_order if self.transport.load(p, Word.STATE) == State.LEFT]
-        dead = [p for p in self.transport.dead_peers() if p not in left]
-        if dead:
-            names = ", ".join(self.transport.describe(peer) for peer in dead)
-            raise PeerFailedError(
-                f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
-            )
-        if left:
-            raise PeerFailedError(
-                f"Rank {left[0]} has left the training while rank {self.transport.rank} still needs it. Every rank "
-                "needs the same number of Lightning batches and optimizer steps."
-            )
-
-    def _begin(self, activity: Activity, unit: int) -> int:
-        now = time.monotonic_ns()
-        self.transport.store(Word.SINCE, now)
-        self.transport.store(Word.ACTIVITY, unit * len(Activity) + activity)
-        return now
-
-    def _set_state(self, state: State) -> None:
-        try:
-            current = self.transport.load(self.transport.rank, Word.STATE)
-        except IndexError:  # never opened, or closed already
-            return
-        if current == State.RUNNING:
-            self.transport.store(Word.STATE, state)

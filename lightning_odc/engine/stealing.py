@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_odc.data.minibatch import AllShares, Minibatch, Task
-from lightning_odc.engine.protocol import Protocol, Word
+from lightning_odc.engine.peers import Word
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.waiting import Cause
 
 _BITS = 12
@@ -49,10 +50,16 @@ class WorkQueues:
         costs: by rank, the planned cost of every microbatch, in any unit.
 
     Raises:
-        ValueError: a share has more microbatches than a queue can count.
+        ValueError: a share has more microbatches than a queue can count, or sums must be taken in a fixed order.
     """
 
     def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
+        if protocol.deterministic:
+            raise ValueError(
+                "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "
+                'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
+                "ODCStrategy(deterministic=False)."
+            )
         if max(len(share) for share in costs) > _MASK:
             raise ValueError(f"Stealing works with up to {_MASK} microbatches per rank; use larger ones.")
         self._protocol = protocol
@@ -138,9 +145,7 @@ class WorkQueues:
         )
         try:
             taken, queue = change(self._read(owner))
-            if (
-                taken is not None
-            ):  # else the queue may be that of another minibatch, which is not ours to touch
+            if taken is not None:  # else it may be the queue of another minibatch, which is not ours to touch
                 self._write(owner, queue)
         finally:
             transport.unlock(owner, lock)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
+from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.tracing import Traced
 from lightning_odc.errors import WaitTimeoutError
 
@@ -32,16 +33,26 @@ class Waiter(Traced):
         timeout: seconds after which a wait gives up.
         check: called about 20 times a second while waiting; raises if waiting has become pointless.
         report: describes where every rank is, for the message of a timeout.
+        hang_report: is told about a timeout, too.
 
     Attributes:
         seconds: idle seconds by cause since the start.
+        waiting_for: while it waits, says for what.
     """
 
-    def __init__(self, timeout: float, check: Callable[[], None], report: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        check: Callable[[], None],
+        report: Callable[[], str],
+        hang_report: HangReport | None = None,
+    ) -> None:
         self.timeout = timeout
         self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)
         self._check = check
+        self.waiting_for: Callable[[], str] | None = None
         self._report = report
+        self._hang_report = hang_report
 
     def until(
         self, ready: Callable[[], bool], cause: Cause, what: Callable[[], str], peer: int | None = None
@@ -60,6 +71,7 @@ class Waiter(Traced):
         begin = begin_ns / 1e9
         next_check = begin + _CHECK_EVERY
         spins = _SPINS
+        self.waiting_for = what
         try:
             while not ready():
                 now = time.monotonic()
@@ -67,18 +79,25 @@ class Waiter(Traced):
                     self._check_on_peers(ready)
                     next_check = now + _CHECK_EVERY
                 if now - begin > self.timeout:
-                    raise WaitTimeoutError(f"Gave up after {self.timeout:g} s of {what()}.\n{self._report()}")
+                    self._give_up(what())
                 if spins > 0:
                     spins -= 1
                     time.sleep(0)
                 else:
                     time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_SHARE)))
         finally:  # a wait that failed was a wait, too
+            self.waiting_for = None
             waited = (time.monotonic_ns() - begin_ns) / 1e9
             self.seconds[cause] += waited
             if self.tracer is not None:
                 self.tracer.record("wait", begin_ns, cause=str(cause), peer=peer)
         return waited
+
+    def _give_up(self, what: str) -> None:
+        message = f"Gave up after {self.timeout:g} s of {what}.\n{self._report()}"
+        if self._hang_report is not None:
+            self._hang_report.tell(message)
+        raise WaitTimeoutError(message)
 
     def _check_on_peers(self, ready: Callable[[], bool]) -> None:
         # A peer may finish its part and leave between the two looks: only a wait that still fails is pointless.

@@ -223,8 +223,7 @@ def check_message(spec: WindowSpec, message: bytes) -> None:
     """Refuse a message that does not fit its mailbox."""
     if len(message) > spec.mailbox_bytes:
         raise ValueError(
-            f"A message of {len(message)} bytes does not fit the mailbox of {spec.mailbox_bytes} bytes. "
-            "Log fewer or shorter names per minibatch with `self.log(..., sync_dist=True)`."
+            f"A message of {len(message)} bytes does not fit the mailbox of {spec.mailbox_bytes} bytes."
         )
 
 

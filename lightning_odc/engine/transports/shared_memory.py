@@ -4,45 +4,32 @@ Windows are anonymous memory (``memfd_create``): no name in any file system, no 
 after ``kill -9``. A peer opens a window through the owner's file-descriptor table in ``/proc``, which the kernel
 allows to the same user only, and checks the job's secret, the size and the seals before it maps anything.
 Locks are open-file-description byte-range locks, which the kernel gives back when their holder ends.
+
+Note [Opening in three parts]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks check, create and attach, and after each part tell each other how it went, so all of them go on or all raise the
+same error. Nobody creates before everybody has checked: a rank that looked later would count the windows that are
+there already and the room for all of them, and refuse a job that fits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import mmap
 import os
-import platform
 import secrets
 import select
-import struct
-import sys
-import threading
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
+from lightning_odc.engine.transports import fence, host
 from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
+from lightning_odc.engine.transports.region import HEADER_BYTES, Address, Region
 from lightning_odc.errors import WindowError
 
-_SEALS = "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL"
 _SECRET_BYTES = 32
-_STRONGLY_ORDERED = platform.machine() in ("x86_64", "AMD64")
-_HEADER = struct.Struct("<32sqq")  # secret, rank, total bytes
-_HEADER_BYTES = 4096
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
-
-
-@dataclass(frozen=True)
-class _Address:
-    """What a rank tells its peers about its window."""
-
-    host: str
-    pid: int
-    fd: int
-    size: int
+_Answer = TypeVar("_Answer")
 
 
 class SharedMemoryTransport(Transport):
@@ -59,59 +46,58 @@ class SharedMemoryTransport(Transport):
         self.world_size = world_size
         self._rendezvous = rendezvous
         self._spec = WindowSpec(units=(), words=0)
-        self._regions: list[_Region] = []
-        self._addresses: list[_Address] = []
+        self._regions: dict[int, Region] = {}
+        self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
-        self._fence = threading.Lock()
+        self._fence: fence.Fence | None = None
+
+    # -- opening (see the Note above) ---------------------------------------------------------------------
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
-        size = _HEADER_BYTES + spec.total_bytes
-        own, address, error = self._create(size)
-        offers = self._rendezvous((address, secrets.token_bytes(_SECRET_BYTES), error))
-        self._addresses = [offer[0] for offer in offers]
-        secret: bytes = offers[0][1]
-        failed = {rank: offer[2] for rank, offer in enumerate(offers) if offer[2]}
-        if not failed:
-            assert own is not None
-            own.write_header(secret, self.rank)
-            self._rendezvous(None)
-            failed = self._attach_all(own, secret, size)
-        if failed:
-            if own is not None and own not in self._regions:
-                own.close()
-            self.close()
-            rank, reason = min(failed.items())
-            raise WindowError(f"Rank {rank} could not share memory with its peers: {reason}")
+        size = HEADER_BYTES + spec.total_bytes
+        secret = self._together(lambda: self._check(size))[0]
+        self._addresses = self._together(lambda: self._create(size, secret))
+        self._together(lambda: self._attach(size, secret))
 
-    def _create(self, size: int) -> tuple[_Region | None, _Address | None, str]:
+    def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
+        """Do one part of opening; returns what it returned on every rank, or raises on all if it raised on one."""
+        answer, error = None, ""
         try:
-            _check_platform()
-            _check_memory(size, self.world_size)
-            own = _Region.create(size)
-        except (OSError, WindowError) as error:
-            return None, None, str(error)
-        return own, _Address(_boot_id(), os.getpid(), own.fd, size), ""
-
-    def _attach_all(self, own: _Region, secret: bytes, size: int) -> dict[int, str]:
-        error = ""
-        try:
-            for peer, address in enumerate(self._addresses):
-                region = own if peer == self.rank else _attach(peer, address, secret, size)
-                self._regions.append(region)
-                region.map_units(self._spec)
-                if peer != self.rank:
-                    self._pidfds[peer] = os.pidfd_open(address.pid)
-        except (OSError, WindowError) as exception:
+            answer = part()
+        except (OSError, RuntimeError) as exception:
             error = str(exception)
-        reports = self._rendezvous(error)
-        return {rank: report for rank, report in enumerate(reports) if report}
+        answers = self._rendezvous((answer, error))
+        for rank, (_, reason) in enumerate(answers):
+            if reason:
+                self.close()
+                raise WindowError(f"Rank {rank} could not share memory with its peers: {reason}")
+        return [answer for answer, _ in answers]
+
+    def _check(self, size: int) -> bytes:
+        """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
+        host.check_platform()
+        self._fence = fence.make_fence()
+        host.check_memory(size, self.world_size)
+        return secrets.token_bytes(_SECRET_BYTES)
+
+    def _create(self, size: int, secret: bytes) -> Address:
+        own = self._regions[self.rank] = Region.create(size)
+        own.write_header(secret, self.rank)
+        return Address(host.boot_id(), os.getpid(), own.fd)
+
+    def _attach(self, size: int, secret: bytes) -> None:
+        for peer, address in enumerate(self._addresses):
+            if peer != self.rank:
+                self._regions[peer] = Region.attach(peer, address, secret, size)
+                self._pidfds[peer] = os.pidfd_open(address.pid)
+            self._regions[peer].map_units(self._spec)
 
     def close(self) -> None:
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()
-        for region in self._regions:
+        for region in self._regions.values():
             region.close()
         self._regions.clear()
 
@@ -124,9 +110,12 @@ class SharedMemoryTransport(Transport):
         return self._regions[owner].accumulators[unit][source]
 
     def try_lock(self, owner: int, unit: int) -> bool:
-        return self._regions[owner].lock(unit, fcntl.F_WRLCK)
+        taken = self._regions[owner].lock(unit, fcntl.F_WRLCK)
+        self._order_memory()
+        return taken
 
     def unlock(self, owner: int, unit: int) -> None:
+        self._order_memory()
         self._regions[owner].lock(unit, fcntl.F_UNLCK)
 
     # -- control plane ------------------------------------------------------------------------------------
@@ -153,12 +142,12 @@ class SharedMemoryTransport(Transport):
 
     def post(self, box: int, message: bytes) -> None:
         check_message(self._spec, message)
-        start = _HEADER_BYTES + self._spec.mailbox_offset(box)
+        start = HEADER_BYTES + self._spec.mailbox_offset(box)
         payload = len(message).to_bytes(8, "little") + message
         self._regions[self.rank].bytes[start : start + len(payload)] = payload
 
     def fetch(self, owner: int, box: int) -> bytes:
-        start = _HEADER_BYTES + self._spec.mailbox_offset(box)
+        start = HEADER_BYTES + self._spec.mailbox_offset(box)
         memory = self._regions[owner].bytes
         length = int.from_bytes(memory[start : start + 8], "little")
         if length > self._spec.mailbox_bytes:
@@ -168,11 +157,8 @@ class SharedMemoryTransport(Transport):
         return bytes(memory[start + 8 : start + 8 + length])
 
     def _order_memory(self) -> None:
-        # x86-64 orders stores with stores and loads with loads. Weaker machines (aarch64) need a fence between
-        # data and the word that announces it: an uncontended lock is one release and one acquire operation.
-        if not _STRONGLY_ORDERED:
-            with self._fence:
-                pass
+        if self._fence is not None:  # see Note [What orders memory]
+            self._fence()
 
     # -- peers --------------------------------------------------------------------------------------------
 
@@ -185,125 +171,3 @@ class SharedMemoryTransport(Transport):
 
     def describe(self, peer: int) -> str:
         return f"rank {peer} (process {self._addresses[peer].pid})"
-
-
-class _Region:
-    """One mapped window: its memory as bytes, words, and tensors."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        self.fd = fd
-        self._map: mmap.mmap | None = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.bytes = memoryview(self._map)
-        self.words = self.bytes[_HEADER_BYTES:_HEADER_BYTES]
-        self.shards: list[Tensor] = []
-        self.accumulators: list[list[Tensor]] = []
-
-    @classmethod
-    def create(cls, size: int) -> _Region:
-        fd = os.memfd_create("lightning-odc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.fchmod(fd, 0o600)
-            os.posix_fallocate(fd, 0, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(getattr(fcntl, seal) for seal in _SEALS))
-            return cls(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def write_header(self, secret: bytes, rank: int) -> None:
-        self.bytes[: _HEADER.size] = _HEADER.pack(secret, rank, len(self.bytes))
-
-    def map_units(self, spec: WindowSpec) -> None:
-        self.words = self.bytes[_HEADER_BYTES : _HEADER_BYTES + (spec.words + 1) * 8].cast("q")
-        memory = torch.frombuffer(self.bytes, dtype=torch.uint8)[_HEADER_BYTES:]
-        for index, (unit, shard, grad) in enumerate(
-            zip(spec.units, spec.shard_offsets(), spec.grad_offsets(), strict=True)
-        ):
-            self.shards.append(memory[shard : shard + unit.shard_bytes].view(unit.shard_dtype))
-            starts = [grad + source * spec.grad_stride(index) for source in range(spec.sources)]
-            self.accumulators.append([memory[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
-
-    def lock(self, byte: int, kind: int) -> bool:
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-        except BlockingIOError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Let go of the memory; it is unmapped when the last tensor that looks at it is freed."""
-        self.shards.clear()
-        self.accumulators.clear()
-        self.words.release()
-        self.bytes.release()
-        self._map = None
-        os.close(self.fd)
-
-
-def _attach(peer: int, address: _Address, secret: bytes, size: int) -> _Region:
-    """Open a peer's window, trusting nothing it said until it was checked."""
-    if address.host != _boot_id():
-        raise WindowError(
-            f"rank {peer} runs on another host, and shared memory ends at the host. Across hosts use "
-            'ODCStrategy(communication="collective").'
-        )
-    path = f"/proc/{address.pid}/fd/{address.fd}"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise WindowError(
-            f"the window of rank {peer} (process {address.pid}) cannot be opened: {error.strerror}. All ranks must "
-            "run under one user in one container (one process-id namespace)."
-        ) from error
-    try:
-        actual = os.fstat(fd).st_size
-        if actual != size or address.size != size:
-            raise WindowError(f"the window of rank {peer} has {actual} bytes, expected {size}")
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        if not sealed & fcntl.F_SEAL_SHRINK:
-            raise WindowError(f"the window of rank {peer} is not sealed against shrinking")
-        if os.pread(fd, _HEADER.size, 0) != _HEADER.pack(secret, peer, size):
-            raise WindowError(f"the window of rank {peer} does not belong to this job")
-        return _Region(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _check_platform() -> None:
-    if not sys.platform.startswith("linux"):
-        raise WindowError(
-            'the shared-memory transport needs Linux; elsewhere use ODCStrategy(communication="collective").'
-        )
-
-
-def _check_memory(size: int, world_size: int) -> None:
-    """Refuse before the kernel kills: memory that is promised here is used for sure."""
-    available = available_memory()
-    needed = size * world_size
-    if needed > available:
-        raise WindowError(
-            f"the windows need {_gib(needed)} GiB ({world_size} ranks of {_gib(size)} GiB: published shards and "
-            f"gradient accumulators), but {_gib(available)} GiB are free. Use fewer ranks per host, a smaller model, "
-            'bf16 (Trainer(precision="bf16-mixed") halves the shards), or ODCStrategy(communication="collective").'
-        )
-
-
-def available_memory() -> int:
-    """Bytes that processes here may still take: the host's, or the control group's if that is less."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = [int(meminfo["MemAvailable"].split()[0]) * 1024]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free.append(max(limit - used + int(stat["inactive_file"]), 0))
-    return min(free)
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"

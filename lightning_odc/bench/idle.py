@@ -1,0 +1,67 @@
+"""Whether reported idle time is true, what measuring costs, and how idle ranks are under what.
+
+``python -m lightning_odc.bench.idle`` prints three Markdown tables; ``python -m lightning_odc.bench.idle truth`` (or
+``overhead``, or ``table``) one of them. Run it on a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_odc.bench import idle_overhead, idle_table, idle_truth
+
+PARTS = ("truth", "overhead", "table")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m lightning_odc.bench.idle``."""
+    options = _parser().parse_args(arguments)
+    parts = options.parts or list(PARTS)
+    unknown = sorted(set(parts) - set(PARTS))
+    if unknown:
+        raise SystemExit(f"{unknown[0]!r} is unknown: choose from {', '.join(PARTS)}")
+    results: dict[str, Any] = {}
+    training = {
+        "minibatches": options.minibatches,
+        "samples_per_rank": options.samples_per_rank,
+        "repetitions": options.repetitions,
+        "max_length": options.max_length,
+    }
+    if "truth" in parts:
+        results["truth"] = idle_truth.run(
+            options.truth_ranks, options.truth_modes, options.sleep, options.steps
+        )
+        print(f"Scripted sleeps:\n\n{idle_truth.table(results['truth'])}\n")
+    if "overhead" in parts:
+        results["overhead"] = idle_overhead.run(options.ranks, modes=options.modes, **training)
+        print(f"Overhead:\n\n{idle_overhead.table(results['overhead'])}\n")
+    if "table" in parts:
+        results["table"] = idle_table.run(options.ranks, **training)
+        print(f"Idle time:\n\n{idle_table.table(results['table'])}\n")
+    if options.json:
+        shown = {key: value for key, value in vars(options).items() if key != "json"}
+        options.json.write_text(json.dumps({"options": shown, **results}, indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"among {', '.join(PARTS)}; by default all")
+    parser.add_argument("--truth-ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--truth-modes", nargs="+", default=list(idle_truth.MODES), choices=idle_truth.MODES)
+    parser.add_argument("--sleep", type=float, default=0.2, help="seconds of the script's unit")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each script")
+    parser.add_argument("--ranks", type=int, default=2, help="of the demo's training")
+    parser.add_argument("--modes", nargs="+", default=["on_demand", "collective"], help="for the overhead")
+    parser.add_argument("--minibatches", type=int, default=6, help="timed ones per run")
+    parser.add_argument("--samples-per-rank", type=int, default=8)
+    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--max-length", type=int, default=2048)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

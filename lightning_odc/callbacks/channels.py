@@ -1,0 +1,170 @@
+"""How every rank learns every rank's numbers without waiting for them on the training path.
+
+A round is what all ranks sent at the same step. It arrives one step later, or when somebody asks for all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_odc.engine.base import Engine
+
+Round = list[list[float]]
+"""Numbers by rank."""
+
+
+class Channel(ABC):
+    """One rank's end of a channel between all ranks.
+
+    Attributes:
+        capacity: the most numbers to send at once.
+    """
+
+    capacity: int = sys.maxsize
+
+    @abstractmethod
+    def send(self, numbers: Sequence[float]) -> None:
+        """At the end of a step, all ranks once. Does not wait."""
+
+    @abstractmethod
+    def receive(self) -> list[Round]:
+        """The rounds that have arrived since the last call, oldest first. Does not wait."""
+
+    @abstractmethod
+    def finish(self) -> list[Round]:
+        """All rounds that were sent. Waits; all ranks together, off the training path."""
+
+    @abstractmethod
+    def agree(self, item: Any) -> list[Any]:
+        """Every rank's JSON-serialisable item, in rank order. Waits; all ranks together, off the training path."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what was acquired. Idempotent."""
+
+
+class LocalChannel(Channel):
+    """The channel of a world of one."""
+
+    def __init__(self) -> None:
+        self._rounds: list[Round] = []
+
+    def send(self, numbers: Sequence[float]) -> None:
+        self._rounds.append([list(numbers)])
+
+    def receive(self) -> list[Round]:
+        rounds, self._rounds = self._rounds, []
+        return rounds
+
+    def finish(self) -> list[Round]:
+        return self.receive()
+
+    def agree(self, item: Any) -> list[Any]:
+        return [item]
+
+    def close(self) -> None:
+        self._rounds.clear()
+
+
+class NoteChannel(Channel):
+    """Numbers ride on the record that the ranks exchange anyway when they settle: no message of their own.
+
+    Args:
+        engine: whose `Engine.note` and `Engine.notes` it uses.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sent = self._received = 0
+
+    def send(self, numbers: Sequence[float]) -> None:
+        self._sent += 1
+        self._engine.note = [self._sent, *numbers]
+
+    def receive(self) -> list[Round]:
+        return self._read(self._engine.notes)
+
+    def finish(self) -> list[Round]:
+        rounds = self.receive()
+        if self._received < self._sent:
+            rounds += self._read(self._engine.exchange("idle time", self._engine.note))
+        self._engine.note = None
+        return rounds
+
+    def agree(self, item: Any) -> list[Any]:
+        return self._engine.exchange("idle time", item)
+
+    def close(self) -> None:
+        self._engine.note = None
+
+    def _read(self, notes: list[Any]) -> list[Round]:
+        # A step with several optimizers settles several times, with the same note.
+        if not notes or any(note is None or note[0] <= self._received for note in notes):
+            return []
+        self._received = int(notes[0][0])
+        return [[note[1:] for note in notes]]
+
+
+class _Pending(NamedTuple):
+    work: Any
+    gathered: list[Tensor]
+    sent: Tensor  # must stay alive until all have it
+
+
+class SideChannel(Channel):
+    """Numbers go through a process group of their own, while training goes on; nobody waits for them in a step.
+
+    Args:
+        capacity: the most numbers to send, the same on all ranks.
+        timeout: after which `finish` and `agree` give up.
+    """
+
+    def __init__(self, capacity: int, timeout: timedelta) -> None:
+        self.capacity = capacity
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._pending: deque[_Pending] = deque()
+
+    def send(self, numbers: Sequence[float]) -> None:
+        assert len(numbers) <= self.capacity, "too many numbers for this channel"
+        message = torch.zeros(self.capacity, dtype=torch.float64)
+        message[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
+        work = dist.all_gather(gathered, message, group=self._group, async_op=True)
+        self._pending.append(_Pending(work, gathered, message))
+
+    def receive(self) -> list[Round]:
+        rounds = []
+        while self._pending and self._pending[0].work.is_completed():
+            rounds.append(self._take())
+        return rounds
+
+    def finish(self) -> list[Round]:
+        rounds = []
+        while self._pending:
+            rounds.append(self._take())
+        return rounds
+
+    def agree(self, item: Any) -> list[Any]:
+        items: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(items, item, group=self._group)
+        return items
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        # With a message under way the group must live on: that happens only after an error, shortly before the end.
+        if group is not None and not self._pending and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _take(self) -> Round:
+        pending = self._pending.popleft()
+        pending.work.wait()
+        return [numbers.tolist() for numbers in pending.gathered]

@@ -1,0 +1,117 @@
+"""When ranks wait for long, every rank says where it is: on stderr, and in a file with the Python stack.
+
+One-sided traffic is invisible to PyTorch's flight recorder, so this is what there is to look at after a hang.
+
+Note [Who reports]
+~~~~~~~~~~~~~~~~~~
+The rank that hangs is the one that does not wait, so a report at the place that waits would come from all ranks but
+that one. Each rank therefore has a thread that looks at all ranks' control words now and then, and reports as soon as
+*anybody* has waited for long: the waiting ranks whom they wait for, the others what they do instead. The thread
+sleeps nearly always and reads shared memory only; it needs the interpreter's lock, so a rank that holds it for ever
+is described by its peers alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+_LONGEST_NAP = 1.0
+_NAPS = 10  # looks per soft limit
+
+
+class HangReport:
+    """Writes reports of one rank, and keeps a thread that decides when to.
+
+    Args:
+        after: seconds of waiting after which ranks report; after a reported wait that ended well, twice that wait.
+        directory: of the file, made when it is needed; ``None`` to write to stderr alone.
+        rank: of this process.
+        place: where this process is in the program, for people.
+
+    Attributes:
+        after: as it is now.
+        path: of the file.
+    """
+
+    def __init__(
+        self, after: float, directory: Path | None, rank: int, place: Callable[[], str] = str
+    ) -> None:
+        self.place = place
+        self.after = after
+        self.path = None if directory is None else directory / f"rank{rank}.txt"
+        self._rank = rank
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._watched = 0
+        self._writable = True
+
+    def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
+        """Begin to look.
+
+        Args:
+            longest_wait: seconds for which some rank has been waiting by now.
+            describe: where every rank is, this one first.
+        """
+        self._watched = threading.get_ident()
+        self._stop = threading.Event()
+        arguments = (self._stop, longest_wait, describe)
+        self._thread = threading.Thread(
+            target=self._watch, args=arguments, name="lightning-odc hang report", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no longer. Idempotent; from the thread that called `start`."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def tell(self, text: str) -> None:
+        """Write a report, now."""
+        stack = self._stack()
+        note = self._append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{stack}\n")
+        sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
+        sys.stderr.flush()
+
+    # -- internals ----------------------------------------------------------------------------------------
+
+    def _watch(
+        self, stop: threading.Event, longest_wait: Callable[[], float], describe: Callable[[], str]
+    ) -> None:
+        told = 0.0
+        while not stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
+            waited = longest_wait()
+            if waited < told:
+                sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training goes on.\n")
+                self.after, told = max(self.after, 2 * told), 0.0
+            if waited >= max(self.after, 2 * told):
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+                self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
+                told = waited
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._watched)
+        return (
+            "" if frame is None else "Python stack of this rank:\n" + "".join(traceback.format_stack(frame))
+        )
+
+    def _append(self, text: str) -> str:
+        """Returns where it was written, for people."""
+        if self.path is None or not self._writable:
+            return "(There is no file of it.)"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(self.path, flags, 0o644), "a") as file:
+                file.write(text)
+        except OSError as error:
+            self._writable = False
+            return f"(It could not be written to {self.path}: {error.strerror or error}.)"
+        return f"Also in {self.path}, with the Python stack."

@@ -1,0 +1,164 @@
+"""How the ranks are: what each of them does, and whether it still takes part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+
+from lightning_odc.engine.transports.base import Transport, UnitSpec
+from lightning_odc.errors import PeerFailedError
+
+#: Mailbox for the message of a rank that failed, after those for records.
+FAILURE_BOX = 2
+
+#: How the failure message of a rank begins that stopped only because another one had failed.
+FOLLOWED = "stopped after a peer: "
+
+
+class Word(IntEnum):
+    """Control words of a rank, before one version word per unit."""
+
+    MEETING = 0  # number of the last meeting this rank came to
+    STATE = 1  # a State
+    LOCKSTEP = 2  # barriers passed under communication="lockstep"
+    VERSION = 3  # for reports: the version this rank works on
+    ACTIVITY = 4  # for reports: an Activity, plus its unit times the number of activities
+    MICROBATCH = 5  # for reports: microbatches begun in this minibatch
+    SINCE = 6  # for reports: monotonic nanoseconds when the activity began
+    RATE = 7  # measured seconds per planned cost, as the bits of a float: for stealing
+    COUNT = 8
+
+
+class State(IntEnum):
+    """Whether a rank still takes part."""
+
+    RUNNING = 0
+    LEFT = 1
+    FAILED = 2
+
+
+class Activity(IntEnum):
+    """What a rank does, for reports."""
+
+    COMPUTE = 0
+    GATHER = 1
+    ACCUMULATE = 2
+    MEET = 3
+
+
+_ACTIVITY_TEXT = {
+    Activity.COMPUTE: "computing (last communicated for unit {unit!r})",
+    Activity.GATHER: "reading shards of unit {unit!r}",
+    Activity.ACCUMULATE: "adding gradients of unit {unit!r}",
+    Activity.MEET: "waiting for the others at a meeting",
+}
+
+
+class Peers:
+    """What this rank tells the others about itself, and knows of them.
+
+    Args:
+        transport: with `Word.COUNT` control words, and a mailbox for failures.
+        units: for their names.
+    """
+
+    def __init__(self, transport: Transport, units: Sequence[UnitSpec]) -> None:
+        self._transport = transport
+        self._units = units
+        self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
+
+    # -- this rank ----------------------------------------------------------------------------------------
+
+    def begin(self, activity: Activity, unit: int = 0) -> int:
+        """This rank begins to do something else; returns when, in nanoseconds of the monotonic clock."""
+        now = time.monotonic_ns()
+        self._transport.store(Word.SINCE, now)
+        self._transport.store(Word.ACTIVITY, unit * len(Activity) + activity)
+        return now
+
+    def fail(self, message: bytes) -> None:
+        """This rank has failed; ``message`` says why and fits its mailbox."""
+        self._transport.post(FAILURE_BOX, message)
+        self._set_state(State.FAILED)
+
+    def leave(self) -> None:
+        """This rank is done, unless it had failed."""
+        self._set_state(State.LEFT)
+
+    def _set_state(self, state: State) -> None:
+        try:
+            current = self._transport.load(self._transport.rank, Word.STATE)
+        except LookupError:  # never opened, or closed already
+            return
+        if current == State.RUNNING:
+            self._transport.store(Word.STATE, state)
+
+    # -- the others ---------------------------------------------------------------------------------------
+
+    def failures(self) -> dict[int, str]:
+        """Messages of the peers that have failed so far."""
+        return {
+            peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace")
+            for peer in self._others
+            if self._state(peer) == State.FAILED
+        }
+
+    def check(self) -> None:
+        """Find out whether all peers can still do their part.
+
+        Raises:
+            PeerFailedError: one cannot.
+        """
+        failures = self.failures()
+        if failures:
+            # The first to fail has the error that matters; the others only followed it.
+            peer, message = min(failures.items(), key=lambda item: (item[1].startswith(FOLLOWED), item[0]))
+            raise PeerFailedError(
+                f"Rank {peer} failed, so rank {self._transport.rank} stops too. Its error was:\n{message}"
+            )
+        left = [peer for peer in self._others if self._state(peer) == State.LEFT]
+        dead = [peer for peer in self._transport.dead_peers() if peer not in left]
+        if dead:
+            names = ", ".join(self._transport.describe(peer) for peer in dead)
+            raise PeerFailedError(
+                f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
+            )
+        if left:
+            raise PeerFailedError(
+                f"Rank {left[0]} has left the training while rank {self._transport.rank} still needs it. Every rank "
+                "needs the same number of Lightning batches and optimizer steps."
+            )
+
+    def longest_wait(self) -> float:
+        """Seconds for which some rank has been communicating, which in effect is waiting, by now."""
+        now = time.monotonic_ns()
+        waiting = [
+            rank
+            for rank in range(self._transport.world_size)
+            if self._state(rank) == State.RUNNING
+            and self._transport.load(rank, Word.ACTIVITY) % len(Activity) != Activity.COMPUTE
+        ]
+        return max((now - self._transport.load(rank, Word.SINCE) for rank in waiting), default=0) / 1e9
+
+    def report(self) -> str:
+        """Where every rank is: version, microbatch, activity, and for how long."""
+        return "\n".join(self._report_line(rank) for rank in range(self._transport.world_size))
+
+    def _report_line(self, rank: int) -> str:
+        def load(word: Word) -> int:
+            return self._transport.load(rank, word)
+
+        is_other = rank in self._others
+        name = self._transport.describe(rank) if is_other else f"rank {rank} (this one)"
+        state = self._state(rank)
+        if state != State.RUNNING:
+            return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"
+        unit, activity = divmod(load(Word.ACTIVITY), len(Activity))
+        doing = _ACTIVITY_TEXT[Activity(activity)].format(unit=self._units[unit].name)
+        since = max(time.monotonic_ns() - load(Word.SINCE), 0) / 1e9
+        step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
+        return f"  {name}: {step}, {doing} for {since:.1f} s"
+
+    def _state(self, rank: int) -> int:
+        return self._transport.load(rank, Word.STATE)

@@ -1,0 +1,173 @@
+"""One window in anonymous memory: made by its owner, attached by peers, seen as words, bytes and tensors."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_odc.engine.transports.base import WindowSpec
+from lightning_odc.engine.transports.host import boot_id, gib
+from lightning_odc.errors import WindowError
+
+#: Bytes before the window's own layout begins.
+HEADER_BYTES = 4096
+_HEADER = struct.Struct("<32sqq")  # secret, rank, total bytes
+#: Looked up by name: other systems, where this module is imported but not used, do not have them.
+_SEALS = sum(getattr(fcntl, name, 0) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL"))
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a rank tells its peers about its window: on which host, and under which descriptor of which process."""
+
+    host: str
+    pid: int
+    fd: int
+
+
+class Region:
+    """One mapped window.
+
+    The mapping belongs to the tensor `memory` and to every view of it, so it lasts as long as somebody can look at it.
+    The descriptor is ours alone and carries the locks: nothing else may keep a copy of it.
+
+    Args:
+        fd: of the window; from now on the region's.
+        size: of the window in bytes.
+
+    Attributes:
+        memory: all of it, as bytes (1-D, ``uint8``).
+        bytes: all of it, for headers and mailboxes.
+        words: the control words and the claim word, once `map_units` was called.
+        shards: by unit, the published shard.
+        accumulators: by unit and source, the gradient accumulator.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.memory = _map(fd, size)
+        self.bytes = self.memory.numpy().data
+        self.words = self.bytes[:0]
+        self.shards: list[Tensor] = []
+        self.accumulators: list[list[Tensor]] = []
+
+    @classmethod
+    def create(cls, size: int) -> Region:
+        """A zeroed window whose memory is claimed and whose size is final.
+
+        Raises:
+            OSError: the kernel refuses, for lack of memory or by a limit of the process.
+        """
+        fd = os.memfd_create("lightning-odc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(fd, 0o600)
+            _allocate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, peer: int, address: Address, secret: bytes, size: int) -> Region:
+        """A peer's window, trusting nothing it said until it was checked.
+
+        Raises:
+            WindowError: it is out of reach, or not what it should be.
+        """
+        fd = _open(peer, address)
+        try:
+            _check(fd, peer, secret, size)
+            return cls(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def write_header(self, secret: bytes, rank: int) -> None:
+        """Sign the window: whose it is, in which job."""
+        self.bytes[: _HEADER.size] = _HEADER.pack(secret, rank, len(self.bytes))
+
+    def map_units(self, spec: WindowSpec) -> None:
+        """Make the views that ``spec`` lays out."""
+        self.words = self.bytes[HEADER_BYTES : HEADER_BYTES + (spec.words + 1) * 8].cast("q")
+        memory = self.memory[HEADER_BYTES:]
+        for index, (unit, shard, grad) in enumerate(
+            zip(spec.units, spec.shard_offsets(), spec.grad_offsets(), strict=True)
+        ):
+            self.shards.append(memory[shard : shard + unit.shard_bytes].view(unit.shard_dtype))
+            starts = [grad + source * spec.grad_stride(index) for source in range(spec.sources)]
+            self.accumulators.append([memory[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
+
+    def lock(self, byte: int, kind: int) -> bool:
+        """Set (``F_WRLCK``) or lift (``F_UNLCK``) the lock of one byte; ``False`` if another rank holds it."""
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give the descriptor and the locks back, and let go of the memory: the last view that dies unmaps it."""
+        self.shards.clear()
+        self.accumulators.clear()
+        self.words = self.bytes = memoryview(b"")
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        os.close(self.fd)
+
+
+def _allocate(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        raise WindowError(_limited(size, "allocated", error)) from error
+
+
+def _map(fd: int, size: int) -> Tensor:
+    try:
+        mmap.mmap(fd, size).close()  # where this fails, torch would fail, too, and leave a descriptor open
+    except OSError as error:
+        raise WindowError(_limited(size, "mapped", error)) from error
+    path = f"/proc/self/fd/{fd}"
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
+    memory[::_PAGE].sum()  # map every page now, not in the first step
+    return memory
+
+
+def _limited(size: int, what: str, error: OSError) -> str:
+    return (
+        f"a window of {gib(size)} GiB could not be {what}: {error.strerror}. Look at the limits of the process "
+        "(`ulimit -a`) and of its container."
+    )
+
+
+def _open(peer: int, address: Address) -> int:
+    if address.host != boot_id():
+        raise WindowError(
+            f"rank {peer} runs on another host, and shared memory ends at the host. Across hosts use "
+            'ODCStrategy(communication="collective").'
+        )
+    try:
+        return os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise WindowError(
+            f"the window of rank {peer} (process {address.pid}) cannot be opened: {error.strerror}. All ranks must "
+            "run under one user in one container (one process-id namespace)."
+        ) from error
+
+
+def _check(fd: int, peer: int, secret: bytes, size: int) -> None:
+    actual = os.fstat(fd).st_size
+    if actual != size:
+        raise WindowError(f"the window of rank {peer} has {actual} bytes, expected {size}")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise WindowError(f"the window of rank {peer} is not sealed: its size could change under its readers")
+    if os.pread(fd, _HEADER.size, 0) != _HEADER.pack(secret, peer, size):
+        raise WindowError(f"the window of rank {peer} does not belong to this job")

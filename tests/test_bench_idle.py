@@ -1,0 +1,52 @@
+"""The arithmetic of the benchmark of idle time."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from lightning_odc.bench.idle import main
+from lightning_odc.bench.idle_overhead import VARIANTS, summarize
+from lightning_odc.bench.idle_table import estimated_idle
+from lightning_odc.bench.idle_truth import compare, expected
+
+
+def test_waiting_by_arithmetic() -> None:
+    sleeps = [[3.0, 1.0], [1.0, 2.0]]
+    assert expected("on_demand", sleeps) == [0.0, 1.0]
+    assert expected("collective", sleeps) == [1.0, 2.0]
+    assert expected("on_demand", [[3.0, 1.0], []]) == [0.0, 4.0]
+    # Rank 1 waits for rank 0 before the second batch, and rank 0 for rank 1 at the end.
+    assert expected("ddp", sleeps) == [1.0, 2.0]
+    # Rank 0 waits for nobody before a batch.
+    assert expected("ddp", sleeps[::-1]) == [1.0, 0.0]
+
+
+def test_what_the_packer_would_estimate() -> None:
+    costs = [[3.0, 1.0], [1.0, 2.0]]
+    assert estimated_idle(costs, meets_in_every_microbatch=True) == pytest.approx(1 - 7 / 10)
+    assert estimated_idle(costs, meets_in_every_microbatch=False) == pytest.approx(1 - 7 / 8)
+    assert estimated_idle([[], []], meets_in_every_microbatch=False) == 0
+
+
+def test_errors_are_relative_to_the_truth_and_to_the_step() -> None:
+    row = {"idle/settle_seconds": 0.5, "idle/data_seconds": 9.0, "idle/fraction": 7.0, "step_seconds": 4.0}
+    result = compare("on_demand", "uneven", [[3.0, 1.0], [1.0, 2.0]], [row] * 4)
+    assert result["arithmetic"] == result["reported"] == 0.5
+    assert (result["relative_error"], result["error_of_step"]) == (0.0, 0.0)
+    assert compare("on_demand", "even", [[1.0], [1.0]], [row] * 4)["relative_error"] is None
+
+
+def test_costs_are_taken_minibatch_by_minibatch() -> None:
+    records = [
+        {"communication": "on_demand", "variant": variant, "seconds": [1.0 * scale, 2.0 * scale]}
+        for variant, scale in zip(VARIANTS, (1.0, 1.01, 1.0, 1.03), strict=True)
+    ]
+    rows = summarize([records])
+    assert [row["quartiles"][1] for row in rows] == pytest.approx([0.0, 0.01, 0.0, 0.03])
+
+
+def test_an_unknown_part() -> None:
+    with pytest.raises(SystemExit, match="'truht' is unknown: choose from truth, overhead, table"):
+        main(["truht"])
