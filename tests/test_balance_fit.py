@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.test_balance_strategy import SAMPLES, Padded, pad, plain, reference
 from tests.test_parity import assert_same
 
-SECONDS_PER_TOKEN = 5e-4
+SECONDS_PER_TOKEN = 2e-3  # far more than all else takes, even on a busy machine
 
 
 class Lame(Padded):
@@ -75,12 +75,9 @@ def test_all_ranks_learn_the_same_and_the_gradient_is_exact(strategy):
 
 def test_the_slow_rank_gets_less_from_the_second_minibatch_on():
     results = run_ranks(_fit, 2, {}, {"max_epochs": 4})
-    first, last = [], []
-    for result in results:
-        first.append(result["tokens"])
-        last.append(sum(result["tokens"]))
-    assert last[1] < 0.5 * last[0]
-    assert results[0]["slow"][1] == pytest.approx(3 * results[0]["slow"][0], rel=0.3)
+    fast, slow = (sum(result["tokens"]) for result in results)
+    assert slow < 0.65 * fast
+    assert 2 < results[0]["slow"][1] / results[0]["slow"][0] < 4
 
 
 def test_accumulated_minibatches_report_together():

@@ -53,5 +53,8 @@ def test_a_speed_up_is_split_in_two():
     assert best.idle == pytest.approx((0.25 + 0.125) / 2)
     assert best.over_bound == pytest.approx((1 / 0.75 + 2 / 1.75) / 2 - 1)
     assert best.losses == [2.0]
+    record = best.record()
+    assert (record["communication"], record["by_communication"], record["cost"]) == ("on_demand", 2, "fitted")
+    assert rows[Combination("collective", "lb_micro")].record()["idle"] is None
     assert math.isnan(rows[Combination("collective", "lb_micro")].idle)
     assert "| on_demand | lb_mini | fitted | 1.50 (1.00, 2.00) | x4.00 | x2.00 | x2.00 |" in table([best])

@@ -102,7 +102,7 @@ def fitted(seeds: int) -> list[Table]:
         begin = max(scenario.change_at, 0)
         counts = [needed(own[:, 0], begin) for own in run]
         steps.append(
-            [scenario.name, [float(np.median(counts)), max(counts)], float(run[begin:, :, 1].mean())]
+            [scenario.name, [float(np.median(counts)), max(counts)], float(run[:, begin:, 1].mean())]
         )
     looked_at = (0, 1, 2, 3, 5, 10, 19, 20, 21, 22, 23, 25, 30, 39)
     rows = [[step, *(float(run[:, step, 0].mean()) for run in runs.values())] for step in looked_at]

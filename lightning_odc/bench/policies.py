@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"\nlargest relative difference of any loss from those of the first row: {worst_loss_difference(rows):.1e}"
     )
     if options.json:
-        record = {"options": given, "rows": [row._asdict() for row in rows]}
+        record = {"options": given, "rows": [row.record() for row in rows]}
         options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -55,6 +55,14 @@ class Row(NamedTuple):
     over_bound: float
     losses: list[float]
 
+    def record(self) -> dict[str, Any]:
+        """For JSON; what could not be measured is null."""
+        measured = {**self._asdict(), "total": self.total}
+        del measured["combination"]
+        gains = {f"by_{name}": measured.pop(name) for name in ("communication", "balancing")}
+        values = {**self.combination._asdict(), **measured, **gains}
+        return {name: None if value != value else value for name, value in values.items()}
+
     @property
     def total(self) -> float:
         """How many times as fast as the plain policy over collectives."""
