@@ -97,7 +97,7 @@ def speeds(world_size: int, slow_rank: bool) -> list[float]:
 def _run(key: Combination, model: ByteModel, loader: BalancedDataLoader, world_size: int, steps: int) -> Run:
     recorder = Recorder(lambda _: None)
     _trainer(world_size, key.communication, recorder, steps).fit(model, loader)
-    mine = recorder.record
+    mine = recorder.ranks[int(os.environ["LOCAL_RANK"])]
     return {
         "seconds": mine.seconds[WARM_UP:],
         "idle": [sum(waits.values()) for waits in mine.waits[WARM_UP:]],

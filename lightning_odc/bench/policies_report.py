@@ -42,8 +42,8 @@ class Row(NamedTuple):
         seconds: per minibatch, by repetition.
         communication: time of the plain policy over collectives, over its time with this communication.
         balancing: time of the plain policy with this communication, over the time of this combination.
-        idle: share of the time in which a rank waited; nan where that cannot be measured.
-        over_bound: how far the time is above `bound`, as a share of it; nan where that cannot be measured.
+        idle: share of the time in which a rank waited.
+        over_bound: how far the time is above `bound`, as a share of it.
         losses: of every minibatch, over all ranks.
     """
 
@@ -56,12 +56,11 @@ class Row(NamedTuple):
     losses: list[float]
 
     def record(self) -> dict[str, Any]:
-        """For JSON; what could not be measured is null."""
+        """For JSON."""
         measured = {**self._asdict(), "total": self.total}
         del measured["combination"]
         gains = {f"by_{name}": measured.pop(name) for name in ("communication", "balancing")}
-        values = {**self.combination._asdict(), **measured, **gains}
-        return {name: None if value != value else value for name, value in values.items()}
+        return {**self.combination._asdict(), **measured, **gains}
 
     @property
     def total(self) -> float:
@@ -93,7 +92,7 @@ def summarize(by_rank: Sequence[dict[Combination, list[Run]]], speeds: Sequence[
     for key, own in times.items():
         same = times[Combination(key.communication, PLAIN)]
         repetitions = list(zip(*(runs[key] for runs in by_rank), strict=True))
-        idle, over = _busy(repetitions, speeds) if key.communication == "on_demand" else (float("nan"),) * 2
+        idle, over = _busy(repetitions, speeds)
         rows.append(
             Row(key, own, _ratio(plain, same), _ratio(same, own), idle, over, _losses(repetitions[0]))
         )
@@ -130,7 +129,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"| {' | '.join(head.split('|'))} |", f"|{' --- |' * (head.count('|') + 1)}"]
     for row in rows:
         runs = ", ".join(f"{seconds:.2f}" for seconds in row.seconds)
-        measured = [f"{100 * value:.1f} %" if value == value else "-" for value in (row.idle, row.over_bound)]
+        measured = [f"{100 * value:.1f} %" for value in (row.idle, row.over_bound)]
         ratios = [f"x{value:.2f}" for value in (row.total, row.communication, row.balancing)]
         seconds = f"{statistics.median(row.seconds):.2f} ({runs})"
         lines.append(f"| {' | '.join([*row.combination, seconds, *ratios, *measured])} |")
