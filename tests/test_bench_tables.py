@@ -58,5 +58,4 @@ def test_a_speed_up_is_split_in_two():
     assert rows[Combination("collective", "lb_micro")].record()["idle"] == pytest.approx(
         (0.25 / 4 + 0.25 / 8) / 2
     )
-    assert math.isnan(rows[Combination("collective", "lb_micro")].idle)
     assert "| on_demand | lb_mini | fitted | 1.50 (1.00, 2.00) | x4.00 | x2.00 | x2.00 |" in table([best])

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -183,7 +184,8 @@ def reported_errors(kind: str, world_size: int, scale: int) -> list[float]:
     assert last_epoch["microbatches_epoch"] == 2 * world_size
     mean = sum(row["idle/data_seconds"] for row in rows) / STEPS
     assert last_epoch["idle/data_seconds_epoch"] == pytest.approx(mean)
-    assert kind != "ddp" or max(row["idle/broadcast_seconds"] for row in rows) > 0.01
+    if kind == "ddp" and hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):  # lightning >= 2.6
+        assert max(row["idle/broadcast_seconds"] for row in rows) > 0.01
     errors = []
     for step, row in enumerate(rows):
         idle = check_row(row, [sum(sleeps(rank, scale)[step]) for rank in range(world_size)])
