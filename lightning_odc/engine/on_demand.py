@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.minibatch import Minibatch, Task
@@ -125,6 +127,11 @@ class OnDemandEngine(Engine):
             self._root.release()
         if self._model is not None:
             rest(self._model, self._failed)
+        if any(not isinstance(slot.current, DTensor) for unit in self._units for slot in unit.slots):
+            warnings.warn(
+                "A step failed half-way, and torch before 2.13 cannot reset `fully_shard`: make a new model to fit again.",
+                stacklevel=2,
+            )
         for unit in self._units:
             set_comms(unit.modules, StockGather(), StockReduceScatter())
             if unit.divided_by_fully_shard:
