@@ -129,7 +129,7 @@ class OnDemandEngine(Engine):
             rest(self._model, self._failed)
         if any(not isinstance(slot.current, DTensor) for unit in self._units for slot in unit.slots):
             warnings.warn(
-                "A step failed half-way, and torch before 2.13 cannot reset `fully_shard`: make a new model to fit again.",
+                "A step failed half-way, and torch before 2.13 cannot reset `fully_shard`: fit a new model.",
                 stacklevel=2,
             )
         for unit in self._units:
