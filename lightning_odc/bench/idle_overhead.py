@@ -1,10 +1,12 @@
 """What the monitor and the recorder cost: the demo's training with and without them, in turns.
 
-Wall-clock time answers for the user, processor time for a busy machine, where the former is lost in noise.
+Times of whole minibatches answer for everything, down to the noise of the machine. The time inside the callbacks' own
+code, by a profile, is an upper bound for what they do in the training thread, and exact enough to see a thousandth.
 """
 
 from __future__ import annotations
 
+import cProfile
 import os
 import statistics
 import tempfile
@@ -14,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
+from lightning_odc.bench.own_time import seconds_in
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.demo.corpus import plan_minibatches, read_corpus
@@ -47,8 +50,24 @@ class CpuClock(Callback):
         self.on_train_batch_start()
 
 
+class MinibatchProfiler(Callback):
+    """Profiles this rank's training thread from the first minibatch to the end of the last."""
+
+    def __init__(self) -> None:
+        self.profile = cProfile.Profile()
+
+    def on_train_start(self, *_: Any) -> None:
+        self.profile.enable()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.profile.disable()
+
+
 def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Seconds of every timed minibatch on this rank, by the wall's clock and the processor's, one record per run."""
+    """One record per run of this rank: seconds of every timed minibatch, by the wall's clock and the processor's.
+
+    One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
+    """
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
     warnings.filterwarnings("ignore")
     demo = DemoOptions(
@@ -63,25 +82,38 @@ def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[st
         seed=0,
         longest_first=True,
     )
-    records = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for repetition in range(options["repetitions"]):
-            for communication in options["modes"]:
-                for variant in VARIANTS[repetition % 4 :] + VARIANTS[: repetition % 4]:
-                    recorder, cpu = Recorder(lambda _: None), CpuClock()
-                    extra = [cpu, *_extra(variant, Path(scratch))]
-                    trainer = _trainer(demo, communication, recorder, extra)
-                    model = ByteModel(layers=4, hidden_size=256, max_length=demo.max_length)
-                    trainer.fit(model, DemoData(corpus, plan))
-                    spans = {"seconds": recorder.record.seconds[WARM_UP:], "cpu": cpu.seconds[WARM_UP:]}
-                    records.append({"communication": communication, "variant": variant, **spans})
+    data = DemoData(corpus, plan)
+    records: list[dict[str, Any]] = []
+    for repetition in range(options["repetitions"] + 1):
+        for communication in options["modes"]:
+            for variant in VARIANTS[repetition % 4 :] + VARIANTS[: repetition % 4]:
+                record: dict[str, Any] = {"communication": communication, "variant": variant}
+                if repetition < options["repetitions"]:
+                    cpu = CpuClock()
+                    seconds = _fit(demo, data, communication, variant, cpu)
+                    records.append(record | {"seconds": seconds[WARM_UP:], "cpu": cpu.seconds[WARM_UP:]})
+                else:
+                    profiler = MinibatchProfiler()
+                    _fit(demo, data, communication, variant, profiler)
+                    records.append(record | {"own": seconds_in(profiler.profile, _is_observing) / len(plan)})
     return records
 
 
-def _trainer(demo: DemoOptions, communication: Any, recorder: Recorder, extra: list[Callback]) -> Trainer:
+def _fit(
+    demo: DemoOptions, data: DemoData, communication: Any, variant: str, observer: Callback
+) -> list[float]:
+    """Train once; seconds of each minibatch."""
+    recorder = Recorder(lambda _: None)
     trainer: Any = make_trainer(demo, communication, recorder)
-    trainer.callbacks.extend(extra)
-    return trainer
+    model = ByteModel(layers=4, hidden_size=256, max_length=demo.max_length)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer.callbacks += [observer, *_extra(variant, Path(scratch))]
+        trainer.fit(model, data)
+    return recorder.record.seconds
+
+
+def _is_observing(file: str) -> bool:
+    return file.endswith("/lightning_odc/engine/tracing.py") or "/lightning_odc/callbacks/" in file
 
 
 def _extra(variant: str, scratch: Path) -> list[Callback]:
@@ -94,20 +126,28 @@ def _extra(variant: str, scratch: Path) -> list[Callback]:
 
 def summarize(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row per communication and variant: the cost in every minibatch, over the same one without anything."""
-    records = [
+    timed = [
         first | {"cpu": [sum(parts) for parts in zip(first["cpu"], *(o["cpu"] for o in others), strict=True)]}
         for first, *others in zip(*by_rank, strict=True)
+        if "cpu" in first
     ]
+    own = {
+        (first["communication"], first["variant"]): max(rank["own"] for rank in (first, *others))
+        for first, *others in zip(*by_rank, strict=True)
+        if "own" in first
+    }
     rows = []
-    for communication in dict.fromkeys(record["communication"] for record in records):
-        runs = [record for record in records if record["communication"] == communication]
+    for communication in dict.fromkeys(record["communication"] for record in timed):
+        runs = [record for record in timed if record["communication"] == communication]
+        bare = statistics.median(_spans(runs, "nothing", "seconds"))
         for variant in VARIANTS:
             row = {"communication": communication, "variant": variant}
             row["seconds"] = statistics.median(_spans(runs, variant, "seconds"))
             for clock, name in (("seconds", "costs"), ("cpu", "cpu_costs")):
                 pairs = zip(_spans(runs, variant, clock), _spans(runs, "nothing", clock), strict=True)
-                row[name] = [own / bare - 1 for own, bare in pairs]
+                row[name] = [mine / without - 1 for mine, without in pairs]
                 row[f"{name}_quartiles"] = quartiles(row[name])
+            row["own_share"] = (own[communication, variant] - own[communication, "nothing"]) / bare
             rows.append(row)
     return rows
 
@@ -124,14 +164,15 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| communication | with | s/minibatch, median | cost, median [quartiles] | processor time | pairs |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| communication | with | s/minibatch | cost, median [quartiles] | processor time | pairs | own code |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         texts = [_cost(row[f"{name}_quartiles"]) for name in ("costs", "cpu_costs")]
         cells = ["-", "-"] if row["variant"] == "nothing" else texts
         start = f"| {row['communication']} | {row['variant']} | {row['seconds']:.4f} |"
-        lines.append(f"{start} {cells[0]} | {cells[1]} | {len(row['costs'])} |")
+        own = "-" if row["variant"] == "nothing" else f"{100 * row['own_share']:z.3f} %"
+        lines.append(f"{start} {cells[0]} | {cells[1]} | {len(row['costs'])} | {own} |")
     return "\n".join(lines)
 
 
