@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
@@ -28,7 +29,7 @@ _lightning_model_parallel: Any = importlib.import_module("lightning.fabric.strat
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
 
 #: What a strategy's launcher must be, for the Trainer and for Fabric.
-Launcher: Any = importlib.import_module("lightning.pytorch.strategies.launchers.launcher")._Launcher
+Launcher = _Launcher
 
 #: What ``zero_grad(set_to_none=False)`` may call on gradients.
 ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
