@@ -103,6 +103,7 @@ class ODCStrategy(FSDPStrategy):
 
     strategy_name = "odc"
     _registered_strategies: list[str] = []  # noqa: RUF012 - Lightning appends to it per class
+    _precision: ODCPrecision | None = None
 
     def __init__(
         self,
@@ -160,6 +161,8 @@ class ODCStrategy(FSDPStrategy):
         )
         self.communication = communication
         self.transport = transport
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout or DEFAULT_TIMEOUT
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
         self.hang_report_after = hang_report_after
@@ -171,6 +174,7 @@ class ODCStrategy(FSDPStrategy):
             "weighting": weighting,
         }
         self.precision_plugin = precision_plugin
+        self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
@@ -206,8 +210,7 @@ class ODCStrategy(FSDPStrategy):
 
     @property
     def precision_plugin(self) -> ODCPrecision:
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
+        return self._precision or ODCPrecision("32-true")
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -218,7 +221,7 @@ class ODCStrategy(FSDPStrategy):
             )
         if plugin is not None and not isinstance(plugin, ODCPrecision):
             plugin = ODCPrecision(plugin.precision, self._device_type())
-        self._precision_plugin = plugin
+        self._precision = plugin
 
     def _device_type(self) -> str:
         if self.parallel_devices:
@@ -258,7 +261,7 @@ class ODCStrategy(FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place and hand its communication to a fresh engine."""
         if not isinstance(model, FSDPModule):
-            _compat.wrap_checkpointed(model, self._activation_checkpointing_kwargs)
+            _compat.wrap_checkpointed(model, self)
         shard_model(
             model,
             mesh_for(self.root_device.type, self.world_size),
@@ -283,7 +286,7 @@ class ODCStrategy(FSDPStrategy):
         return OnDemandEngine(
             lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
             rendezvous,
-            timeout=(self._timeout or DEFAULT_TIMEOUT).total_seconds(),
+            timeout=self.timeout.total_seconds(),
             deterministic=self.deterministic,
             lockstep=self.communication == "lockstep",
             accumulator_dtype=self.accumulator_dtype,
@@ -490,7 +493,7 @@ class ODCStrategy(FSDPStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         with context(), self.engine.traced("forward", step=name):
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+            return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -564,7 +567,7 @@ class ODCStrategy(FSDPStrategy):
 
     @property
     def _full(self) -> bool:
-        return self._state_dict_type == "full"
+        return self.state_dict_type == "full"
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
