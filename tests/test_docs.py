@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_odc import cli
+from tests import docs_cli
 from tests.docs_blocks import PAGES, ROOT, Block, blocks, fragments, programs
 
 pytest.importorskip("transformers")
@@ -79,3 +80,10 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
             main(["demo", "--help"] if command == "demo" else ["--help"])
         known = capsys.readouterr().out
         assert not {option for option in options if option not in known}, command
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="argparse lays help out differently in each Python"
+)
+def test_the_page_of_the_command_line_is_what_the_parsers_print() -> None:
+    assert docs_cli.PAGE.read_text() == docs_cli.page(), "write it anew: python -m tests.docs_cli"
