@@ -210,6 +210,7 @@ class ODCStrategy(FSDPStrategy):
 
     @property
     def precision_plugin(self) -> ODCPrecision:
+        """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
         return self._precision or ODCPrecision("32-true")
 
     @precision_plugin.setter
@@ -589,6 +590,7 @@ class ODCStrategy(FSDPStrategy):
         checkpoint.save_sharded(state, path, self.global_rank)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
         assert self.model is not None
         assert self.lightning_module is not None
         path = Path(self.broadcast(checkpoint_path))
