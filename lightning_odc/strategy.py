@@ -32,7 +32,12 @@ from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.collective import (
+    CollectiveEngine,
+    is_broken_group,
+    process_group_rendezvous,
+    single_process,
+)
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
@@ -347,11 +352,20 @@ class ODCStrategy(FSDPStrategy):
             return
         text = "".join(traceback.format_exception(exception))
         prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
-        for rank, message in self._engine.peer_failures().items():
-            if not isinstance(exception, ODCError):
-                exception.add_note(f"Rank {rank} had failed before this. Its error was:\n{message}")
-                prefix = FOLLOWED
+        trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
+        if trouble:
+            exception.add_note(f"This followed from something else. {trouble}")
+            prefix = FOLLOWED
         self._engine.fail(prefix + text)
+
+    def _peer_trouble(self, exception: BaseException) -> str:
+        """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
+        patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
+        trouble = self.engine.peer_trouble()
+        while not trouble and time.monotonic() < patience:
+            time.sleep(0.01)
+            trouble = self.engine.peer_trouble()
+        return trouble
 
     # -- a step -------------------------------------------------------------------------------------------
 
