@@ -580,14 +580,17 @@ class ODCStrategy(FSDPStrategy):
 
     def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = Path(self.broadcast(filepath))
-        if self._full:
-            checkpoint.prepare_full(path, self.global_rank)
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
-            return
-        if storage_options is not None:
+        if not self._full and storage_options is not None:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        checkpoint.save_sharded(state, path, self.global_rank)
+        checkpoint.check_place(path, self._full)
+        self.barrier("a place for the checkpoint")  # all have looked before one changes what they see
+        if self.is_global_zero:
+            checkpoint.make_place(path, self._full)
+        if not self._full:
+            self.barrier("the place is made")
+            checkpoint.save_sharded(state, path, self.global_rank)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
