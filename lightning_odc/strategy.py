@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -103,7 +103,6 @@ class ODCStrategy(FSDPStrategy):
 
     strategy_name = "odc"
     _registered_strategies: list[str] = []  # noqa: RUF012 - Lightning appends to it per class
-    _precision: ODCPrecision | None = None
 
     def __init__(
         self,
@@ -211,7 +210,8 @@ class ODCStrategy(FSDPStrategy):
     @property
     def precision_plugin(self) -> ODCPrecision:
         """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
-        return self._precision or ODCPrecision("32-true")
+        plugin = super().precision_plugin
+        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -222,7 +222,8 @@ class ODCStrategy(FSDPStrategy):
             )
         if plugin is not None and not isinstance(plugin, ODCPrecision):
             plugin = ODCPrecision(plugin.precision, self._device_type())
-        self._precision = plugin
+        # Into its own place: the trainer looks there for what a strategy was made with.
+        cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
 
     def _device_type(self) -> str:
         if self.parallel_devices:
