@@ -541,14 +541,12 @@ class ODCStrategy(FSDPStrategy):
 
         Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
         """
-        if self._reduce_locally:
+        if self._reduce_locally or not isinstance(tensor, Tensor):
             return tensor
-        if (
-            isinstance(tensor, Tensor)
-            and not tensor.is_floating_point()
-            and str(reduce_op).lower() in ("mean", "avg")
-        ):
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
+        if group is None and self._engine is not None:
+            self._engine.come_to("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group, reduce_op)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
