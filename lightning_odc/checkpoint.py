@@ -53,10 +53,7 @@ def _assembled(value: Tensor, keep: bool) -> Tensor | None:
 
 
 def save_sharded(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
-    """Write a checkpoint directory: shards of model and optimizers, and one file with everything else."""
-    if path.is_file():
-        path.unlink()
-    path.mkdir(parents=True, exist_ok=True)
+    """Write into a checkpoint's directory: shards of model and optimizers, and one file with everything else."""
     state = {"state_dict": checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
     state.update({f"optimizer_{index}": optimizer for index, optimizer in enumerate(states)})
@@ -65,17 +62,24 @@ def save_sharded(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
         torch.save(checkpoint, path / _compat.METADATA_FILENAME)
 
 
-def prepare_full(path: Path, rank: int) -> None:
-    """Make room for a full checkpoint where a sharded one may lie.
+def check_place(path: Path, full: bool) -> None:
+    """Refuse to save over what is no checkpoint.
 
     Raises:
-        IsADirectoryError: if something else lies there.
+        IsADirectoryError: a full checkpoint would replace a directory of something else.
     """
-    if path.is_dir():
-        if not _compat.is_sharded_checkpoint(path):
-            raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
-        if rank == 0:
-            shutil.rmtree(path)
+    if full and path.is_dir() and not _compat.is_sharded_checkpoint(path):
+        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
+
+
+def make_place(path: Path, full: bool) -> None:
+    """Remove a checkpoint of the other kind, and make the directory of a sharded one. One rank alone."""
+    if full and path.is_dir():
+        shutil.rmtree(path)
+    if not full:
+        if path.is_file():
+            path.unlink()
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def load(

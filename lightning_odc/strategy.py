@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -108,7 +108,6 @@ class ODCStrategy(FSDPStrategy):
 
     strategy_name = "odc"
     _registered_strategies: list[str] = []  # noqa: RUF012 - Lightning appends to it per class
-    _precision: ODCPrecision | None = None
 
     def __init__(
         self,
@@ -216,7 +215,8 @@ class ODCStrategy(FSDPStrategy):
     @property
     def precision_plugin(self) -> ODCPrecision:
         """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
-        return self._precision or ODCPrecision("32-true")
+        plugin = super().precision_plugin
+        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -227,7 +227,8 @@ class ODCStrategy(FSDPStrategy):
             )
         if plugin is not None and not isinstance(plugin, ODCPrecision):
             plugin = ODCPrecision(plugin.precision, self._device_type())
-        self._precision = plugin
+        # Into its own place: the trainer looks there for what a strategy was made with.
+        cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
 
     def _device_type(self) -> str:
         if self.parallel_devices:
@@ -554,14 +555,12 @@ class ODCStrategy(FSDPStrategy):
 
         Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
         """
-        if self._reduce_locally:
+        if self._reduce_locally or not isinstance(tensor, Tensor):
             return tensor
-        if (
-            isinstance(tensor, Tensor)
-            and not tensor.is_floating_point()
-            and str(reduce_op).lower() in ("mean", "avg")
-        ):
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
+        if group is None and self._engine is not None:
+            self._engine.come_to("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group, reduce_op)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -594,14 +593,17 @@ class ODCStrategy(FSDPStrategy):
 
     def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = Path(self.broadcast(filepath))
-        if self._full:
-            checkpoint.prepare_full(path, self.global_rank)
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
-            return
-        if storage_options is not None:
+        if not self._full and storage_options is not None:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        checkpoint.save_sharded(state, path, self.global_rank)
+        checkpoint.check_place(path, self._full)
+        self.barrier("a place for the checkpoint")  # all have looked before one changes what they see
+        if self.is_global_zero:
+            checkpoint.make_place(path, self._full)
+        if not self._full:
+            self.barrier("the place is made")
+            checkpoint.save_sharded(state, path, self.global_rank)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_odc import Minibatch, ODCStrategy
@@ -57,6 +57,11 @@ def test_arguments_of_fsdp1_without_meaning_are_named():
 def test_a_foreign_precision_plugin():
     with pytest.raises(TypeError, match=r"Write Trainer\(precision=...\)"):
         ODCStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+
+
+def test_the_precision_plugin_that_a_strategy_was_made_with_stays():
+    plugin = FSDPPrecision("bf16-mixed")
+    assert trainer(1, strategy=ODCStrategy(precision_plugin=plugin)).precision == "bf16-mixed"
 
 
 def test_fp16_on_the_cpu():

@@ -231,6 +231,9 @@ class Engine(Traced, ABC):
     def exchange(self, kind: str, item: Any) -> list[Any]:
         """Every rank's JSON-serialisable item, in rank order. All ranks together."""
 
+    def come_to(self, kind: str) -> None:
+        """This rank is about to call a collective of this kind: find out now, not by a hang, that another is not."""
+
     @abstractmethod
     def fail(self, message: str) -> None:
         """Tell the peers that this rank has failed."""
