@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, checkpoint
+from lightning_odc import _compat, arguments, averaging, checkpoint
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -39,6 +39,8 @@ from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
+from lightning_odc.materialize import materialize
+from lightning_odc.model_checks import refuse_layers
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
 from lightning_odc.training import Training
@@ -178,6 +180,7 @@ class ODCStrategy(FSDPStrategy):
         self._failed = False
         self._loaders_unchecked = True
         self._threads_before: int | None = None
+        self._own_callbacks: list[Any] = []
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -244,7 +247,15 @@ class ODCStrategy(FSDPStrategy):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._on_demand:
+            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
+        elif fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
+        if fitting:
+            self._setup_averages(trainer)
+        self._surround_callbacks(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -259,6 +270,15 @@ class ODCStrategy(FSDPStrategy):
         """Shard the model in place and hand its communication to a fresh engine."""
         if not isinstance(model, FSDPModule):
             _compat.wrap_checkpointed(model, self._activation_checkpointing_kwargs)
+        self._shard(model, announce=True)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._materialize(model, loads_checkpoint=trainer.ckpt_path is not None)
+        self._engine = self._make_engine()
+        self._engine.attach(model, gradients=trainer.state.fn == TrainerFn.FITTING)
+        return model
+
+    def _shard(self, model: nn.Module, announce: bool) -> None:
         shard_model(
             model,
             mesh_for(self.root_device.type, self.world_size),
@@ -266,13 +286,22 @@ class ODCStrategy(FSDPStrategy):
             mixed_precision=self._mixed_precision_policy(),
             reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
             cpu_offload=self.cpu_offload.offload_params,
+            announce=announce,
         )
-        _compat.materialize(model, self.root_device)
-        self._engine = self._make_engine()
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self._engine.attach(model, gradients=fitting)
-        return model
+
+    def _materialize(self, model: nn.Module, loads_checkpoint: bool) -> None:
+        offload = self.cpu_offload.offload_params
+        materialize(model, self.root_device, offload=offload, loads_checkpoint=loads_checkpoint)
+
+    def _setup_averages(self, trainer: pl.Trainer) -> None:
+        """Shard the copies of the model that averaging callbacks have made of it before."""
+        assert self.model is not None
+        found = averaging.averages(trainer)
+        averaging.check_kept_whole(found, self._full)
+        for average in found:
+            self._shard(average, announce=False)
+            self._materialize(average, loads_checkpoint=True)
+            averaging.copy_values(self.model, average)
 
     def _make_engine(self) -> Engine:
         if self.world_size == 1:
@@ -303,8 +332,12 @@ class ODCStrategy(FSDPStrategy):
 
         return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
 
+    @property
+    def _on_demand(self) -> bool:
+        return self.communication != "collective" and self.world_size > 1
+
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        on_demand = self.communication != "collective" and self.world_size > 1
+        on_demand = self._on_demand
         if self.mixed_precision is not None:
             return precision_policy(
                 self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand
@@ -321,6 +354,7 @@ class ODCStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         self._give_values_back()
+        self._remove_callbacks()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
         engine, self._engine, self._training = self._engine, None, None
@@ -335,6 +369,19 @@ class ODCStrategy(FSDPStrategy):
                 torch.set_num_threads(self._threads_before)
                 self._threads_before = None
             super().teardown()
+
+    def _surround_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        before = averaging.BeforeCallbacks(self.engine.reshard)
+        after = averaging.AfterCallbacks(self.publish_parameters)
+        callbacks[:] = [before, *callbacks, after]
+        self._own_callbacks = [before, after]
+
+    def _remove_callbacks(self) -> None:
+        own, self._own_callbacks = self._own_callbacks, []
+        if self.lightning_module is not None:
+            callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if callback not in own]
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -578,6 +625,7 @@ class ODCStrategy(FSDPStrategy):
         path = Path(self.broadcast(filepath))
         if self._full:
             checkpoint.prepare_full(path, self.global_rank)
+            state = averaging.assembled(state)
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
             return
@@ -593,5 +641,7 @@ class ODCStrategy(FSDPStrategy):
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
         rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
+        if averaging.averages(self.lightning_module.trainer):
+            averaging.cut(rest, self.model)
         self.publish_parameters()
         return rest
