@@ -273,6 +273,7 @@ class OnDemandEngine(Engine):
             assert self._root is not None
             self._root.gather()
         self._placeholders.lift()
+        self._check_gathered()  # fully_shard frees the root unit at the end of it
         yield
         self._check_all_reduced()
         self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
@@ -346,6 +347,12 @@ class OnDemandEngine(Engine):
             self.protocol.publish(unit.index)
 
     def reshard(self) -> None:
+        self._check_gathered()
+        for unit in self._units:
+            unit.modules[0].reshard()
+
+    def _check_gathered(self) -> None:
+        """Before gathered parameters are freed, and what was written into them with them."""
         for unit in self._units:
             edited = unit.edited_while_gathered()
             if edited is not None:
@@ -355,7 +362,6 @@ class OnDemandEngine(Engine):
                     "`on_train_batch_end`, on all ranks together, and then call "
                     "`trainer.strategy.publish_parameters()` on all of them."
                 )
-            unit.modules[0].reshard()
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""
