@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,9 +24,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_odc import _compat
 
 
-def materialize(
-    model: nn.Module, device: torch.device, *, offload: bool = False, loads_checkpoint: bool = False
-) -> None:
+@dataclass(frozen=True)
+class Unfilled:
+    """A parameter or buffer that nothing has given a value."""
+
+    module: nn.Module
+    name: str
+    where: str
+
+    @property
+    def still(self) -> bool:
+        """Whether this rank's part has no value even now."""
+        tensor = getattr(self.module, self.name)
+        return _is_marked(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def materialize(model: nn.Module, device: torch.device, *, offload: bool = False) -> list[Unfilled]:
     """Give everything on the meta device memory and values; leave everything else alone.
 
     A module that holds such tensors is initialised by its ``reset_parameters()``, then by ``_init_weights(module)`` of
@@ -35,36 +49,50 @@ def materialize(
         model: sharded with ``fully_shard``.
         device: where tensors go.
         offload: keep shards on the CPU.
-        loads_checkpoint: parameters and persistent buffers get their values later.
+
+    Returns:
+        What has no value yet, but may get one from a checkpoint: for `check_filled`, before the model runs.
 
     Raises:
-        ValueError: naming the modules that left something without a value.
+        ValueError: naming the modules with a buffer that nothing can give a value.
     """
-    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        _refuse_adapters(model)
-        _Materializer(model, device, offload, loads_checkpoint).run()
+    if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        return []
+    _refuse_adapters(model)
+    return _Materializer(model, device, offload).run()
+
+
+def check_filled(unfilled: list[Unfilled]) -> None:
+    """Refuse to run a model that has no values.
+
+    Raises:
+        ValueError: naming the modules.
+    """
+    left = [item for item in unfilled if item.still]
+    if left:
+        raise ValueError(
+            "Made on the meta device, and nothing gave them values: "
+            + ", ".join(f"{item.name!r} of {item.where}" for item in left)
+            + ". Give the module a `reset_parameters()` method that fills its own parameters and buffers, or make it "
+            "on the CPU: leave `with torch.device('meta'):` out of `configure_model`."
+        )
 
 
 class _Materializer:
-    def __init__(self, model: nn.Module, device: torch.device, offload: bool, loads_checkpoint: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, offload: bool) -> None:
         self._model = model
         self._device = device
         self._offload = offload
-        self._loads_checkpoint = loads_checkpoint
         self._names = {module: name for name, module in model.named_modules()}
         self._seen: set[nn.Module] = set()
         self._sharded: dict[Tensor, Tensor] = {}  # by the parameter on the meta device: tied ones stay tied
-        self._problems: list[str] = []
+        self._unfilled: list[Unfilled] = []
 
-    def run(self) -> None:
+    def run(self) -> list[Unfilled]:
         self._unit(self._model, None)
-        if self._problems:
-            raise ValueError(
-                "Made on the meta device, and nothing gave them values: "
-                + "; ".join(self._problems)
-                + ". Give the module a `reset_parameters()` method that fills its own parameters and buffers, or make "
-                "it on the CPU: leave `with torch.device('meta'):` out of `configure_model`."
-            )
+        kept = [item for item in self._unfilled if item.name in item.module.state_dict()]
+        check_filled([item for item in self._unfilled if item not in kept])
+        return kept
 
     def _unit(self, root: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
         """The parameters of one unit, whole until all its modules are initialised."""
@@ -96,11 +124,9 @@ class _Materializer:
             reset()
         if init_weights is not None:
             init_weights(module)
-        stored = module.state_dict() if self._loads_checkpoint else {}
-        left = [name for name, _ in marked if _is_marked(getattr(module, name)) and name not in stored]
-        if left:
-            where = self._names[module] or "the model"
-            self._problems.append(f"{', '.join(left)} of {where!r} ({type(module).__name__})")
+        where = f"{self._names[module] or 'the model'!r} ({type(module).__name__})"
+        left = [name for name, _ in marked if _is_marked(getattr(module, name))]
+        self._unfilled += [Unfilled(module, name, where) for name in left]
 
     def _cut(self, full: Tensor, meta: Tensor) -> nn.Parameter:
         value = full.detach()
@@ -122,7 +148,8 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, Tensor]]:
     """Put whole, marked parameters in the place of those on the meta device; returns these and where they were."""
-    replaced, made = [], {}
+    replaced: list[tuple[nn.Module, str, Tensor]] = []
+    made: dict[Tensor, nn.Parameter] = {}
     for module in _modules_of_unit(root):
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.is_meta:
@@ -160,7 +187,7 @@ def _marked_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether a part of a tensor has not been written. (Of one of unsigned numbers: the whole; of truth values: ever.)"""
+    """Whether a part of a tensor has not been written. (Unsigned: all of it. Of truth values nobody can tell.)"""
     mark = _mark(tensor.dtype)
     if mark is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
         return False

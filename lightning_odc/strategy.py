@@ -39,7 +39,7 @@ from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
-from lightning_odc.materialize import materialize
+from lightning_odc.materialize import Unfilled, check_filled, materialize
 from lightning_odc.model_checks import refuse_layers
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
@@ -181,6 +181,7 @@ class ODCStrategy(FSDPStrategy):
         self._loaders_unchecked = True
         self._threads_before: int | None = None
         self._own_callbacks: list[Any] = []
+        self._unfilled: list[Unfilled] = []
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -272,10 +273,10 @@ class ODCStrategy(FSDPStrategy):
             _compat.wrap_checkpointed(model, self._activation_checkpointing_kwargs)
         self._shard(model, announce=True)
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._materialize(model, loads_checkpoint=trainer.ckpt_path is not None)
+        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
         self._engine = self._make_engine()
-        self._engine.attach(model, gradients=trainer.state.fn == TrainerFn.FITTING)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._engine.attach(model, gradients=fitting)
         return model
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
@@ -289,10 +290,6 @@ class ODCStrategy(FSDPStrategy):
             announce=announce,
         )
 
-    def _materialize(self, model: nn.Module, loads_checkpoint: bool) -> None:
-        offload = self.cpu_offload.offload_params
-        materialize(model, self.root_device, offload=offload, loads_checkpoint=loads_checkpoint)
-
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
         assert self.model is not None
@@ -300,7 +297,7 @@ class ODCStrategy(FSDPStrategy):
         averaging.check_kept_whole(found, self._full)
         for average in found:
             self._shard(average, announce=False)
-            self._materialize(average, loads_checkpoint=True)
+            materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
             averaging.copy_values(self.model, average)
 
     def _make_engine(self) -> Engine:
@@ -489,6 +486,7 @@ class ODCStrategy(FSDPStrategy):
         return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
         assert self._training is not None
@@ -527,6 +525,7 @@ class ODCStrategy(FSDPStrategy):
             self._evaluation = None
 
     def _begin_evaluation(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
         self.publish_parameters()
 

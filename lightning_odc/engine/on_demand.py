@@ -185,7 +185,9 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
         self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         self.protocol.lockstep = self._lockstep and not self.evaluating
-        self._verify(unit, own)  # in a backward pass, too: this rank's slice is what it is now, the peers' are not
+        self._verify(
+            unit, own
+        )  # in a backward pass, too: this rank's slice is what it is now, the peers' are not
         self.protocol.gather(unit.index, output.view(self.world_size, -1))
 
     def _verify(self, unit: Unit, own: Tensor) -> None:

@@ -274,7 +274,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _holds(whole: Tensor, home: DTensor) -> bool:
     """Whether the part of ``whole`` that belongs to this rank is its shard, cast and bit for bit."""
-    shard = home.detach().to_local()
+    shard = home.to_local().detach()
     if not shard.numel() or not shard.dim():
         return True
     dim = _sharded_dim(home)
