@@ -187,7 +187,7 @@ def _marked_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether a part of a tensor has not been written. (Unsigned: all of it. Of truth values nobody can tell.)"""
+    """Whether a part of a tensor has not been written. Of truth values nobody can tell."""
     mark = _mark(tensor.dtype)
     if mark is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
         return False
