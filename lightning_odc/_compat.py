@@ -26,7 +26,6 @@ from torchmetrics.utilities.data import dim_zero_cat
 # Typed as Any: Lightning does not export these names, which is why they are here.
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
-_lightning_model_parallel: Any = importlib.import_module("lightning.fabric.strategies.model_parallel")
 
 #: What ``zero_grad(set_to_none=False)`` may call on gradients.
 ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
@@ -60,9 +59,25 @@ def deals_out(trainer: Trainer) -> bool:
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory and initial values (``reset_parameters``), module by module."""
-    _lightning_model_parallel._materialize_distributed_module(module, device)
+def reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """The method that gives a module's own parameters their first values, if it has one.
+
+    Why: most layers of torch call it ``reset_parameters``, but ``MultiheadAttention`` has it with an underscore only.
+    """
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None
+
+
+def averaged_models(callbacks: list[Any]) -> list[nn.Module]:
+    """The averages that Lightning's ``WeightAveraging`` callbacks (lightning >= 2.6) hold while fitting.
+
+    Why: the callback copies the whole model before the strategy shards it, and has no door to shard the copy.
+    """
+    kind = getattr(importlib.import_module("lightning.pytorch.callbacks"), "WeightAveraging", None)
+    if kind is None:
+        return []
+    held = [callback._average_model for callback in callbacks if isinstance(callback, kind)]
+    return [average.module for average in held if average is not None]
 
 
 def wrap_checkpointed(module: nn.Module, strategy: FSDPStrategy) -> None:

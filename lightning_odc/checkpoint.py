@@ -136,6 +136,8 @@ def _load_full(
         )
     for optimizer, state in zip(optimizers, saved, strict=False):
         _load_optimizer(optimizer, state, model)
+    if "current_model_state" in checkpoint:  # a WeightAveraging callback will load both models itself
+        checkpoint["state_dict"] = saved_model
     return checkpoint
 
 

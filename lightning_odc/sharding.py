@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -31,6 +32,7 @@ def shard_model(
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
+    announce: bool = False,
 ) -> None:
     """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit.
 
@@ -43,6 +45,7 @@ def shard_model(
         mixed_precision: compute and reduction dtypes.
         reshard_after_forward: free a unit's full parameters between forward and backward pass.
         cpu_offload: keep shards on the CPU.
+        announce: say which modules were chosen, if nobody else chose.
 
     Raises:
         TypeError: if a module is already wrapped in FSDP1.
@@ -61,6 +64,8 @@ def shard_model(
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         _refuse_ties(model, targets)
+        if announce and wrap_policy is None:
+            rank_zero_info(_choice(targets))
         for module in targets:
             fully_shard(module, **options)
     if not isinstance(model, FSDPModule):
@@ -108,6 +113,21 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return blocks
+
+
+def _choice(blocks: list[nn.Module]) -> str:
+    """What the default policy says about its choice."""
+    if not blocks:
+        return (
+            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once. If it "
+            "has layers worth reading one by one, name them: ODCStrategy(auto_wrap_policy={Block})."
+        )
+    kinds = Counter(type(block).__name__ for block in blocks)
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return (
+        f"ODCStrategy shards the model's repeated blocks one by one ({listed}) and the rest as one unit. To choose "
+        "otherwise, name the classes: ODCStrategy(auto_wrap_policy={Block})."
+    )
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, checkpoint
+from lightning_odc import _compat, arguments, averaging, checkpoint
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -44,6 +44,8 @@ from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
+from lightning_odc.materialize import Unfilled, check_filled, materialize
+from lightning_odc.model_checks import refuse_layers
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
 from lightning_odc.training import Training
@@ -186,6 +188,8 @@ class ODCStrategy(FSDPStrategy):
         self._failed = False
         self._loaders_unchecked = True
         self._threads_before: int | None = None
+        self._own_callbacks: list[Any] = []
+        self._unfilled: list[Unfilled] = []
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -254,7 +258,15 @@ class ODCStrategy(FSDPStrategy):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._on_demand:
+            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
+        elif fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
+        if fitting:
+            self._setup_averages(trainer)
+        self._surround_callbacks(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -269,6 +281,15 @@ class ODCStrategy(FSDPStrategy):
         """Shard the model in place and hand its communication to a fresh engine."""
         if not isinstance(model, FSDPModule):
             _compat.wrap_checkpointed(model, self)
+        self._shard(model, announce=True)
+        assert self.lightning_module is not None
+        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        self._engine = self._make_engine()
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._engine.attach(model, gradients=fitting)
+        return model
+
+    def _shard(self, model: nn.Module, announce: bool) -> None:
         shard_model(
             model,
             mesh_for(self.root_device.type, self.world_size),
@@ -276,13 +297,18 @@ class ODCStrategy(FSDPStrategy):
             mixed_precision=self._mixed_precision_policy(),
             reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
             cpu_offload=self.cpu_offload.offload_params,
+            announce=announce,
         )
-        _compat.materialize(model, self.root_device)
-        self._engine = self._make_engine()
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self._engine.attach(model, gradients=fitting)
-        return model
+
+    def _setup_averages(self, trainer: pl.Trainer) -> None:
+        """Shard the copies of the model that averaging callbacks have made of it before."""
+        assert self.model is not None
+        found = averaging.averages(trainer)
+        averaging.check_kept_whole(found, self._full)
+        for average in found:
+            self._shard(average, announce=False)
+            materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
+            averaging.copy_values(self.model, average)
 
     def _make_engine(self) -> Engine:
         if self.world_size == 1:
@@ -313,8 +339,12 @@ class ODCStrategy(FSDPStrategy):
 
         return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
 
+    @property
+    def _on_demand(self) -> bool:
+        return self.communication != "collective" and self.world_size > 1
+
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        on_demand = self.communication != "collective" and self.world_size > 1
+        on_demand = self._on_demand
         if self.mixed_precision is not None:
             return precision_policy(
                 self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand
@@ -331,6 +361,7 @@ class ODCStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         self._give_values_back()
+        self._remove_callbacks()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
         engine, self._engine, self._training = self._engine, None, None
@@ -345,6 +376,19 @@ class ODCStrategy(FSDPStrategy):
                 torch.set_num_threads(self._threads_before)
                 self._threads_before = None
             super().teardown()
+
+    def _surround_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        before = averaging.BeforeCallbacks(self.engine.reshard)
+        after = averaging.AfterCallbacks(self.publish_parameters)
+        callbacks[:] = [before, *callbacks, after]
+        self._own_callbacks = [before, after]
+
+    def _remove_callbacks(self) -> None:
+        own, self._own_callbacks = self._own_callbacks, []
+        if self.lightning_module is not None:
+            callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if callback not in own]
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -461,6 +505,7 @@ class ODCStrategy(FSDPStrategy):
         return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
         assert self._training is not None
@@ -499,6 +544,7 @@ class ODCStrategy(FSDPStrategy):
             self._evaluation = None
 
     def _begin_evaluation(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
         self.publish_parameters()
 
@@ -595,6 +641,8 @@ class ODCStrategy(FSDPStrategy):
         path = Path(self.broadcast(filepath))
         if not self._full and storage_options is not None:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
+        if self._full:
+            state = averaging.assembled(state)
         checkpoint.check_place(path, self._full)
         self.barrier("a place for the checkpoint")  # all have looked before one changes what they see
         if self.is_global_zero:
@@ -614,5 +662,7 @@ class ODCStrategy(FSDPStrategy):
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
         rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
+        if averaging.averages(self.lightning_module.trainer):
+            averaging.cut(rest, self.model)
         self.publish_parameters()
         return rest

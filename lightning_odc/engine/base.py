@@ -228,6 +228,10 @@ class Engine(Traced, ABC):
         """Publish parameters that changed outside an optimizer step. All ranks together."""
 
     @abstractmethod
+    def reshard(self) -> None:
+        """Free what is gathered, so that modules hold their shards, which can be changed."""
+
+    @abstractmethod
     def exchange(self, kind: str, item: Any) -> list[Any]:
         """Every rank's JSON-serialisable item, in rank order. All ranks together."""
 

@@ -128,6 +128,11 @@ class CollectiveEngine(Engine):
         """Collectives read the parameters themselves."""
         self._find_shards()
 
+    def reshard(self) -> None:
+        assert self._model is not None, "the engine is not attached"
+        for module in _units(self._model):
+            module.reshard()
+
     def exchange(self, kind: str, item: Any) -> list[Any]:
         with self.traced("exchange"):
             return self._rendezvous(item)

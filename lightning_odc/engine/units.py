@@ -156,6 +156,14 @@ class Unit:
                     return slot.name
         return None
 
+    def edited_while_gathered(self) -> str | None:
+        """Name of a parameter that is gathered now and whose part here is not this rank's shard, if there is one."""
+        for slot in self.slots:
+            whole = slot.current
+            if not isinstance(whole, DTensor) and not _holds(whole.detach(), slot.home):
+                return slot.name
+        return None
+
     @property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
@@ -264,6 +272,17 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(widest), other.view(widest))
 
 
+def _holds(whole: Tensor, home: DTensor) -> bool:
+    """Whether the part of ``whole`` that belongs to this rank is its shard, cast and bit for bit."""
+    shard = home.to_local().detach()
+    if not shard.numel() or not shard.dim():
+        return True
+    dim = _sharded_dim(home)
+    start = home.device_mesh.get_local_rank() * math.ceil(home.shape[dim] / home.device_mesh.size())
+    part = whole.narrow(dim, start, shard.size(dim))
+    return same_bits(part.reshape(-1), shard.to(whole.dtype).reshape(-1))
+
+
 def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:
     slots = []
     for module in _post_order(root):
@@ -294,9 +313,13 @@ def _post_order(root: nn.Module) -> Iterator[nn.Module]:
     return visit(root)
 
 
-def _padded_numel(parameter: DTensor) -> int:
+def _sharded_dim(parameter: DTensor) -> int:
     placement = parameter.placements[-1]
-    dim = placement.dim if isinstance(placement, Shard) else 0
+    return placement.dim if isinstance(placement, Shard) else 0
+
+
+def _padded_numel(parameter: DTensor) -> int:
+    dim = _sharded_dim(parameter)
     world = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
     shape = list(parameter.shape)
     if not shape:
