@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
+from lightning_odc.precision import ODCPrecision
 
 
 def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
@@ -92,10 +93,18 @@ def load(
     """
     weights_only = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
     if path.is_file():
-        return _load_full(path, model, optimizers, strict, weights_only)
-    if _compat.is_sharded_checkpoint(path):
-        return _load_sharded(path, model, optimizers, strict, weights_only)
-    raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
+        rest = _load_full(path, model, optimizers, strict, weights_only)
+    elif _compat.is_sharded_checkpoint(path):
+        rest = _load_sharded(path, model, optimizers, strict, weights_only)
+    else:
+        raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
+    for other in (
+        "FSDPPrecision",
+        "MixedPrecision",
+    ):  # the loss scale of other strategies, by their class's name
+        if other in rest:
+            rest.setdefault(ODCPrecision.__name__, rest[other])
+    return rest
 
 
 def _load_sharded(

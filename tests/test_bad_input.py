@@ -59,11 +59,6 @@ def test_a_foreign_precision_plugin():
         ODCStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
 
 
-def test_fp16_on_the_cpu():
-    with pytest.raises(ValueError, match='"bf16-mixed"'):
-        trainer(1, precision="16-mixed")
-
-
 def test_pytorch_lightnings_trainer_explains_itself():
     other = pytest.importorskip("pytorch_lightning")
     with pytest.raises(
