@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, checkpoint
+from lightning_odc import _compat, arguments, checkpoint, sharded_checkpoint
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -228,6 +228,7 @@ class ODCStrategy(FSDPStrategy):
     # -- setting up and tearing down ----------------------------------------------------------------------
 
     def setup_environment(self) -> None:
+        arguments.check_checkpoint_io(self._state_dict_type, self.checkpoint_io)
         self._check_devices()
         self._share_cores()
         super().setup_environment()
@@ -575,23 +576,22 @@ class ODCStrategy(FSDPStrategy):
         return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
     def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = Path(self.broadcast(filepath))
-        if self._full:
-            checkpoint.prepare_full(path, self.global_rank)
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
-            return
-        if storage_options is not None:
+        if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        checkpoint.save_sharded(state, path, self.global_rank)
+        path = checkpoint.location(self.broadcast(filepath))
+        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
+        if not self._full:
+            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         assert self.lightning_module is not None
-        path = Path(self.broadcast(checkpoint_path))
+        path = checkpoint.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
-        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
+        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
         self.publish_parameters()
         return rest
