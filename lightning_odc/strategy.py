@@ -336,6 +336,7 @@ class ODCStrategy(FSDPStrategy):
                 torch.set_num_threads(self._threads_before)
                 self._threads_before = None
             super().teardown()
+            self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
