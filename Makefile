@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format docs clean distclean
+.PHONY: help install demo test check format docs site-browser clean distclean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv with everything below
 
@@ -38,6 +38,10 @@ format: $(STAMP) ## put the sources in the house format
 
 docs: $(STAMP) ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m tests.site_check site
+
+site-browser: docs ## open every page of site/ in a headless Chromium, if there is one; ARGS="DIR" keeps screenshots
+	$(BIN)/python -m tests.site_browser site $(ARGS)
 
 clean: ## remove what builds, tests and runs leave behind
 	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-hang-reports
