@@ -127,6 +127,16 @@ def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
 
 
+def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
+    """The ``reduce_dtype`` that a module was sharded with.
+
+    Why: ``fully_shard`` divides gradients before it hands them over unless this dtype (``None``: that of the gradients)
+    is fp32 or bf16, and users may call ``fully_shard`` themselves.
+    """
+    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.reduce_dtype
+    return dtype
+
+
 def wrapped_sampler(sampler: Any) -> Any | None:
     """The user's own sampler inside the distributed one that Lightning has put around it.
 

@@ -147,12 +147,9 @@ def precision_policy(
     """The ``fully_shard`` precision policy of a pair of dtypes.
 
     On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
-    ``reduce_dtype`` would only copy the same values in more bytes. Except from fp16: ``fully_shard`` scales fp16
-    gradients before it hands them over, against an overflow that cannot happen in a wider accumulator.
+    ``reduce_dtype`` would only copy the same values in more bytes.
     """
-    if on_demand:
-        reduce_dtype = torch.float32 if param_dtype is torch.float16 else None
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=None if on_demand else reduce_dtype)
 
 
 def _by_callable(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, averaging, checkpoint
+from lightning_odc import _compat, arguments, averaging, checkpoint, sharded_checkpoint
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -242,6 +242,7 @@ class ODCStrategy(FSDPStrategy):
     # -- setting up and tearing down ----------------------------------------------------------------------
 
     def setup_environment(self) -> None:
+        arguments.check_checkpoint_io(self._state_dict_type, self.checkpoint_io)
         self._check_devices()
         self._share_cores()
         super().setup_environment()
@@ -376,6 +377,7 @@ class ODCStrategy(FSDPStrategy):
                 torch.set_num_threads(self._threads_before)
                 self._threads_before = None
             super().teardown()
+            self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
 
     def _surround_callbacks(self, trainer: pl.Trainer) -> None:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -638,18 +640,14 @@ class ODCStrategy(FSDPStrategy):
         return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
     def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = Path(self.broadcast(filepath))
-        if not self._full and storage_options is not None:
+        if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
+        path = checkpoint.location(self.broadcast(filepath))
         if self._full:
             state = averaging.assembled(state)
-        checkpoint.check_place(path, self._full)
-        self.barrier("a place for the checkpoint")  # all have looked before one changes what they see
-        if self.is_global_zero:
-            checkpoint.make_place(path, self._full)
+        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
         if not self._full:
-            self.barrier("the place is made")
-            checkpoint.save_sharded(state, path, self.global_rank)
+            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
         elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
@@ -657,11 +655,11 @@ class ODCStrategy(FSDPStrategy):
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
         assert self.model is not None
         assert self.lightning_module is not None
-        path = Path(self.broadcast(checkpoint_path))
+        path = checkpoint.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
-        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
+        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
         if averaging.averages(self.lightning_module.trainer):
             averaging.cut(rest, self.model)
         self.publish_parameters()

@@ -64,11 +64,6 @@ def test_the_precision_plugin_that_a_strategy_was_made_with_stays():
     assert trainer(1, strategy=ODCStrategy(precision_plugin=plugin)).precision == "bf16-mixed"
 
 
-def test_fp16_on_the_cpu():
-    with pytest.raises(ValueError, match='"bf16-mixed"'):
-        trainer(1, precision="16-mixed")
-
-
 def test_pytorch_lightnings_trainer_explains_itself():
     other = pytest.importorskip("pytorch_lightning")
     with pytest.raises(

@@ -19,9 +19,11 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import _compat
-from tests.models import Net
+from tests.models import Net, init_gloo
+from tests.ranks import run_ranks
 
 
 def test_names_exist_with_the_expected_arguments():
@@ -163,6 +165,16 @@ def test_importing_is_light_and_patches_nothing():
 def test_the_training_loop_still_profiles_the_fetching_of_batches():
     source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
     assert f'{_compat.FETCH_ACTION}")' in source
+
+
+def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
+    init_gloo(rank)
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float16, torch.bfloat16)]
+    return [_compat.reduce_dtype_of(fully_shard(nn.Linear(2, 2), mp_policy=policy)) for policy in policies]
+
+
+def test_reduce_dtype_of_a_module():
+    assert run_ranks(_reduce_dtypes, world_size=1) == [[None, torch.bfloat16]]
 
 
 def test_comms_of_a_module_are_those_that_were_set():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_odc import _compat
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -167,7 +168,8 @@ class Unit:
     @property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
-        dtypes = {slot.compute_dtype for slot in self.trainable}
+        wider = _compat.reduce_dtype_of(self.modules[0])
+        dtypes = {wider or slot.compute_dtype for slot in self.trainable}
         return not dtypes <= {torch.float32, torch.bfloat16}
 
     def set_division(self, enabled: bool) -> None:
