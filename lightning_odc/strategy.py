@@ -44,6 +44,7 @@ from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
+from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.materialize import Unfilled, check_filled, materialize
 from lightning_odc.model_checks import refuse_layers
 from lightning_odc.precision import ODCPrecision
@@ -241,8 +242,15 @@ class ODCStrategy(FSDPStrategy):
 
     # -- setting up and tearing down ----------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if is_interactive() and not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+        else:
+            super()._configure_launcher()
+
     def setup_environment(self) -> None:
-        arguments.check_checkpoint_io(self._state_dict_type, self.checkpoint_io)
+        arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         self._check_devices()
         self._share_cores()
         super().setup_environment()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -192,3 +193,15 @@ def test_comms_of_a_module_are_those_that_were_set():
     assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
     assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None
+
+
+def test_what_the_launcher_of_notebooks_relies_on():
+    from lightning.fabric.strategies.launchers.launcher import _Launcher as FabricLauncher
+
+    assert issubclass(_compat.Launcher, FabricLauncher)
+    assert _compat.Launcher.__abstractmethods__ == {"is_interactive_compatible", "launch", "kill"}
+    assert callable(_compat._lightning_call._call_and_handle_interrupt)
+    assert hasattr(FSDPStrategy, "_configure_launcher")
+    assert hasattr(FSDPStrategy(), "_launcher")
+    assert hasattr(ModelParallelStrategy, "_configure_launcher")
+    assert hasattr(ModelParallelStrategy(None), "_backward_sync_control")  # type: ignore[arg-type]
