@@ -119,8 +119,7 @@ class CollectiveEngine(Engine):
         self._find_shards()
 
     def refresh(self) -> None:
-        """Collectives read the parameters themselves."""
-        self._find_shards()
+        self.publish()
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         with self.traced("exchange"):
