@@ -81,6 +81,23 @@ class Looks(Manual):
         optimizer.step()
 
 
+class LooksAndSkips(Manual):
+    """Leaves out the step of the second batch, after it has seen the gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
+        strategy: Any = self.trainer.strategy
+        strategy.settle_gradients()
+        self.norms.append(self.gradient_norm())
+        if batch_idx != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer.zero_grad()
+            strategy.publish_parameters()
+
+
 class BackwardWithoutLightning(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.mean_loss(batch).backward()
@@ -213,6 +230,7 @@ MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
     "clips": (Clips, {}),
     "accumulates": (Accumulates, {}),
     "looks": (Looks, {}),
+    "looks and skips": (LooksAndSkips, {}),
     "backward without Lightning": (BackwardWithoutLightning, {}),
     "zeroes in place": (ZeroesInPlace, {}),
     "drops in the step": (DropsInTheStep, {}),
