@@ -1,0 +1,1 @@
+"""What docs/checkpoints.md takes as given."""
