@@ -214,10 +214,13 @@ def test_objects_are_trusted_unless_the_user_says_otherwise(tmp_path):
 
 
 def _rows() -> list[list[str]]:
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("|")]
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if not set(line) <= set("|- ")
-    ][1:]
+    lines = [
+        line
+        for line in TABLE.read_text().splitlines()
+        if line.startswith("|") and not set(line) <= set("|- ")
+    ]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    return [row for row in rows if row[1]]  # without the headings in between
 
 
 def _state(row: list[str]) -> str:
