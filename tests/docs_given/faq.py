@@ -1,3 +1,3 @@
 """What docs/faq.md takes as given."""
 
-from lightning.pytorch import LightningModule  # noqa: F401
+from lightning.pytorch import LightningModule
