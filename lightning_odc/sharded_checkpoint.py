@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
@@ -51,7 +52,7 @@ def load(
         check_names([n.removeprefix(f"{key}.") for n in names if n.startswith(f"{key}.")], state[key].keys())
     check_optimizers(sum(part.startswith("optimizer_") for part in parts), len(optimizers))
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
-    model.load_state_dict(state[key], strict=strict)
+    set_model_state_dict(model, state[key], options=StateDictOptions(strict=strict))
     for index, optimizer in enumerate(optimizers):
         optimizer_state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(model, optimizer)}
         load_distributed(optimizer_state, checkpoint_id=path, planner=DefaultLoadPlanner())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import enable_wrap
 
 from lightning_odc import _compat
 
@@ -52,15 +54,7 @@ def shard_model(
         ValueError: if parameters are tied across units.
     """
     _refuse_fsdp1(model)
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": mixed_precision or MixedPrecisionPolicy(),
-        # Shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver.
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if cpu_offload
-        else OffloadPolicy(),
-        "reshard_after_forward": reshard_after_forward,
-    }
+    options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         _refuse_ties(model, targets)
@@ -72,6 +66,44 @@ def shard_model(
         # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
         options["reshard_after_forward"] = None if reshard_after_forward else False
         fully_shard(model, **options)
+
+
+def wrapping_shards(
+    mesh: DeviceMesh,
+    *,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> AbstractContextManager[None]:
+    """A context in which ``wrap(layer)`` of ``torch.distributed.fsdp.wrap`` makes a unit of the layer, in place.
+
+    Models that were written for FSDP1 call it in ``configure_model``. Arguments are those of `shard_model`.
+    """
+    options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
+
+    def shard(module: nn.Module) -> nn.Module:
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, **options)
+        return module
+
+    return enable_wrap(wrapper_cls=shard)
+
+
+def _options(
+    mesh: DeviceMesh,
+    mixed_precision: MixedPrecisionPolicy | None,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+) -> dict[str, Any]:
+    return {
+        "mesh": mesh,
+        "mp_policy": mixed_precision or MixedPrecisionPolicy(),
+        # Shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver.
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if cpu_offload
+        else OffloadPolicy(),
+        "reshard_after_forward": reshard_after_forward,
+    }
 
 
 def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:

@@ -48,7 +48,7 @@ from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.materialize import Unfilled, check_filled, materialize
 from lightning_odc.model_checks import refuse_layers
 from lightning_odc.precision import ODCPrecision
-from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.training import Training
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
@@ -359,6 +359,16 @@ class ODCStrategy(FSDPStrategy):
                 self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand
             )
         return self.precision_plugin.policy(on_demand)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with wrapping_shards(
+            mesh_for(self.root_device.type, self.world_size),
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            cpu_offload=self.cpu_offload.offload_params,
+        ):
+            yield
 
     def _check_devices(self) -> None:
         if self._device_type() == "cpu" or self.communication == "collective":

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, wrap
 from torch.distributed.tensor import DTensor
 
 from tests.modules import full_parameters, loader, token_batches, trainer
@@ -33,6 +35,24 @@ class Adam(OnRows):
         others = [p for p in self.parameters() if p.ndim == 1]
         # Groups in another order than the model's, which must make no difference.
         return torch.optim.AdamW([{"params": others}, {"params": weights}], lr=0.01, weight_decay=0.0)
+
+
+class WrappedByHand(Adam):
+    """As models for FSDP1 do it."""
+
+    def configure_model(self) -> None:
+        self.net.blocks[0].up = wrap(self.net.blocks[0].up)
+        for index, block in enumerate(self.net.blocks):
+            self.net.blocks[index] = wrap(block)
+        assert isinstance(self.net.blocks[0].up, FSDPModule) and isinstance(self.net.blocks[2], FSDPModule)
+
+
+class Compiled(Adam):
+    """Its blocks are inside of modules that must leave no trace in names. (Nothing is really compiled, to be fast.)"""
+
+    def configure_model(self) -> None:
+        for index, block in enumerate(self.net.blocks):
+            self.net.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
 
 
 class OneGroup(Adam):
@@ -54,6 +74,13 @@ class ShardedByHand(OneGroup):
 WRITERS = {
     "odc full": {"state_dict_type": "full"},
     "odc full one group": {"state_dict_type": "full", "make": OneGroup},
+    "odc full every layer a unit": {
+        "auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=2)
+    },
+    "odc full one unit": {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=10**8)},
+    "odc full wrapped by hand": {"make": WrappedByHand},
+    "odc full compiled": {"make": Compiled},
+    "odc sharded compiled": {"state_dict_type": "sharded", "make": Compiled},
     "odc sharded": {"state_dict_type": "sharded"},
     "odc sharded one group": {"state_dict_type": "sharded", "make": OneGroup},
     "collective full": {"state_dict_type": "full", "communication": "collective"},
@@ -72,7 +99,17 @@ ROUTES = [
     ("odc", "consolidated"),
     ("collective", "odc full"),
     ("collective", "odc sharded"),
+    ("odc", "odc full compiled"),
+    ("odc", "odc sharded compiled"),
+    ("compiled", "odc full"),
+    ("compiled", "odc sharded"),
     ("ddp", "odc full"),
+    ("ddp", "odc full every layer a unit"),
+    ("ddp", "odc full one unit"),
+    ("ddp", "odc full wrapped by hand"),
+    ("every layer a unit", "ddp"),
+    ("one unit", "ddp"),
+    ("wrapped by hand", "ddp"),
     ("ddp", "consolidated"),
     ("model_parallel", "odc full one group"),
     ("model_parallel", "consolidated one group"),
@@ -102,11 +139,17 @@ def _read(rank: int, world_size: int, directory: str, how: str, what: str) -> di
     ways = {
         "odc": {},
         "one group": {"make": OneGroup},
+        "compiled": {"make": Compiled},
+        **{
+            name: WRITERS[f"odc full {name}"]
+            for name in ("every layer a unit", "one unit", "wrapped by hand")
+        },
         "collective": {"communication": "collective"},
         "model_parallel": {"strategy": False},
     }
     options: dict[str, Any] = dict(ways.get(how, {"strategy": how}))
-    return full_parameters(_fit(rank, world_size, 2, f"{directory}/{what}", **options)[0])
+    module, _ = _fit(rank, world_size, 2, f"{directory}/{what}", **options)
+    return {name.replace("_orig_mod.", ""): value for name, value in full_parameters(module).items()}
 
 
 def _write_and_read(rank: int, directory: str) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -72,7 +71,8 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path, kind):
 
 
 def _all_stages(rank: int, directory: str, kind: str) -> Any:
-    t, module, path = trainer(2, state_dict_type=kind), Staged(), f"{directory}/{kind}"
+    precision = {"full": "32-true", "sharded": "bf16-mixed"}[kind]
+    t, module, path = trainer(2, state_dict_type=kind, precision=precision), Staged(), f"{directory}/{kind}"
     t.fit(module, _batches(rank))
     trained = full_parameters(module)
     state = t.strategy.lightning_module_state_dict()
@@ -156,16 +156,10 @@ class Slowly(AsyncCheckpointIO):
 
 def _other_io(rank: int, directory: str) -> Any:
     found = []
-    for plugin, path in (
-        (NumpyIO(), f"{directory}/own"),
-        (AsyncCheckpointIO(), f"{directory}/async"),
-        (None, f"file://{directory}/url"),
-    ):
+    for plugin, path in ((NumpyIO(), f"{directory}/own"), (None, f"file://{directory}/url")):
         t, module = trainer(2, plugins=[plugin] if plugin else None), Staged()
         t.fit(module, _batches(rank))
         t.save_checkpoint(path)
-        t.strategy.checkpoint_io.teardown()
-        dist.barrier()
         other = Staged()
         t.test(other, _batches(rank), ckpt_path=path, verbose=False)
         found.append(_equal(full_parameters(other), full_parameters(module)))
@@ -174,7 +168,7 @@ def _other_io(rank: int, directory: str) -> Any:
 
 def test_plugins_and_urls(tmp_path):
     for found in run_ranks(_other_io, str(tmp_path)):
-        assert found == [True] * 3
+        assert found == [True] * 2
     assert (tmp_path / "url").is_file() and (tmp_path / "own").read_bytes() == b"my format"
 
 
