@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -25,14 +25,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, checkpoint
+from lightning_odc import _compat, arguments, averaging, checkpoint, sharded_checkpoint
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.collective import (
+    CollectiveEngine,
+    is_broken_group,
+    process_group_rendezvous,
+    single_process,
+)
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
@@ -40,8 +45,10 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.launcher import ForkLauncher, is_interactive
+from lightning_odc.materialize import Unfilled, check_filled, materialize
+from lightning_odc.model_checks import refuse_layers
 from lightning_odc.precision import ODCPrecision
-from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.training import Training
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
@@ -161,6 +168,8 @@ class ODCStrategy(FSDPStrategy):
         )
         self.communication = communication
         self.transport = transport
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout or DEFAULT_TIMEOUT
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
         self.hang_report_after = hang_report_after
@@ -172,6 +181,7 @@ class ODCStrategy(FSDPStrategy):
             "weighting": weighting,
         }
         self.precision_plugin = precision_plugin
+        self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
@@ -179,6 +189,8 @@ class ODCStrategy(FSDPStrategy):
         self._failed = False
         self._loaders_unchecked = True
         self._threads_before: int | None = None
+        self._own_callbacks: list[Any] = []
+        self._unfilled: list[Unfilled] = []
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -207,7 +219,8 @@ class ODCStrategy(FSDPStrategy):
 
     @property
     def precision_plugin(self) -> ODCPrecision:
-        plugin = self._precision_plugin
+        """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
+        plugin = super().precision_plugin
         return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
 
     @precision_plugin.setter
@@ -219,7 +232,8 @@ class ODCStrategy(FSDPStrategy):
             )
         if plugin is not None and not isinstance(plugin, ODCPrecision):
             plugin = ODCPrecision(plugin.precision, self._device_type())
-        self._precision_plugin = plugin
+        # Into its own place: the trainer looks there for what a strategy was made with.
+        cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
 
     def _device_type(self) -> str:
         if self.parallel_devices:
@@ -236,6 +250,7 @@ class ODCStrategy(FSDPStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
+        arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         self._check_devices()
         self._share_cores()
         super().setup_environment()
@@ -252,7 +267,15 @@ class ODCStrategy(FSDPStrategy):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._on_demand:
+            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
+        elif fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
+        if fitting:
+            self._setup_averages(trainer)
+        self._surround_callbacks(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -266,7 +289,16 @@ class ODCStrategy(FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place and hand its communication to a fresh engine."""
         if not isinstance(model, FSDPModule):
-            _compat.wrap_checkpointed(model, self._activation_checkpointing_kwargs)
+            _compat.wrap_checkpointed(model, self)
+        self._shard(model, announce=True)
+        assert self.lightning_module is not None
+        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        self._engine = self._make_engine()
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._engine.attach(model, gradients=fitting)
+        return model
+
+    def _shard(self, model: nn.Module, announce: bool) -> None:
         shard_model(
             model,
             mesh_for(self.root_device.type, self.world_size),
@@ -274,13 +306,18 @@ class ODCStrategy(FSDPStrategy):
             mixed_precision=self._mixed_precision_policy(),
             reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
             cpu_offload=self.cpu_offload.offload_params,
+            announce=announce,
         )
-        _compat.materialize(model, self.root_device)
-        self._engine = self._make_engine()
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self._engine.attach(model, gradients=fitting)
-        return model
+
+    def _setup_averages(self, trainer: pl.Trainer) -> None:
+        """Shard the copies of the model that averaging callbacks have made of it before."""
+        assert self.model is not None
+        found = averaging.averages(trainer)
+        averaging.check_kept_whole(found, self._full)
+        for average in found:
+            self._shard(average, announce=False)
+            materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
+            averaging.copy_values(self.model, average)
 
     def _make_engine(self) -> Engine:
         if self.world_size == 1:
@@ -291,7 +328,7 @@ class ODCStrategy(FSDPStrategy):
         return OnDemandEngine(
             lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
             rendezvous,
-            timeout=(self._timeout or DEFAULT_TIMEOUT).total_seconds(),
+            timeout=self.timeout.total_seconds(),
             deterministic=self.deterministic,
             lockstep=self.communication == "lockstep",
             accumulator_dtype=self.accumulator_dtype,
@@ -311,13 +348,27 @@ class ODCStrategy(FSDPStrategy):
 
         return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
 
+    @property
+    def _on_demand(self) -> bool:
+        return self.communication != "collective" and self.world_size > 1
+
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        on_demand = self.communication != "collective" and self.world_size > 1
+        on_demand = self._on_demand
         if self.mixed_precision is not None:
             return precision_policy(
                 self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand
             )
         return self.precision_plugin.policy(on_demand)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with wrapping_shards(
+            mesh_for(self.root_device.type, self.world_size),
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            cpu_offload=self.cpu_offload.offload_params,
+        ):
+            yield
 
     def _check_devices(self) -> None:
         if self._device_type() == "cpu" or self.communication == "collective":
@@ -329,6 +380,7 @@ class ODCStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         self._give_values_back()
+        self._remove_callbacks()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
         engine, self._engine, self._training = self._engine, None, None
@@ -343,6 +395,20 @@ class ODCStrategy(FSDPStrategy):
                 torch.set_num_threads(self._threads_before)
                 self._threads_before = None
             super().teardown()
+            self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
+
+    def _surround_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        before = averaging.BeforeCallbacks(self.engine.reshard)
+        after = averaging.AfterCallbacks(self.publish_parameters)
+        callbacks[:] = [before, *callbacks, after]
+        self._own_callbacks = [before, after]
+
+    def _remove_callbacks(self) -> None:
+        own, self._own_callbacks = self._own_callbacks, []
+        if self.lightning_module is not None:
+            callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if callback not in own]
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -351,11 +417,20 @@ class ODCStrategy(FSDPStrategy):
             return
         text = "".join(traceback.format_exception(exception))
         prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
-        for rank, message in self._engine.peer_failures().items():
-            if not isinstance(exception, ODCError):
-                exception.add_note(f"Rank {rank} had failed before this. Its error was:\n{message}")
-                prefix = FOLLOWED
+        trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
+        if trouble:
+            exception.add_note(f"This followed from something else. {trouble}")
+            prefix = FOLLOWED
         self._engine.fail(prefix + text)
+
+    def _peer_trouble(self, exception: BaseException) -> str:
+        """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
+        patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
+        trouble = self.engine.peer_trouble()
+        while not trouble and time.monotonic() < patience:
+            time.sleep(0.01)
+            trouble = self.engine.peer_trouble()
+        return trouble
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -450,6 +525,7 @@ class ODCStrategy(FSDPStrategy):
         return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
         assert self._training is not None
@@ -488,6 +564,7 @@ class ODCStrategy(FSDPStrategy):
             self._evaluation = None
 
     def _begin_evaluation(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
         self.publish_parameters()
 
@@ -498,7 +575,7 @@ class ODCStrategy(FSDPStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         with context(), self.engine.traced("forward", step=name):
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+            return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -544,14 +621,12 @@ class ODCStrategy(FSDPStrategy):
 
         Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
         """
-        if self._reduce_locally:
+        if self._reduce_locally or not isinstance(tensor, Tensor):
             return tensor
-        if (
-            isinstance(tensor, Tensor)
-            and not tensor.is_floating_point()
-            and str(reduce_op).lower() in ("mean", "avg")
-        ):
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
+        if group is None and self._engine is not None:
+            self._engine.come_to("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group, reduce_op)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -572,7 +647,7 @@ class ODCStrategy(FSDPStrategy):
 
     @property
     def _full(self) -> bool:
-        return self._state_dict_type == "full"
+        return self.state_dict_type == "full"
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
@@ -583,23 +658,27 @@ class ODCStrategy(FSDPStrategy):
         return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
     def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = Path(self.broadcast(filepath))
-        if self._full:
-            checkpoint.prepare_full(path, self.global_rank)
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
-            return
-        if storage_options is not None:
+        if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        checkpoint.save_sharded(state, path, self.global_rank)
+        path = checkpoint.location(self.broadcast(filepath))
+        if self._full:
+            state = averaging.assembled(state)
+        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
+        if not self._full:
+            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
         assert self.model is not None
         assert self.lightning_module is not None
-        path = Path(self.broadcast(checkpoint_path))
+        path = checkpoint.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
-        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
+        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        if averaging.averages(self.lightning_module.trainer):
+            averaging.cut(rest, self.model)
         self.publish_parameters()
         return rest

@@ -9,29 +9,25 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torchmetrics
 from lightning.fabric.strategies import ModelParallelStrategy
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import _compat
-from tests.models import Net
+from tests.models import Net, init_gloo
+from tests.ranks import run_ranks
 
 
 def test_names_exist_with_the_expected_arguments():
-    assert list(
-        inspect.signature(_compat._lightning_model_parallel._materialize_distributed_module).parameters
-    ) == [
-        "module",
-        "device",
-    ]
-    load = inspect.signature(_compat._lightning_model_parallel._load_checkpoint).parameters
-    assert {"path", "state", "strict", "optimizer_states_from_list"} <= set(load)
     assert callable(_compat._lightning_fsdp._setup_activation_checkpointing)
     assert callable(_compat._lightning_fsdp._distributed_checkpoint_save)
     assert callable(_compat._lightning_fsdp._is_sharded_checkpoint)
@@ -93,18 +89,53 @@ def test_which_states_of_a_metric_are_concatenated():
     assert _compat.concatenated_states(torchmetrics.MeanMetric()) == []
 
 
-def test_materialize_gives_meta_parameters_memory():
-    with torch.device("meta"):
-        layer = nn.Linear(2, 2)
-    _compat.materialize(layer, torch.device("cpu"))
-    assert layer.weight.device.type == "cpu"
-    assert layer.weight.abs().sum() > 0
+def test_layers_of_torch_have_a_method_that_resets_them():
+    for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(2, 1)):
+        reset = _compat.reset_of(layer)
+        assert reset is not None
+        for parameter in layer.parameters():
+            parameter.data.fill_(torch.nan)
+        reset()
+        # Attention resets all but the weight of its output layer, which is a module of its own.
+        assert not any(p.isnan().any() for n, p in layer.named_parameters() if n != "out_proj.weight")
+    assert _compat.reset_of(nn.Sequential()) is None
+
+
+def test_averages_are_found_in_lightnings_callback():
+    if not hasattr(callbacks, "WeightAveraging"):
+        assert _compat.averaged_models([]) == []  # lightning < 2.6
+        return
+    average = callbacks.WeightAveraging()
+    assert _compat.averaged_models([average, callbacks.Timer()]) == []
+    module = BoringModel()
+    average.setup(Trainer(logger=False, enable_checkpointing=False), module, "fit")
+    (copied,) = _compat.averaged_models([average])
+    assert isinstance(copied, BoringModel) and copied is not module
 
 
 def test_checkpoint_wrapping_by_policy():
     model = Net()
-    _compat.wrap_checkpointed(model, {"check_fn": lambda module: module is model.blocks[1]})
+    chosen = lambda module, recurse, **_: recurse or module is model.blocks[1]  # noqa: E731
+    strategy = FSDPStrategy(activation_checkpointing_policy=chosen)
+    _compat.wrap_checkpointed(model, strategy)
     assert [isinstance(block, _compat.CheckpointWrapper) for block in model.blocks] == [False, True, False]
+
+
+def test_a_method_runs_inside_the_call_of_its_wrapper():
+    class Module(nn.Module):
+        def forward(self, x):
+            raise AssertionError("not this one")
+
+        def training_step(self, x, y):
+            return x + y
+
+    called = []
+    wrapper = module = Module()
+    wrapper.register_forward_pre_hook(lambda *_: called.append("hook"))
+    assert _compat.forward_redirection()(wrapper, module, "training_step", 1, y=2) == 3
+    assert called == ["hook"]
+    with pytest.raises(AssertionError, match="not this one"):
+        module(1)
 
 
 IMPORT = """
@@ -135,6 +166,16 @@ def test_importing_is_light_and_patches_nothing():
 def test_the_training_loop_still_profiles_the_fetching_of_batches():
     source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
     assert f'{_compat.FETCH_ACTION}")' in source
+
+
+def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
+    init_gloo(rank)
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float16, torch.bfloat16)]
+    return [_compat.reduce_dtype_of(fully_shard(nn.Linear(2, 2), mp_policy=policy)) for policy in policies]
+
+
+def test_reduce_dtype_of_a_module():
+    assert run_ranks(_reduce_dtypes, world_size=1) == [[None, torch.bfloat16]]
 
 
 def test_comms_of_a_module_are_those_that_were_set():

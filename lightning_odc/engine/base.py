@@ -232,8 +232,15 @@ class Engine(Traced, ABC):
         """Publish parameters that changed outside an optimizer step. All ranks together."""
 
     @abstractmethod
+    def reshard(self) -> None:
+        """Free what is gathered, so that modules hold their shards, which can be changed."""
+
+    @abstractmethod
     def exchange(self, kind: str, item: Any) -> list[Any]:
         """Every rank's JSON-serialisable item, in rank order. All ranks together."""
+
+    def come_to(self, kind: str) -> None:
+        """This rank is about to call a collective of this kind: find out now, not by a hang, that another is not."""
 
     @abstractmethod
     def fail(self, message: str) -> None:
@@ -254,9 +261,9 @@ class Engine(Traced, ABC):
     def _let_trace(self, tracer: Tracer | None) -> None:
         self.tracer = tracer
 
-    def peer_failures(self) -> dict[int, str]:
-        """What failed peers said."""
-        return {}
+    def peer_trouble(self) -> str:
+        """Which peer has failed or died, and why; empty if none has, or nobody knows."""
+        return ""
 
     @property
     def waits(self) -> dict[str, float]:
