@@ -15,6 +15,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments
@@ -230,7 +231,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
         self.settle_gradients()
-        return super().clip_gradients_norm(*args, **kwargs)
+        norm = super().clip_gradients_norm(*args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
         self.settle_gradients()

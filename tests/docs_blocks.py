@@ -61,9 +61,12 @@ def run_page(page: Path) -> None:
     given = GIVEN / f"{page.stem.replace('-', '_')}.py"
     if given.exists():
         exec(compile(given.read_text(), str(given), "exec"), namespace)
-    for block in fragments(page):
-        text = "\n" * (block.line - 1) + block.text
-        exec(compile(text, str(page), "exec"), namespace)
+    try:
+        for block in fragments(page):
+            text = "\n" * (block.line - 1) + block.text
+            exec(compile(text, str(page), "exec"), namespace)
+    finally:
+        vars(sys).pop("ps1", None)  # a page of notebook cells takes an interactive session as given
 
 
 def main(names: list[str]) -> int:
