@@ -1,0 +1,46 @@
+"""Texts for experiments: the demo's corpus with another distribution of lengths, and prose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_odc.demo.corpus import SPECIAL_TOKENS, Corpus
+
+
+def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
+    """The same lengths, less or more uneven, with the same sum but for rounding.
+
+    Args:
+        lengths: of samples.
+        skew: 0 makes all of them equal, 1 leaves them as they are, above 1 the tail is longer: every length is raised
+            to this power, and all are divided by what keeps the mean.
+    """
+    powers = np.asarray(lengths, dtype=float) ** skew
+    bent = powers * (np.mean(lengths) / powers.mean())
+    return np.maximum(np.rint(bent), SPECIAL_TOKENS + 1).astype(np.int64)
+
+
+def recut(corpus: Corpus, lengths: Iterable[int]) -> Corpus:
+    """The corpus's text, cut anew into samples of these lengths (in tokens), from its beginning, and again if it ends.
+
+    For experiments in which the text is to be the same and only the lengths differ.
+    """
+    text, place, samples = b"".join(corpus.samples), 0, []
+    lengths = [int(length) for length in lengths]
+    for length in lengths:
+        size = length - SPECIAL_TOKENS
+        if place + size > len(text):
+            place = 0
+        samples.append(text[place : place + size])
+        place += size
+    return replace(corpus, samples=tuple(samples), max_length=max(lengths), dropped=0)
+
+
+def share_of_longest(values: Iterable[float], part: float = 0.1) -> float:
+    """How much of the sum of ``values`` is in the largest ``part`` of them."""
+    ordered = sorted(values, reverse=True)
+    return sum(ordered[: max(round(part * len(ordered)), 1)]) / sum(ordered)
