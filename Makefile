@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format docs clean distclean
+.PHONY: help install demo test check format docs notebooks clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,9 +39,12 @@ format: $(STAMP) ## put the sources in the house format
 docs: $(STAMP) ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAME" replaces a committed one
+	$(BIN)/python notebooks/build.py $(ARGS)
+
 clean: ## remove what builds, tests and runs leave behind
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-hang-reports
-	find lightning_odc tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-hang-reports notebooks/runs
+	find lightning_odc tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
 	rm -rf $(VENV)

@@ -9,6 +9,7 @@ ARGS=--write`` also replaces the committed ones. Names pick some: ``make noteboo
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def execute(notebook: Any) -> None:
             resources={"metadata": {"path": folder}},
         )
         try:
-            client.execute()
+            client.execute(env={**os.environ, "PYTHONWARNINGS": "ignore:IProgress not found"})
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             raise NotebookError(re.sub(r"\x1b\[[0-9;]*m", "", str(error))) from None
     for cell in notebook.cells:

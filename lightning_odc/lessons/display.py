@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.")
     warnings.filterwarnings("ignore", module=r"lightning_odc\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].logging.disable_progress_bar()
 
 
 def show(figure: Figure, description: str) -> None:

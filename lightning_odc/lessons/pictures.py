@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lightning_odc.callbacks.spans import Timeline
 
-__all__ = ["one_timeline_figure", "lengths_figure", "lines_figure", "replays_figure", "timelines_figure"]
+__all__ = ["histogram_figure", "lengths_figure", "lines_figure", "one_timeline_figure", "replays_figure", "timelines_figure"]
 
 COLOURS = ("#2c6aa8", "#f0a04b", "#41a36b", "#c8553d", "#8b6bb1", "#7f7f7f")
 """Of lines, in this order; told apart also by people who do not tell red from green."""
@@ -48,8 +48,23 @@ def lengths_figure(lengths: Sequence[int]) -> Figure:
     return figure
 
 
-def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str = "time") -> Figure:
-    """Replays one above the other on one time axis: a row per rank, a shade per microbatch, grey where it waits."""
+def histogram_figure(values: Sequence[float], title: str, x: str, y: str) -> Figure:
+    """How many values are how large."""
+    figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.hist(values, bins=30, color=_SHADES[1])
+    _name(axes, title, x, y)
+    return figure
+
+
+def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "") -> Figure:
+    """Replays one above the other on one time axis: a row per rank, a shade per microbatch, grey where it waits.
+
+    Args:
+        replays: by the title to give them.
+        unit: of the time.
+        x: label of the axis, by default the unit.
+    """
     ranks = [1 + max(piece.rank for piece in pieces) for pieces in replays.values()]
     height = 0.9 + sum(0.5 + 0.42 * count for count in ranks)
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
@@ -64,10 +79,10 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str = "time") -
         axes.set_ylim(count - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        summary = f"{duration(pieces):.3g} {unit}, idle {idle_fraction(pieces):.0%}"
+        summary = f"{duration(pieces):,.4g} {unit}, idle {idle_fraction(pieces):.0%}"
         axes.set_title(f"{title}: {summary}", loc="left", fontsize=11)
     panels[-1].set_xlim(left=0)
-    panels[-1].set_xlabel(unit)
+    panels[-1].set_xlabel(x or unit)
     work = [Patch(facecolor=shade) for shade in _SHADES]
     figure.legend(
         [(work[0], work[1]), Patch(facecolor=IDLE)],

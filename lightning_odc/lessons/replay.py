@@ -69,10 +69,16 @@ def _meet(pieces: list[Piece], clocks: list[float], microbatch: int) -> None:
             clocks[rank] = last
 
 
-def layered(costs: Sequence[Sequence[float]], layers: int) -> list[list[list[float]]]:
-    """`Times` of microbatches of these costs, ``costs[rank][microbatch]``: a third forward, two thirds backward."""
-    passes = [1 / 3] * layers + [2 / 3] * layers
-    return [[[cost * part / layers for part in passes] for cost in rank] for rank in costs]
+def layered(costs: Sequence[Sequence[float]], layers: int, passes: int = 2) -> list[list[list[float]]]:
+    """`Times` of microbatches of given costs.
+
+    Args:
+        costs: ``costs[rank][microbatch]``.
+        layers: that share them evenly.
+        passes: 2 for a forward pass, which takes a third, and a backward pass; 1 for both at once.
+    """
+    parts = [1 / 3] * layers + [2 / 3] * layers if passes == 2 else [1.0] * layers
+    return [[[cost * part / layers for part in parts] for cost in rank] for rank in costs]
 
 
 def duration(pieces: Sequence[Piece]) -> float:
@@ -88,5 +94,5 @@ def idle_fraction(pieces: Sequence[Piece]) -> float:
 
 def average_idle(minibatches: Sequence[Sequence[Sequence[float]]], meeting: Meeting) -> float:
     """The idle fraction of several minibatches, ``costs[minibatch][rank][microbatch]``, one after the other."""
-    pieces = [piece for costs in minibatches for piece in replay(layered(costs, layers=1), meeting)]
+    pieces = [piece for costs in minibatches for piece in replay(layered(costs, layers=1, passes=1), meeting)]
     return idle_fraction(pieces)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_odc.demo.corpus import SPECIAL_TOKENS, Corpus
+from lightning_odc.demo.corpus import SPECIAL_TOKENS, Corpus, source_files
+
+_DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
@@ -44,3 +49,23 @@ def share_of_longest(values: Iterable[float], part: float = 0.1) -> float:
     """How much of the sum of ``values`` is in the largest ``part`` of them."""
     ordered = sorted(values, reverse=True)
     return sum(ordered[: max(round(part * len(ordered)), 1)]) / sum(ordered)
+
+
+def read_prose(max_length: int, root: Path | None = None) -> list[bytes]:
+    """The docstrings of modules, functions, classes and methods that fit in ``max_length`` tokens: English, of all lengths.
+
+    Args:
+        max_length: in tokens, that is bytes plus two.
+        root: folder of ``.py`` files; by default the running interpreter's standard library.
+    """
+    found: dict[bytes, None] = {}  # each text once, in order
+    for path in source_files(root):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in old modules
+            tree = ast.parse(path.read_bytes())
+        documented = [node for node in tree.body if isinstance(node, _DOCUMENTED)]
+        methods = [one for node in documented for one in node.body if isinstance(one, _DOCUMENTED)]
+        for node in (tree, *documented, *methods):
+            if text := ast.get_docstring(node):
+                found[text.encode()] = None
+    return [text for text in found if len(text) + SPECIAL_TOKENS <= max_length]
