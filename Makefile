@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format docs notebooks clean distclean
+.PHONY: help install demo test check format docs site-browser notebooks clean distclean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv with everything below
 
@@ -38,6 +38,10 @@ format: $(STAMP) ## put the sources in the house format
 
 docs: $(STAMP) ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m tests.site_check site
+
+site-browser: docs ## open every page of site/ in a headless Chromium, if there is one; ARGS="DIR" keeps screenshots
+	$(BIN)/python -m tests.site_browser site $(ARGS)
 
 notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAME" replaces a committed one
 	$(BIN)/python notebooks/build.py $(ARGS)

@@ -25,6 +25,10 @@ from torchmetrics.utilities.data import dim_zero_cat
 # Typed as Any: Lightning does not export these names, which is why they are here.
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_model_parallel: Any = importlib.import_module("lightning.fabric.strategies.model_parallel")
+_lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
+
+#: What a strategy's launcher must be, for the Trainer and for Fabric.
+Launcher: Any = importlib.import_module("lightning.pytorch.strategies.launchers.launcher")._Launcher
 
 #: What ``zero_grad(set_to_none=False)`` may call on gradients.
 ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
@@ -51,6 +55,14 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what the trainer is about to run; if that fails, what is told so and torn down is as in a script.
+
+    Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
+    """
+    return _lightning_call._call_and_handle_interrupt(trainer, function, *args, **kwargs)
 
 
 def deals_out(trainer: Trainer) -> bool:

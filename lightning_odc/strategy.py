@@ -39,6 +39,7 @@ from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
+from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
 from lightning_odc.training import Training
@@ -226,6 +227,13 @@ class ODCStrategy(FSDPStrategy):
         return "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
 
     # -- setting up and tearing down ----------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if is_interactive() and not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+        else:
+            super()._configure_launcher()
 
     def setup_environment(self) -> None:
         self._check_devices()

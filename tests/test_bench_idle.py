@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import cProfile
+import textwrap
+import time
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
 
 from lightning_odc.bench.idle import main
-from lightning_odc.bench.idle_overhead import VARIANTS, summarize
+from lightning_odc.bench.idle_overhead import VARIANTS, summarize, table
 from lightning_odc.bench.idle_table import estimated_idle
 from lightning_odc.bench.idle_truth import compare, expected
+from lightning_odc.bench.own_time import seconds_in
+
+CPU = [(1.0, 1.0), (1.04, 1.0), (1.0, 1.0), (1.0, 1.1)]  # seconds of both ranks, by variant
 
 
 def test_waiting_by_arithmetic() -> None:
@@ -39,12 +47,39 @@ def test_errors_are_relative_to_the_truth_and_to_the_step() -> None:
 
 
 def test_costs_are_taken_minibatch_by_minibatch() -> None:
-    records = [
-        {"communication": "on_demand", "variant": variant, "seconds": [1.0 * scale, 2.0 * scale]}
-        for variant, scale in zip(VARIANTS, (1.0, 1.01, 1.0, 1.03), strict=True)
-    ]
-    rows = summarize([records])
-    assert [row["quartiles"][1] for row in rows] == pytest.approx([0.0, 0.01, 0.0, 0.03])
+    def ranks_of(rank: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "communication": "on_demand",
+                "variant": variant,
+                "seconds": [1.0 * wall, 2.0 * wall],
+                "cpu": [1.0 * cpu[rank], 2.0 * cpu[rank]],
+            }
+            for variant, wall, cpu in zip(VARIANTS, (1.0, 1.01, 1.0, 1.03), CPU, strict=True)
+        ]
+
+    def profiled(seconds: float) -> list[dict[str, Any]]:
+        spent = [0.001, 0.001 + seconds, 0.001, 0.001]
+        return [
+            {"communication": "on_demand", "variant": variant, "own": own}
+            for variant, own in zip(VARIANTS, spent, strict=True)
+        ]
+
+    rows = summarize([ranks_of(0) + profiled(0.0), ranks_of(1) + profiled(0.03)])
+    assert [row["own_share"] for row in rows] == pytest.approx([0.0, 0.02, 0.0, 0.0])
+    assert [row["costs_quartiles"][1] for row in rows] == pytest.approx([0.0, 0.01, 0.0, 0.03])
+    assert [row["cpu_costs_quartiles"][1] for row in rows] == pytest.approx([0.0, 0.02, 0.0, 0.05])
+    assert "| on_demand | recorder on | 1.5450 | +3.00 % [+3.00 %, +3.00 %] | +5.00 % [" in table(rows)
+
+
+def test_seconds_in_counts_callees_once_and_nothing_else() -> None:
+    def sleep(_: int) -> float:
+        return time.sleep(0.05) or 0
+
+    profile = cProfile.Profile()
+    profile.runcall(lambda: (sorted([2, 1], key=sleep), textwrap.dedent(" a")))
+    assert 0.1 <= seconds_in(profile, __file__.__eq__) < 0.5
+    assert 0 < seconds_in(profile, textwrap.__file__.__eq__) < 0.05
 
 
 def test_an_unknown_part() -> None:

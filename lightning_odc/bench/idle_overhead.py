@@ -1,16 +1,24 @@
-"""What the monitor and the recorder cost: the demo's training with and without them, in turns."""
+"""What the monitor and the recorder cost: the demo's training with and without them, in turns.
+
+Times of whole minibatches answer for everything, down to the noise of the machine. The time inside the callbacks' own
+code, by a profile, is an upper bound for what they do in the training thread, and exact enough to see a thousandth.
+"""
 
 from __future__ import annotations
 
+import cProfile
 import os
 import statistics
 import tempfile
+import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
+from lightning_odc.bench.own_time import seconds_in
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.demo.corpus import plan_minibatches, read_corpus
@@ -25,8 +33,41 @@ VARIANTS = ("nothing", "monitor", "recorder off", "recorder on")
 _NEVER = (10**9, 10**9)
 
 
+class CpuClock(Callback):
+    """Processor seconds of this process, all threads, from minibatch to minibatch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began: float | None = None
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        now = time.process_time()
+        if self._began is not None:
+            self.seconds.append(now - self._began)
+        self._began = now
+
+    def on_train_end(self, *_: Any) -> None:
+        self.on_train_batch_start()
+
+
+class MinibatchProfiler(Callback):
+    """Profiles this rank's training thread from the first minibatch to the end of the last."""
+
+    def __init__(self) -> None:
+        self.profile = cProfile.Profile()
+
+    def on_train_start(self, *_: Any) -> None:
+        self.profile.enable()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.profile.disable()
+
+
 def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Seconds of every timed minibatch on this rank, one record per run."""
+    """One record per run of this rank: seconds of every timed minibatch, by the wall's clock and the processor's.
+
+    One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
+    """
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
     warnings.filterwarnings("ignore")
     demo = DemoOptions(
@@ -41,24 +82,38 @@ def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[st
         seed=0,
         longest_first=True,
     )
-    records = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for repetition in range(options["repetitions"]):
-            for communication in options["modes"]:
-                for variant in VARIANTS[repetition % 4 :] + VARIANTS[: repetition % 4]:
-                    recorder = Recorder(lambda _: None)
-                    trainer = _trainer(demo, communication, recorder, _extra(variant, Path(scratch)))
-                    model = ByteModel(layers=4, hidden_size=256, max_length=demo.max_length)
-                    trainer.fit(model, DemoData(corpus, plan))
-                    seconds = recorder.record.seconds[WARM_UP:]
-                    records.append({"communication": communication, "variant": variant, "seconds": seconds})
+    data = DemoData(corpus, plan)
+    records: list[dict[str, Any]] = []
+    for repetition in range(options["repetitions"] + 1):
+        for communication in options["modes"]:
+            for variant in VARIANTS[repetition % 4 :] + VARIANTS[: repetition % 4]:
+                record: dict[str, Any] = {"communication": communication, "variant": variant}
+                if repetition < options["repetitions"]:
+                    cpu = CpuClock()
+                    seconds = _fit(demo, data, communication, variant, cpu)
+                    records.append(record | {"seconds": seconds[WARM_UP:], "cpu": cpu.seconds[WARM_UP:]})
+                else:
+                    profiler = MinibatchProfiler()
+                    _fit(demo, data, communication, variant, profiler)
+                    records.append(record | {"own": seconds_in(profiler.profile, _is_observing) / len(plan)})
     return records
 
 
-def _trainer(demo: DemoOptions, communication: Any, recorder: Recorder, extra: list[Callback]) -> Trainer:
+def _fit(
+    demo: DemoOptions, data: DemoData, communication: Any, variant: str, observer: Callback
+) -> list[float]:
+    """Train once; seconds of each minibatch."""
+    recorder = Recorder(lambda _: None)
     trainer: Any = make_trainer(demo, communication, recorder)
-    trainer.callbacks.extend(extra)
-    return trainer
+    model = ByteModel(layers=4, hidden_size=256, max_length=demo.max_length)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer.callbacks += [observer, *_extra(variant, Path(scratch))]
+        trainer.fit(model, data)
+    return recorder.record.seconds
+
+
+def _is_observing(file: str) -> bool:
+    return file.endswith("/lightning_odc/engine/tracing.py") or "/lightning_odc/callbacks/" in file
 
 
 def _extra(variant: str, scratch: Path) -> list[Callback]:
@@ -71,25 +126,34 @@ def _extra(variant: str, scratch: Path) -> list[Callback]:
 
 def summarize(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row per communication and variant: the cost in every minibatch, over the same one without anything."""
-    records = by_rank[0]
+    timed = [
+        first | {"cpu": [sum(parts) for parts in zip(first["cpu"], *(o["cpu"] for o in others), strict=True)]}
+        for first, *others in zip(*by_rank, strict=True)
+        if "cpu" in first
+    ]
+    own = {
+        (first["communication"], first["variant"]): max(rank["own"] for rank in (first, *others))
+        for first, *others in zip(*by_rank, strict=True)
+        if "own" in first
+    }
     rows = []
-    for communication in dict.fromkeys(record["communication"] for record in records):
-        seconds = {
-            variant: [
-                span
-                for record in records
-                if (record["communication"], record["variant"]) == (communication, variant)
-                for span in record["seconds"]
-            ]
-            for variant in VARIANTS
-        }
+    for communication in dict.fromkeys(record["communication"] for record in timed):
+        runs = [record for record in timed if record["communication"] == communication]
+        bare = statistics.median(_spans(runs, "nothing", "seconds"))
         for variant in VARIANTS:
-            pairs = zip(seconds[variant], seconds["nothing"], strict=True)
-            costs = [own / bare - 1 for own, bare in pairs]
-            middle = statistics.median(seconds[variant])
-            row = {"communication": communication, "variant": variant, "seconds": middle, "costs": costs}
-            rows.append(row | {"quartiles": quartiles(costs)})
+            row = {"communication": communication, "variant": variant}
+            row["seconds"] = statistics.median(_spans(runs, variant, "seconds"))
+            for clock, name in (("seconds", "costs"), ("cpu", "cpu_costs")):
+                pairs = zip(_spans(runs, variant, clock), _spans(runs, "nothing", clock), strict=True)
+                row[name] = [mine / without - 1 for mine, without in pairs]
+                row[f"{name}_quartiles"] = quartiles(row[name])
+            row["own_share"] = (own[communication, variant] - own[communication, "nothing"]) / bare
+            rows.append(row)
     return rows
+
+
+def _spans(runs: list[dict[str, Any]], variant: str, clock: str) -> list[float]:
+    return [span for run in runs if run["variant"] == variant for span in run[clock]]
 
 
 def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
@@ -100,13 +164,18 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| communication | with | s/minibatch, median | cost, median [quartiles] | pairs |",
-        "| --- | --- | --- | --- | --- |",
+        "| communication | with | s/minibatch | cost, median [quartiles] | processor time | pairs | own code |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        low, middle, high = (f"{100 * cost:+.2f} %" for cost in row["quartiles"])
-        cost = "-" if row["variant"] == "nothing" else f"{middle} [{low}, {high}]"
-        lines.append(
-            f"| {row['communication']} | {row['variant']} | {row['seconds']:.4f} | {cost} | {len(row['costs'])} |"
-        )
+        texts = [_cost(row[f"{name}_quartiles"]) for name in ("costs", "cpu_costs")]
+        cells = ["-", "-"] if row["variant"] == "nothing" else texts
+        start = f"| {row['communication']} | {row['variant']} | {row['seconds']:.4f} |"
+        own = "-" if row["variant"] == "nothing" else f"{100 * row['own_share']:z.3f} %"
+        lines.append(f"{start} {cells[0]} | {cells[1]} | {len(row['costs'])} | {own} |")
     return "\n".join(lines)
+
+
+def _cost(three: Sequence[float]) -> str:
+    low, middle, high = (f"{100 * cost:+.2f} %" for cost in three)
+    return f"{middle} [{low}, {high}]"

@@ -129,7 +129,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"| {' | '.join(head.split('|'))} |", f"|{' --- |' * (head.count('|') + 1)}"]
     for row in rows:
         runs = ", ".join(f"{seconds:.2f}" for seconds in row.seconds)
-        measured = [f"{100 * value:.1f} %" for value in (row.idle, row.over_bound)]
+        measured = [f"{100 * value:z.1f} %" for value in (row.idle, row.over_bound)]
         ratios = [f"x{value:.2f}" for value in (row.total, row.communication, row.balancing)]
         seconds = f"{statistics.median(row.seconds):.2f} ({runs})"
         lines.append(f"| {' | '.join([*row.combination, seconds, *ratios, *measured])} |")

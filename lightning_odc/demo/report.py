@@ -72,7 +72,7 @@ def results_table(runs: Mapping[str, RunSummary], gains: Mapping[str, float]) ->
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+    return "-" if share is None else f"{share:z.1%}"
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

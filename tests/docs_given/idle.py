@@ -1,0 +1,3 @@
+"""The strategy is imported."""
+
+from lightning_odc import ODCStrategy
