@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
@@ -24,6 +25,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 # Typed as Any: Lightning does not export these names, which is why they are here.
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
+_lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
 _lightning_model_parallel: Any = importlib.import_module("lightning.fabric.strategies.model_parallel")
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
 
@@ -75,9 +77,18 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     _lightning_model_parallel._materialize_distributed_module(module, device)
 
 
-def wrap_checkpointed(module: nn.Module, policy: dict[str, Any]) -> None:
+def wrap_checkpointed(module: nn.Module, strategy: FSDPStrategy) -> None:
     """Wrap the modules that Lightning's ``activation_checkpointing_policy`` selects."""
-    _lightning_fsdp._setup_activation_checkpointing(module, policy)
+    _lightning_fsdp._setup_activation_checkpointing(module, strategy._activation_checkpointing_kwargs)
+
+
+def forward_redirection() -> Callable[..., Any]:
+    """What calls a method of a module as if it were ``forward``: ``redirect(wrapper, module, name, *args)``.
+
+    Why: ``fully_shard`` has its hooks on ``__call__``, and a strategy runs ``training_step`` and its like.
+    """
+    redirect: Callable[..., Any] = _lightning_redirection._ForwardRedirection()
+    return redirect
 
 
 def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:

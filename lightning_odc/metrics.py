@@ -105,7 +105,7 @@ class LoadImbalance(Metric):
     steps: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("dist_sync_fn", gather_padded)
+        kwargs.setdefault("dist_sync_fn", _gather_padded)
         super().__init__(**kwargs)
         self.add_state("steps", torch.zeros(0, dtype=torch.float64), dist_reduce_fx=None)
 
@@ -142,7 +142,7 @@ def load_imbalance(busy: Tensor) -> Tensor:
     return table.amax(dim=0).sum() / table.mean(dim=0).sum()
 
 
-def gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
+def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
     """Every rank's 1-D tensor, in rank order, filled with zeros up to the longest. All ranks together."""
     gathered = gather_all_tensors(values, group)
     longest = max(len(one) for one in gathered)

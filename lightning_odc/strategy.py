@@ -32,7 +32,12 @@ from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.collective import (
+    CollectiveEngine,
+    is_broken_group,
+    process_group_rendezvous,
+    single_process,
+)
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
@@ -104,6 +109,7 @@ class ODCStrategy(FSDPStrategy):
 
     strategy_name = "odc"
     _registered_strategies: list[str] = []  # noqa: RUF012 - Lightning appends to it per class
+    _precision: ODCPrecision | None = None
 
     def __init__(
         self,
@@ -161,6 +167,8 @@ class ODCStrategy(FSDPStrategy):
         )
         self.communication = communication
         self.transport = transport
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout or DEFAULT_TIMEOUT
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
         self.hang_report_after = hang_report_after
@@ -172,6 +180,7 @@ class ODCStrategy(FSDPStrategy):
             "weighting": weighting,
         }
         self.precision_plugin = precision_plugin
+        self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
@@ -207,8 +216,8 @@ class ODCStrategy(FSDPStrategy):
 
     @property
     def precision_plugin(self) -> ODCPrecision:
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
+        """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
+        return self._precision or ODCPrecision("32-true")
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -219,7 +228,7 @@ class ODCStrategy(FSDPStrategy):
             )
         if plugin is not None and not isinstance(plugin, ODCPrecision):
             plugin = ODCPrecision(plugin.precision, self._device_type())
-        self._precision_plugin = plugin
+        self._precision = plugin
 
     def _device_type(self) -> str:
         if self.parallel_devices:
@@ -266,7 +275,7 @@ class ODCStrategy(FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the model in place and hand its communication to a fresh engine."""
         if not isinstance(model, FSDPModule):
-            _compat.wrap_checkpointed(model, self._activation_checkpointing_kwargs)
+            _compat.wrap_checkpointed(model, self)
         shard_model(
             model,
             mesh_for(self.root_device.type, self.world_size),
@@ -291,7 +300,7 @@ class ODCStrategy(FSDPStrategy):
         return OnDemandEngine(
             lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
             rendezvous,
-            timeout=(self._timeout or DEFAULT_TIMEOUT).total_seconds(),
+            timeout=self.timeout.total_seconds(),
             deterministic=self.deterministic,
             lockstep=self.communication == "lockstep",
             accumulator_dtype=self.accumulator_dtype,
@@ -351,11 +360,20 @@ class ODCStrategy(FSDPStrategy):
             return
         text = "".join(traceback.format_exception(exception))
         prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
-        for rank, message in self._engine.peer_failures().items():
-            if not isinstance(exception, ODCError):
-                exception.add_note(f"Rank {rank} had failed before this. Its error was:\n{message}")
-                prefix = FOLLOWED
+        trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
+        if trouble:
+            exception.add_note(f"This followed from something else. {trouble}")
+            prefix = FOLLOWED
         self._engine.fail(prefix + text)
+
+    def _peer_trouble(self, exception: BaseException) -> str:
+        """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
+        patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
+        trouble = self.engine.peer_trouble()
+        while not trouble and time.monotonic() < patience:
+            time.sleep(0.01)
+            trouble = self.engine.peer_trouble()
+        return trouble
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -498,7 +516,7 @@ class ODCStrategy(FSDPStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         with context(), self.engine.traced("forward", step=name):
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+            return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -572,7 +590,7 @@ class ODCStrategy(FSDPStrategy):
 
     @property
     def _full(self) -> bool:
-        return self._state_dict_type == "full"
+        return self.state_dict_type == "full"
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
@@ -594,6 +612,7 @@ class ODCStrategy(FSDPStrategy):
         checkpoint.save_sharded(state, path, self.global_rank)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
         assert self.model is not None
         assert self.lightning_module is not None
         path = Path(self.broadcast(checkpoint_path))

@@ -9,10 +9,12 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
@@ -101,8 +103,27 @@ def test_materialize_gives_meta_parameters_memory():
 
 def test_checkpoint_wrapping_by_policy():
     model = Net()
-    _compat.wrap_checkpointed(model, {"check_fn": lambda module: module is model.blocks[1]})
+    chosen = lambda module, recurse, **_: recurse or module is model.blocks[1]  # noqa: E731
+    strategy = FSDPStrategy(activation_checkpointing_policy=chosen)
+    _compat.wrap_checkpointed(model, strategy)
     assert [isinstance(block, _compat.CheckpointWrapper) for block in model.blocks] == [False, True, False]
+
+
+def test_a_method_runs_inside_the_call_of_its_wrapper():
+    class Module(nn.Module):
+        def forward(self, x):
+            raise AssertionError("not this one")
+
+        def training_step(self, x, y):
+            return x + y
+
+    called = []
+    wrapper = module = Module()
+    wrapper.register_forward_pre_hook(lambda *_: called.append("hook"))
+    assert _compat.forward_redirection()(wrapper, module, "training_step", 1, y=2) == 3
+    assert called == ["hook"]
+    with pytest.raises(AssertionError, match="not this one"):
+        module(1)
 
 
 IMPORT = """

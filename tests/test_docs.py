@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_odc import cli
+from lightning_odc.balance import Cost
+from tests import docs_cli
 from tests.docs_blocks import PAGES, ROOT, Block, blocks, fragments, programs
 
 pytest.importorskip("transformers")
@@ -79,3 +83,43 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
             main(["demo", "--help"] if command == "demo" else ["--help"])
         known = capsys.readouterr().out
         assert not {option for option in options if option not in known}, command
+
+
+def public_names() -> list[tuple[str, Any]]:
+    """All names that the packages offer, with what they stand for."""
+    found: list[tuple[str, Any]] = []
+    for package in ("lightning_odc", "lightning_odc.balance", "lightning_odc.callbacks"):
+        module = importlib.import_module(package)
+        found += [(f"{package}.{name}", getattr(module, name)) for name in module.__all__]
+    for package in ("lightning_odc.metrics", "lightning_odc.data.packing", "lightning_odc.errors"):
+        own = vars(importlib.import_module(package)).items()
+        found += [
+            (f"{package}.{n}", v) for n, v in own if n[0] != "_" and getattr(v, "__module__", "") == package
+        ]
+    return [(name, value) for name, value in found if inspect.isclass(value) or inspect.isfunction(value)]
+
+
+def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> None:
+    names = public_names()
+    assert len(names) > 40
+    bare = [name for name, value in names if not inspect.getdoc(value)]
+    for name, value in names:
+        methods = vars(value).items() if inspect.isclass(value) else ()
+        own = [n for n, m in methods if n[0] != "_" and (inspect.isfunction(m) or isinstance(m, property))]
+        contract = (
+            Cost if name.endswith("Cost") else None
+        )  # a method that fulfils a contract is documented there
+        bare += [
+            f"{name}.{n}" for n in own if not inspect.getdoc(getattr(value, n)) and not hasattr(contract, n)
+        ]
+    assert not bare
+    page = (ROOT / "docs" / "reference.md").read_text()
+    covered = tuple(line.removeprefix("::: ") for line in page.splitlines() if line.startswith(":::"))
+    assert not [name for name, _ in names if not name.startswith(covered)]
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="argparse lays help out differently in each Python"
+)
+def test_the_page_of_the_command_line_is_what_the_parsers_print() -> None:
+    assert docs_cli.PAGE.read_text() == docs_cli.page(), "write it anew: python -m tests.docs_cli"

@@ -87,6 +87,7 @@ class PolynomialCost:
 
     @property
     def pair(self) -> Floats:
+        """What every two tokens of different samples in one microbatch cost."""
         return np.array(2 * self.quadratic if self.dense else 0.0)
 
 
@@ -131,6 +132,7 @@ class SpeedCost:
 
     @property
     def pair(self) -> Floats:
+        """What every two tokens of different samples in one microbatch cost."""
         return pair_of(self.cost) / np.array(self.speeds)
 
 

@@ -136,6 +136,7 @@ class FittedCost:
 
     @property
     def pair(self) -> Floats:
+        """What every two tokens of different samples in one microbatch cost."""
         return self.snapshot().pair
 
     def snapshot(self) -> LearntCost:

@@ -32,4 +32,5 @@ class LearntCost:
 
     @property
     def pair(self) -> Floats:
+        """What every two tokens of different samples in one microbatch cost."""
         return 2 * np.array(self.coefficients)[:, 0] * self.dense

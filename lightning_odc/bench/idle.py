@@ -47,19 +47,45 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_odc.bench.idle", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("parts", nargs="*", help=f"among {', '.join(PARTS)}; by default all")
-    parser.add_argument("--truth-ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--truth-modes", nargs="+", default=list(idle_truth.MODES), choices=idle_truth.MODES)
-    parser.add_argument("--sleep", type=float, default=0.2, help="seconds of the script's unit")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each script")
-    parser.add_argument("--ranks", type=int, default=2, help="of the demo's training")
-    parser.add_argument("--modes", nargs="+", default=["on_demand", "collective"], help="for the overhead")
-    parser.add_argument("--minibatches", type=int, default=6, help="timed ones per run")
-    parser.add_argument("--samples-per-rank", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=4)
-    parser.add_argument("--max-length", type=int, default=2048)
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument(
+        "--truth-ranks",
+        type=int,
+        metavar="N",
+        nargs="+",
+        default=[2, 4],
+        help="how many ranks sleep by the script",
+    )
+    parser.add_argument(
+        "--truth-modes",
+        nargs="+",
+        default=list(idle_truth.MODES),
+        choices=idle_truth.MODES,
+        metavar="MODE",
+        help=f"what sleeps: {', '.join(idle_truth.MODES)}; by default all",
+    )
+    parser.add_argument("--sleep", type=float, metavar="S", default=0.2, help="seconds of the script's unit")
+    parser.add_argument("--steps", type=int, metavar="N", default=10, help="timed steps of each script")
+    parser.add_argument("--ranks", type=int, metavar="N", default=2, help="of the demo's training")
+    parser.add_argument(
+        "--modes", metavar="MODE", nargs="+", default=["on_demand", "collective"], help="for the overhead"
+    )
+    parser.add_argument("--minibatches", type=int, metavar="N", default=6, help="timed ones per run")
+    parser.add_argument(
+        "--samples-per-rank",
+        type=int,
+        metavar="N",
+        default=8,
+        help="samples of each rank in a minibatch, on average",
+    )
+    parser.add_argument(
+        "--repetitions", type=int, metavar="N", default=4, help="how often each combination trains"
+    )
+    parser.add_argument("--max-length", type=int, metavar="N", default=2048, help="longest sample in tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     return parser
 
 

@@ -132,10 +132,14 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m lightning_odc.bench.memory``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--depth", type=int, default=8)
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_odc.bench.memory", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes, one rank each"
+    )
+    parser.add_argument("--width", type=int, metavar="N", default=1024, help="width of the model")
+    parser.add_argument("--depth", type=int, metavar="N", default=8, help="layers of the model")
     options = parser.parse_args(arguments)
     print("| ranks | dtype | run | formula | window | its pages | private peak | sharded state |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

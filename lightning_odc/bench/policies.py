@@ -122,14 +122,24 @@ def _trainer(world_size: int, communication: Any, recorder: Recorder, steps: int
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m lightning_odc.bench.policies``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--minibatches", type=int, default=6, help="timed ones per run")
-    parser.add_argument("--samples-per-rank", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--max-length", type=int, default=2048)
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_odc.bench.policies", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", default=2, help="processes, one rank each")
+    parser.add_argument("--minibatches", type=int, metavar="N", default=6, help="timed ones per run")
+    parser.add_argument(
+        "--samples-per-rank",
+        type=int,
+        metavar="N",
+        default=8,
+        help="samples of each rank in a minibatch, on average",
+    )
+    parser.add_argument(
+        "--repetitions", type=int, metavar="N", default=3, help="how often each combination trains"
+    )
+    parser.add_argument("--max-length", type=int, metavar="N", default=2048, help="longest sample in tokens")
     parser.add_argument("--slow-rank", action="store_true", help="make the last rank 1.5 times slower")
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     given = {k: v for k, v in vars(options).items() if k not in ("ranks", "json")}

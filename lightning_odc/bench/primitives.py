@@ -145,11 +145,17 @@ def run(world_size: int, mib: list[int], rounds: int) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m lightning_odc.bench.primitives``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64], help="sizes of a unit in MiB")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_odc.bench.primitives", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes, one rank each"
+    )
+    parser.add_argument(
+        "--mib", type=int, metavar="N", nargs="+", default=[1, 16, 64], help="sizes of a unit in MiB"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", default=30, help="timed rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     options = parser.parse_args(arguments)
     results = [result for ranks in options.ranks for result in run(ranks, options.mib, options.rounds)]
     print(table(results))

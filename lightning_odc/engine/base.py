@@ -250,9 +250,9 @@ class Engine(Traced, ABC):
     def _let_trace(self, tracer: Tracer | None) -> None:
         self.tracer = tracer
 
-    def peer_failures(self) -> dict[int, str]:
-        """What failed peers said."""
-        return {}
+    def peer_trouble(self) -> str:
+        """Which peer has failed or died, and why; empty if none has, or nobody knows."""
+        return ""
 
     @property
     def waits(self) -> dict[str, float]:

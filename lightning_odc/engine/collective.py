@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,6 +22,11 @@ from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinCon
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import find_units
+
+
+def is_broken_group(error: BaseException) -> bool:
+    """Whether an error is a process group's that has lost one of its ranks."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 class CollectiveEngine(Engine):

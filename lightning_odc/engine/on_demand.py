@@ -326,8 +326,8 @@ class OnDemandEngine(Engine):
         if self._protocol is not None:
             self._protocol.fail(message)
 
-    def peer_failures(self) -> dict[int, str]:
-        return self._protocol.peers.failures() if self._protocol is not None else {}
+    def peer_trouble(self) -> str:
+        return self._protocol.peers.trouble() if self._protocol is not None else ""
 
     @property
     def waits(self) -> dict[str, float]:

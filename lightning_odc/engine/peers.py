@@ -110,25 +110,31 @@ class Peers:
         Raises:
             PeerFailedError: one cannot.
         """
-        failures = self.failures()
-        if failures:
-            # The first to fail has the error that matters; the others only followed it.
-            peer, message = min(failures.items(), key=lambda item: (item[1].startswith(FOLLOWED), item[0]))
-            raise PeerFailedError(
-                f"Rank {peer} failed, so rank {self._transport.rank} stops too. Its error was:\n{message}"
-            )
-        left = [peer for peer in self._others if self._state(peer) == State.LEFT]
-        dead = [peer for peer in self._transport.dead_peers() if peer not in left]
-        if dead:
-            names = ", ".join(self._transport.describe(peer) for peer in dead)
-            raise PeerFailedError(
-                f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
-            )
+        trouble = self.trouble()
+        if trouble:
+            raise PeerFailedError(trouble)
+        left = self._left()
         if left:
             raise PeerFailedError(
                 f"Rank {left[0]} has left the training while rank {self._transport.rank} still needs it. Every rank "
                 "needs the same number of Lightning batches and optimizer steps."
             )
+
+    def trouble(self) -> str:
+        """Which peer failed or died first, and of what as far as it is known; empty if none did."""
+        failures = self.failures()
+        # The first to fail, or to die, has the reason that matters; the others only followed it.
+        first = [peer for peer, message in failures.items() if not message.startswith(FOLLOWED)]
+        dead = sorted(set(self._transport.dead_peers()) - set(self._left()) - failures.keys())
+        if dead and not first:
+            names = ", ".join(self._transport.describe(peer) for peer in dead)
+            return f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
+        for peer in [*first, *failures]:
+            return f"Rank {peer} failed, so rank {self._transport.rank} stops too. Its error was:\n{failures[peer]}"
+        return ""
+
+    def _left(self) -> list[int]:
+        return [peer for peer in self._others if self._state(peer) == State.LEFT]
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""

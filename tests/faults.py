@@ -1,0 +1,273 @@
+"""Breaks one rank of a running training on purpose, at a given place and step, and watches how all ranks end.
+
+``python -m tests.faults`` tries every fault at every place and prints the table of ``docs/robustness.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+
+from lightning_odc import Minibatch
+from tests.modules import ListDataset, TokenModule, token_batches, trainer
+from tests.ranks import Outcome, try_ranks
+
+ROOT = Path(__file__).parent.parent
+WORLD_SIZE = 3
+VICTIM = 1  # saves no checkpoint itself; see `victim_of`
+STEP = 2
+STEPS = 4
+
+FAULTS = ("killed", "segfault", "exits", "raises", "interrupted", "terminated")
+PLACES = (
+    "loading data",
+    "forward",
+    "reading a shard",
+    "adding, lock held",
+    "before the meeting",
+    "optimizer step",
+    "publishing",
+    "validation",
+    "saving a checkpoint",
+)
+
+
+class InjectedError(Exception):
+    """The error that a victim raises."""
+
+
+def strike(fault: str, folder: Path) -> None:
+    """What happens to the victim; schedulers and launchers terminate all ranks together."""
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "segfault":
+        ctypes.string_at(0)
+    elif fault == "exits":
+        os._exit(7)
+    elif fault == "raises":
+        raise InjectedError("on purpose")
+    elif fault == "interrupted":
+        raise KeyboardInterrupt
+    elif fault == "terminated":
+        for note in folder.glob("*.pid"):
+            os.kill(int(note.read_text()), signal.SIGTERM)
+    elif fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        raise AssertionError(fault)
+
+
+class Trap(Callback):
+    """Strikes once, at the first visit of ``place`` in optimizer step ``STEP`` or later, and notes when."""
+
+    def __init__(self, fault: str, place: str, note: Path) -> None:
+        self.fault, self.place, self.note = fault, place, note
+        self.sprung = False
+        self.step = 0
+
+    def visit(self, place: str) -> None:
+        """Called wherever a fault may happen."""
+        if place == self.place and self.step >= STEP and not self.sprung:
+            self.sprung = True
+            self.note.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
+            strike(self.fault, self.note.parent)
+
+    def before(self, place: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def visited(*args: Any, **kwargs: Any) -> Any:
+            self.visit(place)
+            return function(*args, **kwargs)
+
+        return visited
+
+    def on_train_start(self, trainer: Any, _: Any) -> None:
+        protocol: Any = trainer.strategy.engine.protocol
+        protocol.transport.read = self.before("reading a shard", protocol.transport.read)
+        protocol.transport.add = self.before("adding, lock held", protocol.transport.add)
+        protocol.end_version = self.before("before the meeting", protocol.end_version)
+        protocol.publish = self.before("publishing", protocol.publish)
+        trainer.optimizers[0].register_step_pre_hook(lambda *_: self.visit("optimizer step"))
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.step = trainer.global_step
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.visit("validation")
+
+
+class Module(TokenModule):
+    def __init__(self, trap: Trap | None) -> None:
+        super().__init__("items")
+        self.trap = trap
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.trap:
+            self.trap.visit("forward")
+        return super().training_step(batch, batch_idx)
+
+
+class Batches(ListDataset):
+    def __init__(self, batches: list[Any], trap: Trap | None) -> None:
+        super().__init__(batches)
+        self.trap = trap
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            if self.trap:
+                self.trap.visit("loading data")
+            yield batch
+
+
+class TrappedIO(TorchCheckpointIO):
+    """Strikes while the file is being written: after the state is known, before it is complete."""
+
+    def __init__(self, trap: Trap) -> None:
+        self.trap = trap
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.trap.visit("saving a checkpoint")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def victim_of(place: str) -> int:
+    """Rank 0 writes checkpoints."""
+    return 0 if place == "saving a checkpoint" else VICTIM
+
+
+def train(rank: int, fault: str, place: str, folder: str, timeout: float) -> int:
+    """One rank's training; returns the number of optimizer steps."""
+    Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    trap = Trap(fault, place, Path(folder) / "struck.json") if rank == victim_of(place) else None
+    counts = [3, 2, 1][rank]
+    batches = [Minibatch(token_batches([5 + rank, 4, 6][:counts])) for _ in range(STEPS)]
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    options: dict[str, Any] = {"plugins": [TrappedIO(trap)]} if trap else {}
+    fit = trainer(
+        WORLD_SIZE,
+        enable_checkpointing=True,
+        callbacks=[*([trap] if trap else []), checkpoints],
+        val_check_interval=1,
+        num_sanity_val_steps=0,
+        timeout=timedelta(seconds=timeout),
+        default_root_dir=folder,
+        **options,
+    )
+    data = torch.utils.data.DataLoader(Batches(batches, trap), batch_size=None)
+    validation = torch.utils.data.DataLoader(ListDataset(token_batches([4])), batch_size=None)
+    fit.fit(Module(trap), data, validation)
+    return int(fit.global_step)
+
+
+@dataclass
+class Result:
+    """How one trial ended.
+
+    Attributes:
+        seconds: from the fault until the last rank had ended.
+        named: survivors whose error names the victim.
+        survivors: how many there were.
+        checkpoints: complete checkpoint files that were left, all of which load.
+        exit_codes: of all ranks.
+        errors: last line of each rank's error.
+    """
+
+    fault: str
+    place: str
+    seconds: float
+    named: int
+    survivors: int
+    checkpoints: int
+    exit_codes: list[int | None]
+    errors: list[str]
+
+
+def attempt(fault: str, place: str, timeout: float = 15.0, patience: float = 60.0) -> Result:
+    """Try one fault at one place.
+
+    Raises:
+        AssertionError: the fault did not happen, a rank did not end, or a checkpoint does not load.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = try_ranks(train, fault, place, folder, timeout, world_size=WORLD_SIZE, timeout=patience)
+        ended = time.time()
+        note = Path(folder) / "struck.json"
+        assert note.exists(), f"nothing happened at {place!r}: {[o.error for o in outcomes]}"
+        struck = json.loads(note.read_text())["time"]
+        files = sorted(Path(folder).glob("*.ckpt"))
+        for file in files:
+            torch.load(file, weights_only=False)
+        leftovers = [
+            f.name
+            for f in Path(folder).iterdir()
+            if f.suffix not in (".ckpt", ".json", ".pid") and f.is_file()
+        ]
+        assert not leftovers, leftovers
+        return _result(fault, place, outcomes, ended - struck, len(files))
+
+
+def _result(fault: str, place: str, outcomes: list[Outcome], seconds: float, checkpoints: int) -> Result:
+    victim = victim_of(place)
+    others = [outcome for outcome in outcomes if outcome.rank != victim]
+    named = [o for o in others if f"Rank {victim} failed" in o.error or f"rank {victim} (process" in o.error]
+    last = [(o.error.strip().splitlines() or [""])[-1] for o in outcomes]
+    codes = [o.exitcode for o in outcomes]
+    return Result(fault, place, seconds, len(named), len(others), checkpoints, codes, last)
+
+
+def table(results: list[Result]) -> str:
+    """The results as Markdown: seconds until every rank has ended, by place and fault."""
+    faults = list(dict.fromkeys(result.fault for result in results))
+    by = {(result.place, result.fault): result for result in results}
+    lines = ["| where | " + " | ".join(faults) + " |", "| --- |" + " --- |" * len(faults)]
+    for place in dict.fromkeys(result.place for result in results):
+        cells = [_cell(by.get((place, fault))) for fault in faults]
+        lines.append(f"| {place} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return ""
+    everybody = result.fault == "terminated"  # nobody survived, so there is nobody to be named
+    return f"{result.seconds:.1f} s" + (
+        "" if everybody or result.named == result.survivors else " (not named)"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Try everything; print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, metavar="FAULT")
+    parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, metavar="PLACE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all that is known here")
+    options = parser.parse_args(arguments)
+    results = []
+    for place in options.places:
+        for fault in options.faults:
+            result = attempt(fault, place)
+            results.append(result)
+            print(json.dumps(asdict(result)), file=sys.stderr, flush=True)
+    print(table(results))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
