@@ -66,7 +66,7 @@ def _hint(name: str, repository: str) -> str:
         where = repository.removeprefix("https://github.com/").strip("/")
         address = f"https://colab.research.google.com/github/{where}/blob/main/notebooks/{name}.ipynb"
         links.append(f"[open it in Colab]({address})")
-    return f"!!! note \"\"\n    This page is a notebook, with the output of one run. {', or '.join(links)}.\n"
+    return f'!!! note ""\n    This page is a notebook, with the output of one run. {", or ".join(links)}.\n'
 
 
 def _on_the_site(match: re.Match[str]) -> str:

@@ -57,7 +57,9 @@ def test_recut_text_has_the_lengths_asked_for():
 
 
 def test_prose_is_docstrings(tmp_path):
-    (tmp_path / "a.py").write_text('"""One."""\ndef f():\n    """Two."""\nclass C:\n    def m(self):\n        """Three."""\n')
+    (tmp_path / "a.py").write_text(
+        '"""One."""\ndef f():\n    """Two."""\nclass C:\n    def m(self):\n        """Three."""\n'
+    )
     (tmp_path / "b.py").write_text('"""One."""\n"""not this"""\ndef g():\n    """Too long."""\n')
     assert texts.read_prose(8, tmp_path) == [b"One.", b"Two.", b"Three."[:6]]
 
@@ -68,13 +70,23 @@ def test_a_close_up_is_the_pass_with_the_longest_wait():
 
     timeline = Timeline(
         [
-            rank(0, ("forward", 0, 10), ("wait", 4, 6), ("forward", 20, 40), ("wait", 25, 39), ("minibatch", 0, 50)),
+            rank(
+                0,
+                ("forward", 0, 10),
+                ("wait", 4, 6),
+                ("forward", 20, 40),
+                ("wait", 25, 39),
+                ("minibatch", 0, 50),
+            ),
             rank(1, ("forward", 1, 11), ("forward", 21, 45)),
         ],
         world_size=2,
     )
     piece = close_up(timeline)
-    assert [(span.kind, span.begin, span.end) for span in piece.ranks[0].spans] == [("forward", 20, 40), ("wait", 25, 39)]
+    assert [(span.kind, span.begin, span.end) for span in piece.ranks[0].spans] == [
+        ("forward", 20, 40),
+        ("wait", 25, 39),
+    ]
     assert [(span.kind, span.begin, span.end) for span in piece.ranks[1].spans] == [("forward", 21, 45)]
 
 
@@ -88,7 +100,7 @@ def test_the_protocol_holds_in_every_order(counts):
     assert outcome.states > 100
 
 
-LATE_ZERO = PROTOCOL[:3] + ("zero sum",) + PROTOCOL[3:-1]
+LATE_ZERO = (*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,10 @@ LATE_ZERO = PROTOCOL[:3] + ("zero sum",) + PROTOCOL[3:-1]
         (without(PROTOCOL, "wait for done"), "takes the sum of version 1 with 1 of 2 gradients"),
         (without(PROTOCOL, "wait for version"), "has read what was never written"),
         (without(PROTOCOL, "zero sum"), "finds in it one of version 1"),
-        (without(without(PROTOCOL, "wait for done"), "take sum"), "works on version 1 and has read version 2"),
+        (
+            without(without(PROTOCOL, "wait for done"), "take sum"),
+            "works on version 1 and has read version 2",
+        ),
         (swapped(PROTOCOL, "write second half", "announce version"), "has read what was never written"),
         (swapped(PROTOCOL, "say done", "wait for done"), "both ranks wait for each other"),
         (LATE_ZERO, "with 1 of 2 gradients"),

@@ -32,6 +32,8 @@ def cut(timeline: Timeline, begin: int, end: int) -> Timeline:
 
 
 def _cut_rank(rank: RankTimeline, begin: int, end: int) -> RankTimeline:
-    inside = [span for span in rank.spans if span.begin < end and span.end > begin and span.kind != "minibatch"]
+    inside = [
+        span for span in rank.spans if span.begin < end and span.end > begin and span.kind != "minibatch"
+    ]
     spans = [Span(s.kind, max(s.begin, begin), min(s.end, end), s.details) for s in inside]
     return replace(rank, spans=spans)

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
     from lightning_odc.callbacks.spans import Timeline
 
-__all__ = ["histogram_figure", "lengths_figure", "lines_figure", "one_timeline_figure", "replays_figure", "timelines_figure"]
+__all__ = [
+    "histogram_figure",
+    "lengths_figure",
+    "lines_figure",
+    "one_timeline_figure",
+    "replays_figure",
+    "timelines_figure",
+]
 
 COLOURS = ("#2c6aa8", "#f0a04b", "#41a36b", "#c8553d", "#8b6bb1", "#7f7f7f")
 """Of lines, in this order; told apart also by people who do not tell red from green."""
@@ -73,7 +80,9 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
         for piece in pieces:
             colour = IDLE if piece.idle else _SHADES[piece.microbatch % 2]
             bar = [(piece.begin, piece.end - piece.begin)]
-            axes.broken_barh(bar, (piece.rank - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6)
+            axes.broken_barh(
+                bar, (piece.rank - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6
+            )
         axes.axvline(duration(pieces), color="black", linewidth=1.5)
         axes.set_yticks(range(count), [f"rank {rank}" for rank in range(count)])
         axes.set_ylim(count - 0.5, -0.5)
@@ -83,9 +92,9 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
         axes.set_title(f"{title}: {summary}", loc="left", fontsize=11)
     panels[-1].set_xlim(left=0)
     panels[-1].set_xlabel(x or unit)
-    work = [Patch(facecolor=shade) for shade in _SHADES]
+    both: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
     figure.legend(
-        [(work[0], work[1]), Patch(facecolor=IDLE)],
+        [both, Patch(facecolor=IDLE)],
         ["computing; the shade changes with the microbatch", "idle: waiting for others"],
         handler_map={tuple: _side_by_side()},
         loc="outside lower center",
@@ -136,8 +145,8 @@ def lines_figure(
     factor = 100 if percent else 1
     for label, (xs, ys) in curves.items():
         place, style = divmod(labels.index(label), in_turns)
-        look = {"color": COLOURS[place % len(COLOURS)], "linestyle": ("-", "--", ":")[style], "linewidth": 2}
-        axes.plot(xs, factor * np.asarray(ys), label=label, **look)
+        look: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": ("-", "--", ":")[style]}
+        axes.plot(xs, factor * np.asarray(ys), label=label, linewidth=2, **look)
     for label, (xs, ys) in (points or {}).items():
         place = labels.index(label)
         name = f"{label}, measured" if label in curves else label

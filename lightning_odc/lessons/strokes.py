@@ -1,6 +1,8 @@
-"""A toy task with answers that can be checked: adding two numbers by writing strokes, ``03+02=|||||.``
+"""A toy task with answers that can be checked: adding two numbers by writing strokes.
 
-Answers differ in length, and the longest are several times as long as the usual ones, as in reasoning. A tiny model
+``03+02=`` is answered by ``|||||.``
+
+Answers differ in length; the longest are several times as long as the usual ones, as in reasoning. A tiny model
 learns it within seconds.
 """
 
@@ -100,7 +102,8 @@ def reward(problem: tuple[int, int], answer: Sequence[int]) -> float:
 def sample(model: nn.Module, prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
     """One sampled answer for each prompt; runs the model once per token until the last answer has ended."""
     generator = torch.Generator().manual_seed(seed)
-    inputs, cache, columns = torch.tensor(prompts), None, []
+    columns: list[Tensor] = []
+    inputs, cache = torch.tensor(prompts), None
     ended = torch.zeros(len(inputs), dtype=torch.bool)
     while not ended.all() and len(columns) < LONGEST:
         output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
@@ -148,9 +151,7 @@ def policy_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
     The answers are those of this very model, so the ratio of new to old probabilities is 1, and clipping has nothing to
     clip: this is the gradient of GRPO with one update per sampling.
     """
-    logits = model(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-    ).logits
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     labels = batch["labels"][0, 1:]
     chosen = labels != IGNORE_INDEX
     logs = logits[0, :-1][chosen].log_softmax(-1).gather(-1, labels[chosen, None])[:, 0]

@@ -52,10 +52,10 @@ def share_of_longest(values: Iterable[float], part: float = 0.1) -> float:
 
 
 def read_prose(max_length: int, root: Path | None = None) -> list[bytes]:
-    """The docstrings of modules, functions, classes and methods that fit in ``max_length`` tokens: English, of all lengths.
+    """Docstrings of modules, functions, classes and methods: English, of all lengths.
 
     Args:
-        max_length: in tokens, that is bytes plus two.
+        max_length: the longest one, in tokens, that is bytes plus two.
         root: folder of ``.py`` files; by default the running interpreter's standard library.
     """
     found: dict[bytes, None] = {}  # each text once, in order

@@ -8,14 +8,15 @@
 # - how a cost is learnt while training, also when one device is slower than the others;
 # - what no planner can level: the longest sample.
 #
-# **It needs** Linux, two CPU cores, less than a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no network.
-# [Notebook 1](01_seeing_the_imbalance.ipynb) has the words: rank, minibatch, microbatch, idle.
+# **It needs** Linux, two CPU cores, less than a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
+# network. [Notebook 1](01_seeing_the_imbalance.ipynb) has the words: rank, minibatch, microbatch, idle.
 
 # %%
 import random
 
 import numpy as np
 from lightning.pytorch import Trainer
+
 from lightning_odc import BalancedDataLoader, ODCStrategy, balance
 from lightning_odc.bench.policies import SlowedModel
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
@@ -31,8 +32,8 @@ quiet()
 # ## One minibatch, four ranks
 #
 # Our texts are again functions and classes of the Python standard library, this time up to 4,096 tokens long.
-# Sixteen of them make a minibatch for four ranks. (This one was picked among some hundred, because the differences are
-# easy to see in it. Averages follow.)
+# Sixteen of them make a minibatch for four ranks. (This one was picked among some hundred, because the
+# differences are easy to see in it. Averages follow.)
 
 # %%
 lengths = np.array(read_corpus(max_length=4096).lengths)
@@ -40,9 +41,10 @@ minibatch = lengths[balance.epoch_order(len(lengths), seed=314, epoch=0)[:16]]
 print("lengths:", *minibatch)
 
 # %% [markdown]
-# A planner gets these lengths and nothing else. Its answer is a list per rank: the microbatches of this rank, each a
-# list of samples. Samples that share a microbatch are **packed**: laid one after another in a row, without padding, and
-# kept from seeing each other. A microbatch holds at most `max_tokens` tokens, since memory is limited.
+# A planner gets these lengths and nothing else. Its answer is a list per rank: the microbatches of this rank,
+# each a list of samples. Samples that share a microbatch are **packed**: laid one after another in a row, without
+# padding, and kept from seeing each other. A microbatch holds at most `max_tokens` tokens, since memory is
+# limited.
 
 # %%
 MAX_TOKENS = int(minibatch.max())
@@ -51,8 +53,8 @@ for rank, microbatches in enumerate(plan):
     print(f"rank {rank}:", [[int(minibatch[sample]) for sample in microbatch] for microbatch in microbatches])
 
 # %% [markdown]
-# Every rank makes this plan for itself. It is a pure function of the lengths, so all ranks come to the same one, bit by
-# bit, and no message is needed.
+# Every rank makes this plan for itself. It is a pure function of the lengths, so all ranks come to the same one,
+# bit by bit, and no message is needed.
 #
 # ## Four policies
 #
@@ -73,8 +75,8 @@ except ValueError as error:
     print("ValueError:", error)
 
 # %% [markdown]
-# Now see what each of them takes. With collectives the ranks meet in every microbatch (really at every layer, which
-# changes nothing here); on demand they meet once.
+# Now see what each of them takes. With collectives the ranks meet in every microbatch (really at every layer,
+# which changes nothing here); on demand they meet once.
 
 
 # %%
@@ -95,7 +97,7 @@ show(
         "tokens",
         x="cost in tokens",
     ),
-    "Four diagrams of the same sixteen samples on four ranks, one above the other: sorting locally with collectives has "
+    "Four diagrams of the same sixteen samples on four ranks, one above the other: local sorting with collectives has "
     "the most grey waiting, balanced microbatches have less, meeting once less again, and balancing the whole "
     "minibatch ends the earliest.",
 )
@@ -103,15 +105,15 @@ show(
 # %% [markdown]
 # From top to bottom:
 #
-# - **`local_sort`** lines up long with long, and short with short. Simple, and it needs no planner. But the longest
-#   samples of four ranks are seldom equally long.
-# - **`lb_micro`** levels the ranks *and* makes the m-th microbatches of all ranks alike. It is the best that collectives
-#   can do, and the constraint costs something: a sample of maximum length has no equal to run beside.
+# - **`local_sort`** lines up long with long, and short with short. Simple, and it needs no planner. But the
+#   longest samples of four ranks are seldom equally long.
+# - **`lb_micro`** levels the ranks *and* makes the m-th microbatches of all ranks alike. It is the best that
+#   collectives can do, and the constraint costs something: a sample of maximum length has no equal to run beside.
 # - the same plan **on demand**: nobody waits between microbatches any more.
 # - **`lb_mini`** drops the constraint. It has only one aim: that all ranks are done at the same time.
 #
-# One minibatch proves little, and a picked one less. Here are many, for several numbers of ranks, with four samples per
-# rank.
+# One minibatch proves little, and a picked one less. Here are many, for several numbers of ranks, with four
+# samples per rank.
 
 
 # %%
@@ -143,8 +145,8 @@ for policy, meeting, way in (
 print_table(["idle", "2 ranks", "4 ranks", "8 ranks"], rows)
 
 # %% [markdown]
-# These are costs, not measured times. The page [Measurements](../docs/measurements.md) has measured ones, and says where
-# they differ.
+# These are costs, not measured times. The page [Measurements](../docs/measurements.md) has measured ones, and
+# says where they differ.
 #
 # ## What no planner can level
 #
@@ -167,12 +169,13 @@ print("the best that any plan could do:", round(balance.least_cost(giant, 4)))
 print("this plan:                      ", round(balance.on_demand_cost(plan, giant)))
 
 # %% [markdown]
-# A sample runs on one rank. So a minibatch takes at least as long as its largest sample, however many ranks help. The
-# planner has reached that limit here, and three ranks are idle for nearly all of it.
+# A sample runs on one rank. So a minibatch takes at least as long as its largest sample, however many ranks help.
+# The planner has reached that limit here, and three ranks are idle for nearly all of it.
 #
-# What helps is *more samples per minibatch*: then there is enough other work to fill the time. Or let giants meet: if
-# one rank has a giant to run, the others may as well run theirs. `regroup` does that. It exchanges samples between the
-# minibatches of a window (so which samples share an optimizer step then depends on their lengths).
+# What helps is *more samples per minibatch*: then there is enough other work to fill the time. Or let giants
+# meet: if one rank has a giant to run, the others may as well run theirs. `regroup` does that. It exchanges
+# samples between the minibatches of a window (so which samples share an optimizer step then depends on their
+# lengths).
 
 # %%
 PER_RANK = [1, 2, 4, 8, 16]
@@ -180,7 +183,8 @@ curves = {}
 for regroup, title in ((1, "lb_mini"), (8, "lb_mini, regrouped over 8 minibatches")):
     left = [
         replay.average_idle(
-            [balance.microbatch_costs(plan, lengths) for plan in minibatches(8, per_rank, 24, regroup)], "minibatch"
+            [balance.microbatch_costs(plan, lengths) for plan in minibatches(8, per_rank, 24, regroup)],
+            "minibatch",
         )
         for per_rank in PER_RANK
     ]
@@ -194,20 +198,20 @@ show(
         percent=True,
         log_x=True,
     ),
-    "Idle time over samples per rank: high with one sample per rank, and falling fast with more of them. The curve with "
+    "Idle time over samples per rank: high with one sample per rank, and falling fast with more. The curve with "
     "regrouping is lower.",
 )
 
 # %% [markdown]
-# With one sample per rank there is nothing to balance. This is where the idle time of reinforcement learning with tiny
-# minibatches comes from, and no communication scheme changes it.
+# With one sample per rank there is nothing to balance. This is where the idle time of reinforcement learning with
+# tiny minibatches comes from, and no communication scheme changes it.
 
 # %% [markdown]
 # ## What does a sample cost?
 #
-# The planner levels *costs*. By default a sample of `s` tokens costs `s + s² / 42166`: linear work, and attention. (The
-# number is that of the paper's 1.5B model.) What if you plan with another cost than the true one? Plan with each of
-# three, and look at the idle time under each of three truths.
+# The planner levels *costs*. By default a sample of `s` tokens costs `s + s² / 42166`: linear work, and
+# attention. (The number is that of the paper's 1.5B model.) What if you plan with another cost than the true one?
+# Plan with each of three, and look at the idle time under each of three truths.
 
 # %%
 COSTS = {
@@ -227,32 +231,35 @@ for planned, cost in COSTS.items():
 print_table(["idle, if the truth is ...", *COSTS], rows)
 
 # %% [markdown]
-# Read a column from top to bottom: one truth, three plans. The smallest number is where the plan knew the truth. Counting
-# tokens only is fine for short samples, and wrong for long ones. For a Hugging Face model,
+# Read a column from top to bottom: one truth, three plans. The smallest number is where the plan knew the truth.
+# Counting tokens only is fine for short samples, and wrong for long ones. For a Hugging Face model,
 # `balance.transformer(model.config)` takes the cost from the configuration.
 #
-# **Dense attention.** One more trap. Attention kernels made for packed rows (flash attention) compute each sample's
-# square. Without them, as on every CPU, the whole *row* is squared: packing two long samples makes them dearer. A dense
-# cost tells the planner so, and it packs less. On eight short samples and on eight long ones:
+# **Dense attention.** One more trap. Attention kernels made for packed rows (flash attention) compute each
+# sample's square. Without them, as on every CPU, the whole *row* is squared: packing two long samples makes them
+# dearer. A dense cost tells the planner so, and it packs less. On eight short samples and on eight long ones:
 
 # %%
 for own in ([60, 50, 40, 30, 60, 50, 40, 30], [6_000, 5_000, 4_000, 3_000] * 2):
     for name, dense in (("flash attention", False), ("dense attention", True)):
         cost = balance.quadratic(crossover=2_000, constant=64, dense=dense)
         plan = balance.plan_minibatch(own, 2, 20_000, cost=cost)
-        print(f"{max(own):5} tokens at most, {name}:", [[len(microbatch) for microbatch in rank] for rank in plan])
+        print(
+            f"{max(own):5} tokens at most, {name}:",
+            [[len(microbatch) for microbatch in rank] for rank in plan],
+        )
 
 # %% [markdown]
-# (The numbers are samples per microbatch, rank by rank.) Short samples are packed either way, since a microbatch costs
-# something by itself. Long ones are packed only where that is free.
+# (The numbers are samples per microbatch, rank by rank.) Short samples are packed either way, since a microbatch
+# costs something by itself. Long ones are packed only where that is free.
 #
 # ## Let it be learnt
 #
-# The surest cost is a measured one. `cost="fitted"` times every microbatch, on every rank, and fits
-# `a s² + b s + c` for each of them. A slow device is then known as slow, and gets less.
+# The surest cost is a measured one. `cost="fitted"` times every microbatch, on every rank, and fits `a s² + b s +
+# c` for each of them. A slow device is then known as slow, and gets less.
 #
-# A simulation first. The truth that the planner does not know: rank 3 is only 0.6 times as fast as the others. Times are
-# measured with 5 percent of noise.
+# A simulation first. The truth that the planner does not know: rank 3 is only 0.6 times as fast as the others.
+# Times are measured with 5 percent of noise.
 
 # %%
 truth = balance.with_speeds(balance.quadratic(crossover=2_000, constant=64), [1, 1, 1, 0.6])
@@ -278,21 +285,22 @@ show(
         y="idle, %",
         percent=True,
     ),
-    "Idle time per minibatch. Planned as if all ranks were alike, it stays high. With the fitted cost it falls after the "
-    "first minibatch and stays low.",
+    "Idle time per minibatch. Planned as if all ranks were alike, it stays high. With the fitted cost it falls after "
+    "the first minibatch and stays low.",
 )
 print("fitted speed of rank 3:", round(fitted.predict(0, [5000]) / fitted.predict(3, [5000]), 2))
 
 # %% [markdown]
 # ## Or steal
 #
-# Fitting helps where a device *is* slow. It does not help where a device is slow *today*: a noisy neighbour, a hot
-# machine, a swapping host. For that there is `policy="steal"`: it begins with the plan of `lb_mini`, and a rank that has
-# run dry takes a microbatch that a busy rank has not begun. No meeting is needed for it: the list of who does what
-# lies in the windows, too. The gradient stays the same, since a microbatch keeps its weight wherever it runs.
+# Fitting helps where a device *is* slow. It does not help where a device is slow *today*: a noisy neighbour, a
+# hot machine, a swapping host. For that there is `policy="steal"`: it begins with the plan of `lb_mini`, and a
+# rank that has run dry takes a microbatch that a busy rank has not begun. No meeting is needed for it: the list
+# of who does what lies in the windows, too. The gradient stays the same, since a microbatch keeps its weight
+# wherever it runs.
 #
-# Now really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). Three ways to
-# handle that; the timelines show the last two of four minibatches.
+# Now really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). Three ways
+# to handle that; the timelines show the last two of four minibatches.
 
 # %%
 corpus = read_corpus(max_length=1024)
@@ -328,21 +336,24 @@ def train(name, policy, cost):
     return load_timeline(f"runs/{name}/timeline.json")
 
 
+dense = balance.transformer(OneSlowRank(layers=2, hidden_size=256, max_length=1024).model.config, dense=True)
 recorded = {
-    "lb_mini": train("lb_mini", "lb_mini", "quadratic_dense"),
-    "steal": train("steal", "steal", "quadratic_dense"),
+    "lb_mini": train("lb_mini", "lb_mini", dense),
+    "steal": train("steal", "steal", dense),
     "lb_mini with a fitted cost": train("fitted", "lb_mini", "fitted"),
 }
 show(
     pictures.timelines_figure(recorded),
-    "Three timelines of two ranks of which rank 1 is slow. With lb_mini rank 0 waits for a long time. With stealing and "
+    "Three timelines of two ranks of which rank 1 is slow. With lb_mini rank 0 waits for long. With stealing and "
     "with a fitted cost, rank 0 runs more of the microbatches and waits less.",
 )
-print_table(["", "seconds", "idle"], [[n, f"{t.seconds:.2f}", f"{t.idle_fraction:.0%}"] for n, t in recorded.items()])
+print_table(
+    ["", "seconds", "idle"], [[n, f"{t.seconds:.2f}", f"{t.idle_fraction:.0%}"] for n, t in recorded.items()]
+)
 
 # %% [markdown]
-# Count the numbers in the bars: with stealing and with a fitted cost, rank 0 runs more microbatches. Stealing cannot
-# divide a microbatch that has begun, so a little waiting stays at the end.
+# Count the numbers in the bars: with stealing and with a fitted cost, rank 0 runs more microbatches. Stealing
+# cannot divide a microbatch that has begun, so a little waiting stays at the end.
 #
 # ## In your own training
 #
@@ -352,8 +363,8 @@ print_table(["", "seconds", "idle"], [[n, f"{t.seconds:.2f}", f"{t.idle_fraction
 # ODCStrategy(balance="lb_mini", max_tokens=16384, cost="fitted")
 # ```
 #
-# [Balancing](../docs/balancing.md) has all options, and [The planner in figures](../docs/planner.md) says how far plans
-# are from the best possible ones.
+# [Balancing](../docs/balancing.md) has all options, and [The planner in figures](../docs/planner.md) says how far
+# plans are from the best possible ones.
 #
 # ## What you have seen
 #
@@ -366,9 +377,10 @@ print_table(["", "seconds", "idle"], [[n, f"{t.seconds:.2f}", f"{t.idle_fraction
 #
 # 1. Double `MAX_TOKENS`. Which policies gain, and why?
 # 2. In the giant's minibatch, how many copies of the small samples do you need until no rank is idle?
-# 3. `balance.permutation(plan)` undoes a plan: use it to put results that come rank by rank back into the order of the
-#    samples.
-# 4. Let rank 3 of the simulation become fast again after minibatch 12. How many minibatches does the fitted cost need?
+# 3. `balance.permutation(plan)` undoes a plan: use it to put results that come rank by rank back into the order
+#    of the samples.
+# 4. Let rank 3 of the simulation become fast again after minibatch 12. How many minibatches does the fitted cost
+#    need?
 # 5. Write a cost function for a model with a sliding window of 1,000 tokens, and plan with `cost=your_function`.
 #
 # Next: [Fine-tuning a Hugging Face model with LoRA](04_fine_tuning_with_lora.ipynb).

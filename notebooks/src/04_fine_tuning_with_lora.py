@@ -8,9 +8,9 @@
 # - how to train LoRA adapters with sharded, frozen base weights;
 # - how to move checkpoints between a sharded training and a single process, and how to resume to the last bit.
 #
-# **It needs** Linux, two CPU cores, about a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no network: the
-# model has random weights and is taught here. With a model from the Hub, replace one line.
-# [Notebook 2](02_your_first_odc_run.ipynb) is a good beginning.
+# **It needs** Linux, two CPU cores, about a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
+# network: the model has random weights and is taught here. With a model from the Hub, replace one line. [Notebook
+# 2](02_your_first_odc_run.ipynb) is a good beginning.
 
 # %%
 from pathlib import Path
@@ -27,22 +27,23 @@ from lightning_odc import ODCStrategy, balance
 from lightning_odc.data.packing import IGNORE_INDEX, pack_samples
 from lightning_odc.demo.corpus import BOS, EOS, VOCABULARY, encode, read_corpus
 from lightning_odc.lessons import texts
-from lightning_odc.lessons.display import QUIET, print_table, quiet, show
+from lightning_odc.lessons.display import QUIET, print_table, quiet
 
 quiet()
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # for tensors as small as these, more threads would only get in each other's way
 
 # %% [markdown]
 # ## A base model, and two kinds of text
 #
-# The base model will learn *code*: functions and classes of the standard library. Then we fine-tune it on *English*: the
-# docstrings in the same files. One byte is one token.
+# The base model will learn *code*: functions and classes of the standard library. Then we fine-tune it on
+# *English*: the docstrings in the same files. One byte is one token.
 
 # %%
 code = [encode(sample) for sample in read_corpus(max_length=512).samples]
 prose = [encode(sample) for sample in texts.read_prose(max_length=512)]
 prose, held_out = prose[:-96], prose[-96:]
-print(f"{len(code):,} pieces of code, {len(prose):,} docstrings of {min(map(len, prose))} to {max(map(len, prose))} tokens")
+shortest, longest = min(map(len, prose)), max(map(len, prose))
+print(f"{len(code):,} pieces of code, {len(prose):,} docstrings of {shortest} to {longest} tokens")
 
 config = LlamaConfig(
     vocab_size=VOCABULARY,
@@ -60,8 +61,8 @@ base = LlamaForCausalLM(config)  # or LlamaForCausalLM.from_pretrained("...")
 # %% [markdown]
 # ## Packing, and a silent trap
 #
-# Docstrings are short. Padding them to equal lengths wastes most of the work, so we **pack** them: one after another in
-# a single row. `pack_samples` is a `collate_fn` that does so.
+# Docstrings are short. Padding them to equal lengths wastes most of the work, so we **pack** them: one after
+# another in a single row. `pack_samples` is a `collate_fn` that does so.
 
 # %%
 batch = pack_samples(prose[:3])
@@ -70,10 +71,10 @@ for name, values in batch.items():
 print("positions begin anew at", (batch["position_ids"][0] == 0).nonzero().flatten().tolist())
 
 # %% [markdown]
-# But a language model that reads a row from left to right would let the second text see the first. Hugging Face models
-# keep the texts apart when two things hold: each text's `position_ids` begin at 0, **and** the model runs with
-# `use_cache=False`. With the cache on, which is the default, the positions are not looked at. There is no warning. So
-# test it: what the model says about a text must not depend on what else is in the row.
+# But a language model that reads a row from left to right would let the second text see the first. Hugging Face
+# models keep the texts apart when two things hold: each text's `position_ids` begin at 0, **and** the model runs
+# with `use_cache=False`. With the cache on, which is the default, the positions are not looked at. There is no
+# warning. So test it: what the model says about a text must not depend on what else is in the row.
 
 # %%
 row = {name: batch[name] for name in ("input_ids", "position_ids")}
@@ -90,11 +91,12 @@ with torch.no_grad():
 # ## Every token counts the same
 #
 # A microbatch with 40 tokens and one with 900: what should their losses weigh? The usual `loss = mean over the
-# microbatch`, averaged over microbatches, makes a token of the small one count more than twenty times as much as a token
-# of the large one. What counts more then depends on how texts were packed and dealt out. That was never meant.
+# microbatch`, averaged over microbatches, makes a token of the small one count more than twenty times as much as
+# a token of the large one. What counts more then depends on how texts were packed and dealt out. That was never
+# meant.
 #
-# The cure is to return the **sum** of the losses and the **number** of tokens in it. The strategy adds up both over all
-# microbatches of all ranks, and divides once.
+# The cure is to return the **sum** of the losses and the **number** of tokens in it. The strategy adds up both
+# over all microbatches of all ranks, and divides once.
 
 
 # %%
@@ -134,9 +136,9 @@ def loss_on(model, samples):
 # %% [markdown]
 # ## Teach the base model
 #
-# Two processes, and the balancing of [notebook 3](03_balancing_a_minibatch.ipynb) in one argument. The cost of a text is
-# taken from the model's configuration. `deterministic=True` fixes the order in which gradients are summed. We will want
-# that for resuming.
+# Two processes, and the balancing of [notebook 3](03_balancing_a_minibatch.ipynb) in one argument. The cost of a
+# text is taken from the model's configuration. `deterministic=True` fixes the order in which gradients are
+# summed. We will want that for resuming.
 
 
 # %%
@@ -157,8 +159,8 @@ print(f"base model: {loss_on(base, code[:24]):.2f} on code, {loss_on(base, held_
 # %% [markdown]
 # ## Add LoRA
 #
-# **LoRA** leaves the base weights as they are, and learns a small correction to each of the chosen matrices: the product
-# of two thin ones. Only these adapters get gradients and optimizer states.
+# **LoRA** leaves the base weights as they are, and learns a small correction to each of the chosen matrices: the
+# product of two thin ones. Only these adapters get gradients and optimizer states.
 
 # %%
 adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
@@ -167,8 +169,8 @@ trained, everything = model.get_nb_trainable_parameters()
 print(f"{trained:,} of {everything:,} parameters are trained ({trained / everything:.1%})")
 
 # %% [markdown]
-# Nothing else changes. Each layer is still one unit, with base weights and adapters together. The frozen base weights
-# are sharded and read on demand like all others; gradients travel for the adapters only.
+# Nothing else changes. Each layer is still one unit, with base weights and adapters together. The frozen base
+# weights are sharded and read on demand like all others; gradients travel for the adapters only.
 
 # %%
 checkpoints = ModelCheckpoint("runs/lora", filename="{step}", every_n_train_steps=8, save_top_k=-1)
@@ -178,19 +180,22 @@ trainer.fit(Language(model, learning_rate=5e-3), loader(prose, shuffle=True))
 print("checkpoints:", sorted(path.name for path in Path("runs/lora").glob("*.ckpt")))
 
 # %% [markdown]
-# The trained adapters are back in this process. Do they help with prose? And is the base model underneath untouched?
+# The trained adapters are back in this process. Do they help with prose? And is the base model underneath
+# untouched?
 
 # %%
 rows = [["with adapters", f"{loss_on(model, held_out):.3f}", f"{loss_on(model, code[:24]):.3f}"]]
 with model.disable_adapter():
-    rows.append(["adapters switched off", f"{loss_on(model, held_out):.3f}", f"{loss_on(model, code[:24]):.3f}"])
+    rows.append(
+        ["adapters switched off", f"{loss_on(model, held_out):.3f}", f"{loss_on(model, code[:24]):.3f}"]
+    )
 print_table(["loss", "prose", "code"], rows)
 
 # %% [markdown]
 # ## Checkpoints without shards
 #
-# Each rank holds half of every parameter, but a checkpoint holds whole ones: the same file that a single process would
-# have written. So plain PyTorch can read it, without a process group and without this package.
+# Each rank holds half of every parameter, but a checkpoint holds whole ones: the same file that a single process
+# would have written. So plain PyTorch can read it, without a process group and without this package.
 
 # %%
 torch.manual_seed(1)
@@ -200,8 +205,8 @@ fresh.load_state_dict(state)
 print(f"read from the file: {loss_on(fresh.model, held_out):.3f} on prose")
 
 # %% [markdown]
-# And the other way round: a checkpoint of an ordinary training in this process (no strategy of ours) is loaded by the
-# sharded one, for example to validate it on two ranks.
+# And the other way round: a checkpoint of an ordinary training in this process (no strategy of ours) is loaded by
+# the sharded one, for example to validate it on two ranks.
 
 # %%
 single = Trainer(accelerator="cpu", devices=1, max_steps=2, **QUIET)
@@ -217,9 +222,9 @@ print(f"in this process, on one:      {loss_on(fresh.model, held_out):.4f}")
 # %% [markdown]
 # ## Resume, to the last bit
 #
-# The training above went through 16 steps without a stop, and left a checkpoint after 8. Take a new model, go on from
-# step 8, and compare the end. The data go on with the very next minibatch, too: the loader's position is in the
-# checkpoint.
+# The training above went through 16 steps without a stop, and left a checkpoint after 8. Take a new model, go on
+# from step 8, and compare the end. The data go on with the very next minibatch, too: the loader's position is in
+# the checkpoint.
 
 # %%
 checkpoints = ModelCheckpoint("runs/resumed", filename="{step}", every_n_train_steps=8, save_top_k=-1)
@@ -234,8 +239,8 @@ print(f"{len(state)} tensors compared, {len(differing)} differ")
 assert not differing
 
 # %% [markdown]
-# Not one bit is different. That needs three things: `deterministic=True`, the same number of ranks, and the same version
-# of PyTorch. Without `deterministic=True` the last digits differ, as they do between any two runs.
+# Not one bit is different. That needs three things: `deterministic=True`, the same number of ranks, and the same
+# version of PyTorch. Without `deterministic=True` the last digits differ, as they do between any two runs.
 #
 # ## Use the result
 #
@@ -249,20 +254,22 @@ print(sorted(path.name for path in Path("runs/merged").iterdir()))
 # %% [markdown]
 # ## What you have seen
 #
-# - Packing saves the padding; `use_cache=False` and fresh positions keep texts apart, and one small test proves it.
+# - Packing saves the padding; `use_cache=False` and fresh positions keep texts apart, and one small test proves
+#   it.
 # - Sums and counts make every token count the same, wherever it was computed.
 # - LoRA needs nothing special. Frozen weights are read on demand, gradients exist for the adapters only.
 # - Checkpoints are whole: from two ranks to one process and back. A resumed run can be equal to the last bit.
 #
 # ## Exercises
 #
-# 1. Return a mean loss (`total / count`) instead of sum and count, and give the strategy `weighting="next_token"`. Is the
-#    validation loss the same? What if the prompt's labels are set to `IGNORE_INDEX`?
-# 2. Resume the run with another number of ranks (`devices=1`). What does the loader say, and how far apart are the
-#    results?
+# 1. Return a mean loss (`total / count`) instead of sum and count, and give the strategy
+#    `weighting="next_token"`. Is the validation loss the same? What if the prompt's labels are set to
+#    `IGNORE_INDEX`?
+# 2. Resume the run with another number of ranks (`devices=1`). What does the loader say, and how far apart are
+#    the results?
 # 3. Resume without `deterministic=True`. How large are the differences?
 # 4. Unfreeze the layer norms as well (`modules_to_save` of `LoraConfig`), and count what is trained.
-# 5. Have a model in your cache? Replace `LlamaForCausalLM(config)` by `from_pretrained`, encode with its tokenizer, and
-#    run the packing test first.
+# 5. Have a model in your cache? Replace `LlamaForCausalLM(config)` by `from_pretrained`, encode with its
+#    tokenizer, and run the packing test first.
 #
 # Next: [RL post-training](05_rl_post_training.ipynb).
