@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
@@ -26,11 +27,10 @@ from torchmetrics.utilities.data import dim_zero_cat
 # Typed as Any: Lightning does not export these names, which is why they are here.
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
-_lightning_model_parallel: Any = importlib.import_module("lightning.fabric.strategies.model_parallel")
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
 
 #: What a strategy's launcher must be, for the Trainer and for Fabric.
-Launcher: Any = importlib.import_module("lightning.pytorch.strategies.launchers.launcher")._Launcher
+Launcher = _Launcher
 
 #: What ``zero_grad(set_to_none=False)`` may call on gradients.
 ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
@@ -72,9 +72,25 @@ def deals_out(trainer: Trainer) -> bool:
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory and initial values (``reset_parameters``), module by module."""
-    _lightning_model_parallel._materialize_distributed_module(module, device)
+def reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """The method that gives a module's own parameters their first values, if it has one.
+
+    Why: most layers of torch call it ``reset_parameters``, but ``MultiheadAttention`` has it with an underscore only.
+    """
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None
+
+
+def averaged_models(callbacks: list[Any]) -> list[nn.Module]:
+    """The averages that Lightning's ``WeightAveraging`` callbacks (lightning >= 2.6) hold while fitting.
+
+    Why: the callback copies the whole model before the strategy shards it, and has no door to shard the copy.
+    """
+    kind = getattr(importlib.import_module("lightning.pytorch.callbacks"), "WeightAveraging", None)
+    if kind is None:
+        return []
+    held = [callback._average_model for callback in callbacks if isinstance(callback, kind)]
+    return [average.module for average in held if average is not None]
 
 
 def wrap_checkpointed(module: nn.Module, strategy: FSDPStrategy) -> None:
@@ -122,6 +138,16 @@ def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
         only = state._fsdp_param_group
         groups = [] if only is None else [only]
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
+
+
+def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
+    """The ``reduce_dtype`` that a module was sharded with.
+
+    Why: ``fully_shard`` divides gradients before it hands them over unless this dtype (``None``: that of the gradients)
+    is fp32 or bf16, and users may call ``fully_shard`` themselves.
+    """
+    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.reduce_dtype
+    return dtype
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:

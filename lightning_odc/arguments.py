@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
 
@@ -57,6 +59,16 @@ def check_balance(balance: str | None, communication: str, deterministic: bool =
             'ODCStrategy(balance="steal", deterministic=True) contradicts itself: who ran a microbatch decides the '
             'order of sums, and stealing decides it by time. Use balance="lb_mini" with deterministic=True (the same '
             "plan without stealing), or drop deterministic=True."
+        )
+
+
+def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
+    """Refuse a plugin that would not be used."""
+    if state_dict_type == "sharded" and type(checkpoint_io) is not TorchCheckpointIO:
+        raise ValueError(
+            'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
+            f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "
+            'write ODCStrategy(state_dict_type="full").'
         )
 
 

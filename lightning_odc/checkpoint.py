@@ -1,33 +1,35 @@
 """Saving and loading sharded models: the half of a strategy that deals with state dicts.
 
-Full checkpoints are ordinary Lightning checkpoints; sharded ones are ``torch.distributed.checkpoint`` directories.
+Full checkpoints are ordinary Lightning checkpoints and are dealt with here; for the others see `sharded_checkpoint`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_odc import _compat
+from lightning_odc import _compat, sharded_checkpoint
+from lightning_odc.checkpoint_checks import check_names, check_optimizers
+from lightning_odc.precision import ODCPrecision
 
 
 def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
@@ -52,120 +54,141 @@ def _assembled(value: Tensor, keep: bool) -> Tensor | None:
     return whole.to("cpu", copy=True) if keep else None
 
 
-def save_sharded(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
-    """Write a checkpoint directory: shards of model and optimizers, and one file with everything else."""
-    if path.is_file():
-        path.unlink()
-    path.mkdir(parents=True, exist_ok=True)
-    state = {"state_dict": checkpoint.pop("state_dict")}
-    states = checkpoint.pop("optimizer_states", [])
-    state.update({f"optimizer_{index}": optimizer for index, optimizer in enumerate(states)})
-    _compat.save_sharded(state, path)
-    if rank == 0:
-        torch.save(checkpoint, path / _compat.METADATA_FILENAME)
+def location(path: str | Path) -> Path | str:
+    """Where a checkpoint is: a path, or a URL as it stands, in which ``Path`` would merge the slashes."""
+    return str(path) if "://" in str(path) else Path(path)
 
 
-def prepare_full(path: Path, rank: int) -> None:
-    """Make room for a full checkpoint where a sharded one may lie.
+def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
+    """Remove a checkpoint of the other kind where one is to be written. All ranks together.
+
+    Args:
+        path: of the checkpoint to write.
+        full: it will be a file, not a directory.
+        is_first: this rank removes.
+        barrier: waits for all ranks.
 
     Raises:
         IsADirectoryError: if something else lies there.
+        ValueError: for a sharded checkpoint at a URL.
     """
-    if path.is_dir():
-        if not _compat.is_sharded_checkpoint(path):
-            raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
-        if rank == 0:
-            shutil.rmtree(path)
+    if isinstance(path, str):
+        if not full:
+            raise ValueError(
+                f"Sharded checkpoints need a path in a file system, not {path!r}. Use "
+                'ODCStrategy(state_dict_type="full"), or a directory that is mounted.'
+            )
+        return
+    if full and path.is_dir() and not _compat.is_sharded_checkpoint(path):
+        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
+    barrier()  # so that nobody looks while something is being removed
+    if is_first and full and path.is_dir():
+        shutil.rmtree(path)
+    elif is_first and not full and path.is_file():
+        path.unlink()
+    barrier()
 
 
 def load(
-    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool | None
+    path: Path | str,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    checkpoint_io: CheckpointIO,
 ) -> dict[str, Any]:
     """Load model and optimizers in place; returns the rest of the checkpoint. All ranks together.
 
     Args:
-        path: of a full checkpoint (a file) or a sharded one (a directory).
+        path: of a full checkpoint (a file, or its URL) or a sharded one (a directory).
         model: the sharded model.
         optimizers: those of the checkpoint, in their order; none to leave their states out.
         strict: refuse missing and unexpected parameters.
         weights_only: as in ``torch.load``.
+        checkpoint_io: reads full checkpoints.
     """
-    weights_only = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
-    if path.is_file():
-        return _load_full(path, model, optimizers, strict, weights_only)
-    if _compat.is_sharded_checkpoint(path):
-        return _load_sharded(path, model, optimizers, strict, weights_only)
-    raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
-
-
-def _load_sharded(
-    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool
-) -> dict[str, Any]:
-    planner = DefaultLoadPlanner(allow_partial_load=not strict)
-    state = {"state_dict": get_model_state_dict(model)}
-    load_distributed(state, checkpoint_id=path, planner=planner)
-    model.load_state_dict(state["state_dict"], strict=strict)
-    for index, optimizer in enumerate(optimizers):
-        optimizer_state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(model, optimizer)}
-        load_distributed(optimizer_state, checkpoint_id=path, planner=DefaultLoadPlanner())
-        (loaded,) = optimizer_state.values()
-        set_optimizer_state_dict(model, optimizer, loaded, options=StateDictOptions(cpu_offload=True))
-    rest: dict[str, Any] = torch.load(path / _compat.METADATA_FILENAME, weights_only=weights_only)
+    trusted_as_asked = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
+    if isinstance(path, Path) and not path.is_file():
+        if not _compat.is_sharded_checkpoint(path):
+            raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
+        rest = sharded_checkpoint.load(path, model, optimizers, strict, trusted_as_asked)
+    else:
+        rest = _load_full(_read(path, checkpoint_io, trusted_as_asked), model, optimizers, strict)
+    for other in (
+        "FSDPPrecision",
+        "MixedPrecision",
+    ):  # other strategies' loss scale, by the name of their class
+        if other in rest:
+            rest.setdefault(ODCPrecision.__name__, rest[other])
     return rest
 
 
+def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> dict[str, Any]:
+    """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
+    if type(checkpoint_io) not in (TorchCheckpointIO, AsyncCheckpointIO):
+        return checkpoint_io.load_checkpoint(path)
+    if isinstance(path, Path):
+        return cast(
+            dict[str, Any], torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        )
+    with get_filesystem(path).open(path, "rb") as file:
+        return cast(dict[str, Any], torch.load(file, map_location="cpu", weights_only=weights_only))
+
+
 def _load_full(
-    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool
+    checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optimizer], strict: bool
 ) -> dict[str, Any]:
-    """Every rank takes its part of the file, which is mapped and not read as a whole."""
-    checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    """Every rank takes its part of what it read."""
     options = StateDictOptions(full_state_dict=True, strict=strict)
     saved_model = checkpoint.pop("state_dict")
     if strict:
-        _check_names(saved_model.keys(), get_model_state_dict(model).keys())
+        check_names(saved_model.keys(), get_model_state_dict(model).keys())
     set_model_state_dict(model, saved_model, options=options)
     saved = checkpoint.get("optimizer_states", [])
-    if optimizers and len(saved) != len(optimizers):
-        raise ValueError(
-            f"The checkpoint has {len(saved)} optimizers, `configure_optimizers` made {len(optimizers)}. To load the "
-            "model alone, write `MyModule.load_from_checkpoint(path)` and fit without `ckpt_path`."
-        )
+    check_optimizers(len(saved), len(optimizers))
     for optimizer, state in zip(optimizers, saved, strict=False):
         _load_optimizer(optimizer, state, model)
+    if "current_model_state" in checkpoint:  # a WeightAveraging callback will load both models itself
+        checkpoint["state_dict"] = saved_model
     return checkpoint
 
 
-def _check_names(saved: Collection[str], wanted: Collection[str]) -> None:
-    missing = sorted(set(wanted) - set(saved))
-    unexpected = sorted(set(saved) - set(wanted))
-    if missing or unexpected:
-        raise RuntimeError(
-            f"The checkpoint does not fit the model: it lacks {missing} and has {unexpected} too many. To load what "
-            "fits, set `self.strict_loading = False` in the LightningModule."
-        )
-
-
 def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], model: nn.Module) -> None:
+    known = _labelled(optimizer, saved["param_groups"], model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = {parameter: _compat.checkpoint_name(name) for name, parameter in model.named_parameters()}
-    # Strategies that shard may have saved names; a plain optimizer's state has positions in its groups.
-    known = dict(enumerate(parameters)) | {names[p]: p for p in parameters if p in names}
-    missing = [key for key in saved["state"] if key not in known]
-    if missing:
-        raise ValueError(
-            f"The checkpoint has optimizer state for {missing[0]!r} (and {len(missing) - 1} more), which is no "
-            "parameter of this optimizer. Resume with the `configure_optimizers` that it was saved with."
-        )
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     state = {
-        numbers[known[key]]: {name: _like(value, known[key]) for name, value in values.items()}
-        for key, values in saved["state"].items()
+        numbers[known[label]]: {name: _like(value, known[label]) for name, value in values.items()}
+        for label, values in saved.get("state", {}).items()  # which consolidating leaves out if it is empty
     }
     groups = [
-        {**group, "params": [numbers.get(known.get(key), key) for key in group["params"]]}
+        {**group, "params": [numbers[known[label]] for label in group["params"]]}
         for group in saved["param_groups"]
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _labelled(
+    optimizer: Optimizer, groups: list[dict[str, Any]], model: nn.Module
+) -> dict[Any, nn.Parameter]:
+    """Parameters by their labels in a checkpoint: names, or numbers of which only the order in the groups counts."""
+    sizes = [[len(group["params"]) for group in some] for some in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The checkpoint's optimizer has {sizes[0]} parameters in its groups (a parameter group is an entry of the "
+            f"list), this one has {sizes[1]}. Resume with the `configure_optimizers` that it was saved with."
+        )
+    names = {_compat.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    known: dict[Any, nn.Parameter] = {}
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        for label, parameter in zip(group["params"], own["params"], strict=True):
+            if isinstance(label, str) and label not in names:
+                raise ValueError(
+                    f"The checkpoint has optimizer state for {label!r}, which is no parameter of this model. Resume "
+                    "with the `configure_optimizers` that it was saved with."
+                )
+            known[label] = names[label] if isinstance(label, str) else parameter
+    return known
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

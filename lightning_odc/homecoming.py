@@ -22,9 +22,8 @@ def prepare(trainer: Trainer) -> None:
         _ = logger.version
 
 
-def collect(trainer: Trainer, result: Any) -> dict[str, Any]:
+def collect(trainer: Any, result: Any) -> dict[str, Any]:
     """On a rank, after the run. All ranks together, since the weights are sharded; what rank 0 returns counts."""
-    assert trainer.lightning_module is not None
     outcome = {"state": trainer.state, "result": result}
     outcome |= {name: dict(getattr(trainer, name)) for name in _METRICS}
     if trainer.state.fn == TrainerFn.FITTING:
@@ -63,7 +62,7 @@ def _load_weights(module: LightningModule, weights: dict[str, Tensor]) -> None:
         )
 
 
-def _load_callbacks(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
+def _load_callbacks(trainer: Any, states: dict[str, dict[str, Any]]) -> None:
     for callback in trainer.callbacks:
         state = states.get(callback.state_key)
         if state and isinstance(callback, ModelCheckpoint):

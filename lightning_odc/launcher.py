@@ -107,7 +107,9 @@ class ForkLauncher(_compat.Launcher):
         sys.stdout.flush()  # else every rank would print again what waits here
         sys.stderr.flush()
         context = multiprocessing.get_context("fork")
-        self._processes = [context.Process(target=work, args=(i,)) for i in range(self._strategy.num_processes)]
+        self._processes = [
+            context.Process(target=work, args=(i,)) for i in range(self._strategy.num_processes)
+        ]
         for process in self._processes:
             thread = threading.Thread(target=process.start)
             thread.start()

@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_odc.loss_scaling import LossScaler
 from lightning_odc.sharding import precision_policy
 
 _COMPUTE_DTYPE = {
@@ -33,20 +36,25 @@ class ODCPrecision(FSDPPrecision):
     Attributes:
         before_clipping: completes the gradients, which may not have arrived yet.
         around_backward: the context of backward passes, without the hooks before and after them.
+        gradient_norm: norm over all ranks of the gradients that were clipped last, before they were; ``None`` until
+            that happens.
 
     Raises:
-        ValueError: if the precision is not supported on the device.
+        ValueError: if the precision is not supported.
     """
 
     def __init__(self, precision: Any, device_type: str = "cpu") -> None:
-        if device_type == "cpu" and str(precision).startswith("16-"):
+        if precision not in _COMPUTE_DTYPE:
             raise ValueError(
-                f'ODCStrategy does not support precision="{precision}" on the CPU; use Trainer(precision="bf16-mixed").'
+                f"ODCStrategy does not support precision={precision!r}; use one of {', '.join(_COMPUTE_DTYPE)}."
             )
         super().__init__(precision)
+        # Instead of the one that the base class makes, which is for CUDA and FSDP1.
+        self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
         self.device_type = device_type
         self.before_clipping: Callable[[], None] | None = None
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.gradient_norm: Tensor | None = None
 
     def policy(self, on_demand: bool) -> MixedPrecisionPolicy:
         """Compute in the compute dtype; sum gradients in fp32."""
@@ -62,11 +70,16 @@ class ODCPrecision(FSDPPrecision):
         with self.around_backward():
             super().backward(*args, **kwargs)
 
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         if self.before_clipping is not None:
             self.before_clipping()
-        super().clip_gradients(*args, **kwargs)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        super().clip_gradients(optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
-        torch.nn.utils.clip_grad_norm_(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
+        norm = torch.nn.utils.clip_grad_norm_(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
+        self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import enable_wrap
 
 from lightning_odc import _compat
 
@@ -31,6 +34,7 @@ def shard_model(
     mixed_precision: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
+    announce: bool = False,
 ) -> None:
     """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit.
 
@@ -43,13 +47,55 @@ def shard_model(
         mixed_precision: compute and reduction dtypes.
         reshard_after_forward: free a unit's full parameters between forward and backward pass.
         cpu_offload: keep shards on the CPU.
+        announce: say which modules were chosen, if nobody else chose.
 
     Raises:
         TypeError: if a module is already wrapped in FSDP1.
         ValueError: if parameters are tied across units.
     """
     _refuse_fsdp1(model)
-    options: dict[str, Any] = {
+    options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
+        _refuse_ties(model, targets)
+        if announce and wrap_policy is None:
+            rank_zero_info(_choice(targets))
+        for module in targets:
+            fully_shard(module, **options)
+    if not isinstance(model, FSDPModule):
+        # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
+        options["reshard_after_forward"] = None if reshard_after_forward else False
+        fully_shard(model, **options)
+
+
+def wrapping_shards(
+    mesh: DeviceMesh,
+    *,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> AbstractContextManager[None]:
+    """A context in which ``wrap(layer)`` of ``torch.distributed.fsdp.wrap`` makes a unit of the layer, in place.
+
+    Models that were written for FSDP1 call it in ``configure_model``. Arguments are those of `shard_model`.
+    """
+    options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
+
+    def shard(module: nn.Module) -> nn.Module:
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, **options)
+        return module
+
+    return enable_wrap(wrapper_cls=shard)
+
+
+def _options(
+    mesh: DeviceMesh,
+    mixed_precision: MixedPrecisionPolicy | None,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+) -> dict[str, Any]:
+    return {
         "mesh": mesh,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
         # Shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver.
@@ -58,15 +104,6 @@ def shard_model(
         else OffloadPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
-        _refuse_ties(model, targets)
-        for module in targets:
-            fully_shard(module, **options)
-    if not isinstance(model, FSDPModule):
-        # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
-        options["reshard_after_forward"] = None if reshard_after_forward else False
-        fully_shard(model, **options)
 
 
 def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
@@ -110,6 +147,21 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def _choice(blocks: list[nn.Module]) -> str:
+    """What the default policy says about its choice."""
+    if not blocks:
+        return (
+            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once. If it "
+            "has layers worth reading one by one, name them: ODCStrategy(auto_wrap_policy={Block})."
+        )
+    kinds = Counter(type(block).__name__ for block in blocks)
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return (
+        f"ODCStrategy shards the model's repeated blocks one by one ({listed}) and the rest as one unit. To choose "
+        "otherwise, name the classes: ODCStrategy(auto_wrap_policy={Block})."
+    )
+
+
 def _is_block(module: nn.Module) -> bool:
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
@@ -127,12 +179,9 @@ def precision_policy(
     """The ``fully_shard`` precision policy of a pair of dtypes.
 
     On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
-    ``reduce_dtype`` would only copy the same values in more bytes. Except from fp16: ``fully_shard`` scales fp16
-    gradients before it hands them over, against an overflow that cannot happen in a wider accumulator.
+    ``reduce_dtype`` would only copy the same values in more bytes.
     """
-    if on_demand:
-        reduce_dtype = torch.float32 if param_dtype is torch.float16 else None
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=None if on_demand else reduce_dtype)
 
 
 def _by_callable(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, checkpoint
+from lightning_odc import _compat, arguments, averaging, checkpoint, sharded_checkpoint
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -45,8 +45,10 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.launcher import ForkLauncher, is_interactive
+from lightning_odc.materialize import Unfilled, check_filled, materialize
+from lightning_odc.model_checks import refuse_layers
 from lightning_odc.precision import ODCPrecision
-from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.training import Training
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
@@ -109,7 +111,6 @@ class ODCStrategy(FSDPStrategy):
 
     strategy_name = "odc"
     _registered_strategies: list[str] = []  # noqa: RUF012 - Lightning appends to it per class
-    _precision: ODCPrecision | None = None
 
     def __init__(
         self,
@@ -188,6 +189,8 @@ class ODCStrategy(FSDPStrategy):
         self._failed = False
         self._loaders_unchecked = True
         self._threads_before: int | None = None
+        self._own_callbacks: list[Any] = []
+        self._unfilled: list[Unfilled] = []
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -217,7 +220,8 @@ class ODCStrategy(FSDPStrategy):
     @property
     def precision_plugin(self) -> ODCPrecision:
         """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
-        return self._precision or ODCPrecision("32-true")
+        plugin = super().precision_plugin
+        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -228,7 +232,8 @@ class ODCStrategy(FSDPStrategy):
             )
         if plugin is not None and not isinstance(plugin, ODCPrecision):
             plugin = ODCPrecision(plugin.precision, self._device_type())
-        self._precision = plugin
+        # Into its own place: the trainer looks there for what a strategy was made with.
+        cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
 
     def _device_type(self) -> str:
         if self.parallel_devices:
@@ -245,6 +250,7 @@ class ODCStrategy(FSDPStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
+        arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         self._check_devices()
         self._share_cores()
         super().setup_environment()
@@ -261,7 +267,15 @@ class ODCStrategy(FSDPStrategy):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._on_demand:
+            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
+        elif fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
+        if fitting:
+            self._setup_averages(trainer)
+        self._surround_callbacks(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -276,6 +290,15 @@ class ODCStrategy(FSDPStrategy):
         """Shard the model in place and hand its communication to a fresh engine."""
         if not isinstance(model, FSDPModule):
             _compat.wrap_checkpointed(model, self)
+        self._shard(model, announce=True)
+        assert self.lightning_module is not None
+        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        self._engine = self._make_engine()
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._engine.attach(model, gradients=fitting)
+        return model
+
+    def _shard(self, model: nn.Module, announce: bool) -> None:
         shard_model(
             model,
             mesh_for(self.root_device.type, self.world_size),
@@ -283,13 +306,18 @@ class ODCStrategy(FSDPStrategy):
             mixed_precision=self._mixed_precision_policy(),
             reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
             cpu_offload=self.cpu_offload.offload_params,
+            announce=announce,
         )
-        _compat.materialize(model, self.root_device)
-        self._engine = self._make_engine()
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self._engine.attach(model, gradients=fitting)
-        return model
+
+    def _setup_averages(self, trainer: pl.Trainer) -> None:
+        """Shard the copies of the model that averaging callbacks have made of it before."""
+        assert self.model is not None
+        found = averaging.averages(trainer)
+        averaging.check_kept_whole(found, self._full)
+        for average in found:
+            self._shard(average, announce=False)
+            materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
+            averaging.copy_values(self.model, average)
 
     def _make_engine(self) -> Engine:
         if self.world_size == 1:
@@ -320,13 +348,27 @@ class ODCStrategy(FSDPStrategy):
 
         return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
 
+    @property
+    def _on_demand(self) -> bool:
+        return self.communication != "collective" and self.world_size > 1
+
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        on_demand = self.communication != "collective" and self.world_size > 1
+        on_demand = self._on_demand
         if self.mixed_precision is not None:
             return precision_policy(
                 self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand
             )
         return self.precision_plugin.policy(on_demand)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with wrapping_shards(
+            mesh_for(self.root_device.type, self.world_size),
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            cpu_offload=self.cpu_offload.offload_params,
+        ):
+            yield
 
     def _check_devices(self) -> None:
         if self._device_type() == "cpu" or self.communication == "collective":
@@ -338,6 +380,7 @@ class ODCStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         self._give_values_back()
+        self._remove_callbacks()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
         engine, self._engine, self._training = self._engine, None, None
@@ -352,6 +395,20 @@ class ODCStrategy(FSDPStrategy):
                 torch.set_num_threads(self._threads_before)
                 self._threads_before = None
             super().teardown()
+            self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
+
+    def _surround_callbacks(self, trainer: pl.Trainer) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        before = averaging.BeforeCallbacks(self.engine.reshard)
+        after = averaging.AfterCallbacks(self.publish_parameters)
+        callbacks[:] = [before, *callbacks, after]
+        self._own_callbacks = [before, after]
+
+    def _remove_callbacks(self) -> None:
+        own, self._own_callbacks = self._own_callbacks, []
+        if self.lightning_module is not None:
+            callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if callback not in own]
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -468,6 +525,7 @@ class ODCStrategy(FSDPStrategy):
         return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
         assert self._training is not None
@@ -506,6 +564,7 @@ class ODCStrategy(FSDPStrategy):
             self._evaluation = None
 
     def _begin_evaluation(self) -> None:
+        check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
         self.publish_parameters()
 
@@ -562,14 +621,12 @@ class ODCStrategy(FSDPStrategy):
 
         Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
         """
-        if self._reduce_locally:
+        if self._reduce_locally or not isinstance(tensor, Tensor):
             return tensor
-        if (
-            isinstance(tensor, Tensor)
-            and not tensor.is_floating_point()
-            and str(reduce_op).lower() in ("mean", "avg")
-        ):
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
+        if group is None and self._engine is not None:
+            self._engine.come_to("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group, reduce_op)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -601,24 +658,27 @@ class ODCStrategy(FSDPStrategy):
         return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
     def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = Path(self.broadcast(filepath))
-        if self._full:
-            checkpoint.prepare_full(path, self.global_rank)
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
-            return
-        if storage_options is not None:
+        if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        checkpoint.save_sharded(state, path, self.global_rank)
+        path = checkpoint.location(self.broadcast(filepath))
+        if self._full:
+            state = averaging.assembled(state)
+        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
+        if not self._full:
+            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
         assert self.model is not None
         assert self.lightning_module is not None
-        path = Path(self.broadcast(checkpoint_path))
+        path = checkpoint.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
-        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only)
+        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        if averaging.averages(self.lightning_module.trainer):
+            averaging.cut(rest, self.model)
         self.publish_parameters()
         return rest

@@ -53,8 +53,9 @@ def try_ranks(
     started = [_start(function, args, rank, world_size, port) for rank in range(world_size)]
     outcomes = []
     late = []
-    for rank, (process, receiver) in enumerate(started):
-        payload = _receive(receiver, begin + timeout - time.monotonic())
+    # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
+    payloads = [_receive(receiver, begin + timeout - time.monotonic()) for _, receiver in started]
+    for rank, ((process, _), payload) in enumerate(zip(started, payloads, strict=True)):
         process.join(max(begin + timeout - time.monotonic(), 0.1))
         if process.is_alive():
             late.append(rank)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_odc import Minibatch, ODCStrategy
@@ -59,9 +59,9 @@ def test_a_foreign_precision_plugin():
         ODCStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
 
 
-def test_fp16_on_the_cpu():
-    with pytest.raises(ValueError, match='"bf16-mixed"'):
-        trainer(1, precision="16-mixed")
+def test_the_precision_plugin_that_a_strategy_was_made_with_stays():
+    plugin = FSDPPrecision("bf16-mixed")
+    assert trainer(1, strategy=ODCStrategy(precision_plugin=plugin)).precision == "bf16-mixed"
 
 
 def test_pytorch_lightnings_trainer_explains_itself():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_odc import _compat
 from tests.models import Block
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks, try_ranks
@@ -124,6 +126,36 @@ def _save(rank: int, path: str, kind: str) -> Tensor:
     t.fit(module, _batches(rank))
     t.save_checkpoint(path)
     return full_parameters(module)["net.head.weight"]
+
+
+def _save_in_turn(rank: int, path: str) -> list[bool]:
+    """Save both kinds in turn to one path; rank 1 is slow to find out what lies there."""
+    is_sharded = _compat.is_sharded_checkpoint
+
+    def slowly(at: pathlib.Path) -> bool:
+        time.sleep(0.2 * rank)
+        return is_sharded(at)
+
+    _compat.is_sharded_checkpoint = slowly
+    t, found = trainer(2), []
+    t.fit(TokenModule(), _batches(rank))
+    for t.strategy.state_dict_type in ("sharded", "full", "sharded"):  # type: ignore[attr-defined]
+        t.save_checkpoint(path)
+        found.append(pathlib.Path(path).is_dir())
+    return found
+
+
+def test_one_kind_of_checkpoint_replaces_the_other(tmp_path):
+    path = tmp_path / "one.ckpt"
+    assert run_ranks(_save_in_turn, str(path)) == [[True, False, True]] * 2
+    run_ranks(_load_same, str(path))
+
+
+def test_a_directory_of_something_else_stays(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    for outcome in try_ranks(_save, str(tmp_path), "full", timeout=60):
+        assert "IsADirectoryError" in outcome.error
+    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_a_full_checkpoint_with_parameters_that_the_model_lacks(tmp_path):

@@ -12,26 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import LightningModule, Trainer
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import _compat
-from tests.models import Net
+from tests.models import Net, init_gloo
+from tests.ranks import run_ranks
 
 
 def test_names_exist_with_the_expected_arguments():
-    assert list(
-        inspect.signature(_compat._lightning_model_parallel._materialize_distributed_module).parameters
-    ) == [
-        "module",
-        "device",
-    ]
-    load = inspect.signature(_compat._lightning_model_parallel._load_checkpoint).parameters
-    assert {"path", "state", "strict", "optimizer_states_from_list"} <= set(load)
     assert callable(_compat._lightning_fsdp._setup_activation_checkpointing)
     assert callable(_compat._lightning_fsdp._distributed_checkpoint_save)
     assert callable(_compat._lightning_fsdp._is_sharded_checkpoint)
@@ -93,12 +89,28 @@ def test_which_states_of_a_metric_are_concatenated():
     assert _compat.concatenated_states(torchmetrics.MeanMetric()) == []
 
 
-def test_materialize_gives_meta_parameters_memory():
-    with torch.device("meta"):
-        layer = nn.Linear(2, 2)
-    _compat.materialize(layer, torch.device("cpu"))
-    assert layer.weight.device.type == "cpu"
-    assert layer.weight.abs().sum() > 0
+def test_layers_of_torch_have_a_method_that_resets_them():
+    for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2), nn.MultiheadAttention(2, 1)):
+        reset = _compat.reset_of(layer)
+        assert reset is not None
+        for parameter in layer.parameters():
+            parameter.data.fill_(torch.nan)
+        reset()
+        # Attention resets all but the weight of its output layer, which is a module of its own.
+        assert not any(p.isnan().any() for n, p in layer.named_parameters() if n != "out_proj.weight")
+    assert _compat.reset_of(nn.Sequential()) is None
+
+
+def test_averages_are_found_in_lightnings_callback():
+    if not hasattr(callbacks, "WeightAveraging"):
+        assert _compat.averaged_models([]) == []  # lightning < 2.6
+        return
+    average = callbacks.WeightAveraging()
+    assert _compat.averaged_models([average, callbacks.Timer()]) == []
+    module = BoringModel()
+    average.setup(Trainer(logger=False, enable_checkpointing=False), module, "fit")
+    (copied,) = _compat.averaged_models([average])
+    assert isinstance(copied, BoringModel) and copied is not module
 
 
 def test_checkpoint_wrapping_by_policy():
@@ -156,6 +168,16 @@ def test_the_training_loop_still_profiles_the_fetching_of_batches():
     assert f'{_compat.FETCH_ACTION}")' in source
 
 
+def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
+    init_gloo(rank)
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float16, torch.bfloat16)]
+    return [_compat.reduce_dtype_of(fully_shard(nn.Linear(2, 2), mp_policy=policy)) for policy in policies]
+
+
+def test_reduce_dtype_of_a_module():
+    assert run_ranks(_reduce_dtypes, world_size=1) == [[None, torch.bfloat16]]
+
+
 def test_comms_of_a_module_are_those_that_were_set():
     class Module:
         """What `comms_of` looks at, in both of its shapes."""
@@ -171,3 +193,15 @@ def test_comms_of_a_module_are_those_that_were_set():
     assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
     assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None
+
+
+def test_what_the_launcher_of_notebooks_relies_on():
+    from lightning.fabric.strategies.launchers.launcher import _Launcher as FabricLauncher
+
+    assert issubclass(_compat.Launcher, FabricLauncher)
+    assert _compat.Launcher.__abstractmethods__ == {"is_interactive_compatible", "launch", "kill"}
+    assert callable(_compat._lightning_call._call_and_handle_interrupt)
+    assert hasattr(FSDPStrategy, "_configure_launcher")
+    assert hasattr(FSDPStrategy(), "_launcher")
+    assert hasattr(ModelParallelStrategy, "_configure_launcher")
+    assert hasattr(ModelParallelStrategy(None), "_backward_sync_control")  # type: ignore[arg-type]

@@ -328,6 +328,25 @@ def test_windows_that_do_not_fit_in_memory():
         assert "WindowError: Rank 0 could not share memory with its peers: the windows need" in message
 
 
+class Unfreezes(TokenModule):
+    """Needs a larger window in its second batch, for which there is no memory."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            host.available_memory = lambda: 4096  # type: ignore[assignment]
+            self.net.requires_grad_(True)
+
+
+def _no_memory_later(rank: int) -> None:
+    module = Unfreezes("items", frozen=True)
+    fit(rank, module, [Minibatch(token_batches([5])) for _ in range(2)])
+
+
+def test_a_larger_window_that_does_not_fit_in_memory():
+    for message in errors(_no_memory_later):
+        assert "could not share memory with its peers: the windows need" in message.splitlines()[-1]
+
+
 SCRIPT = """
 import sys
 import torch

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch
@@ -78,6 +79,23 @@ class Looks(Manual):
         if self.norms[-1] > 1:
             torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         optimizer.step()
+
+
+class LooksAndSkips(Manual):
+    """Leaves out the step of the second batch, after it has seen the gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
+        strategy: Any = self.trainer.strategy
+        strategy.settle_gradients()
+        self.norms.append(self.gradient_norm())
+        if batch_idx != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer.zero_grad()
+            strategy.publish_parameters()
 
 
 class BackwardWithoutLightning(Manual):
@@ -212,6 +230,7 @@ MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
     "clips": (Clips, {}),
     "accumulates": (Accumulates, {}),
     "looks": (Looks, {}),
+    "looks and skips": (LooksAndSkips, {}),
     "backward without Lightning": (BackwardWithoutLightning, {}),
     "zeroes in place": (ZeroesInPlace, {}),
     "drops in the step": (DropsInTheStep, {}),
@@ -344,6 +363,22 @@ class DividesByItself(Sgd):
         self.set_gradient_divide_factor(3.0)  # type: ignore[operator]
 
 
+class ReducesInFp64(Sgd):
+    def configure_model(self) -> None:
+        for block in self.net.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+
+
+class LogsByHand(Manual):
+    """Logs once per microbatch, of which rank 1 has more."""
+
+    def training_step(self, share: Minibatch, batch_idx: int) -> None:
+        for batch in share:
+            self.manual_backward(self.mean_loss(batch))
+            self.log("one", 1.0, sync_dist=True, batch_size=1)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
 class WritesThroughData(Callback):
     """The edit that leaves no trace in version counters."""
 
@@ -366,6 +401,13 @@ MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, st
     ),
     "mixes counts": (MixesCounts, {"accumulate_grad_batches": 2}, None, "from every call of `training_step`"),
     "divides": (DividesByItself, {}, None, "set_gradient_divide_factor"),
+    "reduces in fp64": (ReducesInFp64, {}, None, "Leave `reduce_dtype` out"),
+    "logs by hand": (
+        LogsByHand,
+        {},
+        [[Minibatch(BATCHES[0][: 1 + rank])] for rank in range(2)],
+        r"is at 'optimizer step' of meeting .*, rank . at 'a reduction over ranks, such as self\.log",
+    ),
     "writes through data": (
         Sgd,
         {"callbacks": [WritesThroughData()]},

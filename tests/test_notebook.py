@@ -12,7 +12,7 @@ import nbformat
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.models import WIDTH, Block
 from tests.test_parity import assert_same
@@ -105,7 +105,8 @@ make_trainer().fit(Model(fails=True), DataLoader(data(), batch_size=2))
 """
 
 AFTER = """
-show(seconds=time.monotonic() - begin, left=len(children()) - len(before), distributed=torch.distributed.is_initialized())
+show(seconds=time.monotonic() - begin, left=len(children()) - len(before),
+     distributed=torch.distributed.is_initialized())
 """
 
 
@@ -138,12 +139,14 @@ def result(outputs: Any) -> dict[str, Any]:
 
 
 def reference() -> nn.Module:
-    """One process; two ranks with batches of 2 are one with batches of 4."""
+    """One process; two ranks with batches of 2 are one with batches of 4, in the order of Lightning's sampler."""
     torch.manual_seed(0)
     layers = nn.Sequential(Block(), Block())
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-    for _ in range(2):
-        for (batch,) in DataLoader(data(), batch_size=4):
+    sampler = DistributedSampler(data(), num_replicas=1, rank=0, seed=0)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for (batch,) in DataLoader(data(), batch_size=4, sampler=sampler):
             optimizer.zero_grad()
             layers(batch).square().mean().backward()
             optimizer.step()

@@ -397,6 +397,49 @@ class Edits(Callback):
                 trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
 
 
+class EditsWherePublished(Callback):
+    """Changes parameters in hooks after which the strategy publishes by itself."""
+
+    def edit(self, module: Any) -> None:
+        with torch.no_grad():
+            module.net.head.weight.mul_(1.25)
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:  # a validation comes next
+            self.edit(module)
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+    def on_test_start(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+    def on_predict_start(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+
+def _fit_editing_where_published(rank: int, world_size: int) -> list[Any]:
+    module = TokenModule("items", lr=LR)
+    module.test_step = module.validation_step  # type: ignore[method-assign]
+    module.predict_step = lambda batch, batch_idx: module.net(batch).sum().item()  # type: ignore[method-assign]
+    counts = (6,) if world_size == 1 else (4, 2)
+    t = trainer(world_size, callbacks=[EditsWherePublished()], val_check_interval=2, num_sanity_val_steps=1)
+    data = loader(token_batches([5, 9]))
+    t.fit(module, loader(shares(rank, counts)), data)
+    tested = t.test(module, data, verbose=False)
+    return [full_parameters(module), tested[0]["val_loss"], t.predict(module, data)]
+
+
+def test_edits_before_the_strategy_publishes_by_itself_reach_every_rank():
+    (parameters, loss, predicted) = run_ranks(_fit_editing_where_published, 1, world_size=1)[0]
+    for found in run_ranks(_fit_editing_where_published, 2):
+        assert_same(found[0], parameters)
+        assert found[1:] == [pytest.approx(loss, rel=1e-3), pytest.approx(predicted, rel=1e-3)]
+
+
 def _fit_editing(rank: int, publish: bool) -> Any:
     module = TokenModule("items", lr=LR)
     t = trainer(2, callbacks=[Edits(publish)])

@@ -46,6 +46,7 @@ class Ledger:
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
     is_last: bool = False
+    is_idle: bool = False  # ran nothing at all, so it goes along with what the others ran
 
     def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides]).
@@ -72,7 +73,7 @@ class Ledger:
 
     def record(self) -> Record:
         return {
-            "batches": _WEIGHTED if self.is_weighted else _PLAIN,
+            "batches": None if self.is_idle else _WEIGHTED if self.is_weighted else _PLAIN,
             "counting": self.counting,
             "weight": float(self.weight) if self.is_weighted else 1.0,
             "microbatches": self.microbatches,
@@ -88,12 +89,14 @@ def denominator(records: list[Record]) -> float:
         DisagreementError: naming the first rank that differs from rank 0.
     """
     first, counting = records[0], next((r["counting"] for r in records if r["counting"]), None)
+    trained = [(rank, r["batches"]) for rank, r in enumerate(records) if r["batches"] is not None]
+    one, kind = trained[0] if trained else (0, None)
     for rank, record in enumerate(records):
-        if record["batches"] != first["batches"]:
+        if record["batches"] not in (None, kind):
             raise DisagreementError(
-                f"Rank 0 trained on {first['batches']}, rank {rank} on {record['batches']} in the same optimizer "
-                "step, so their gradients have no common weight. Yield a Minibatch on every rank (an empty one where "
-                "there is nothing to do), or on none."
+                f"Rank {one} trained on {kind}, rank {rank} on {record['batches']} in the same optimizer step, so "
+                "their gradients have no common weight. Yield a Minibatch on every rank (an empty one where there is "
+                "nothing to do), or on none."
             )
         if record["last"] != first["last"]:
             ends, goes_on = (rank, 0) if record["last"] else (0, rank)
@@ -111,7 +114,8 @@ def denominator(records: list[Record]) -> float:
                 f"Rank {rank} follows another minibatch plan than rank 0: {record['plans']} against {first['plans']}. "
                 "Every rank must plan the same global minibatch: same seed, epoch, lengths and options."
             )
-    total = float(sum(record["weight"] for record in records))
+    weights = [0.0 if r["batches"] is None and kind == _WEIGHTED else r["weight"] for r in records]
+    total = float(sum(weights))
     if total < 0 or total != total:
         raise DisagreementError(
             f"The weights of this minibatch add up to {total}; they must be positive numbers."
@@ -228,8 +232,15 @@ class Engine(Traced, ABC):
         """Publish parameters that changed outside an optimizer step. All ranks together."""
 
     @abstractmethod
+    def reshard(self) -> None:
+        """Free what is gathered, so that modules hold their shards, which can be changed."""
+
+    @abstractmethod
     def exchange(self, kind: str, item: Any) -> list[Any]:
         """Every rank's JSON-serialisable item, in rank order. All ranks together."""
+
+    def come_to(self, kind: str) -> None:
+        """This rank is about to call a collective of this kind: find out now, not by a hang, that another is not."""
 
     @abstractmethod
     def fail(self, message: str) -> None:

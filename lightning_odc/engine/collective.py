@@ -125,8 +125,12 @@ class CollectiveEngine(Engine):
         self._find_shards()
 
     def refresh(self) -> None:
-        """Collectives read the parameters themselves."""
-        self._find_shards()
+        self.publish()
+
+    def reshard(self) -> None:
+        assert self._model is not None, "the engine is not attached"
+        for module in _units(self._model):
+            module.reshard()
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         with self.traced("exchange"):

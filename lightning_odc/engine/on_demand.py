@@ -74,7 +74,6 @@ class OnDemandEngine(Engine):
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
-        self._in_backward = False
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
         self._protocol: Protocol | None = None
@@ -186,8 +185,9 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
         self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         self.protocol.lockstep = self._lockstep and not self.evaluating
-        if not self._in_backward:  # where the forward pass has just looked
-            self._verify(unit, own)
+        self._verify(
+            unit, own
+        )  # in a backward pass, too: this rank's slice is what it is now, the peers' are not
         self.protocol.gather(unit.index, output.view(self.world_size, -1))
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
@@ -205,6 +205,12 @@ class OnDemandEngine(Engine):
         self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
         segments = unit.take_fresh()
         rows = chunks.view(self.world_size, -1)
+        if rows.dtype not in (torch.float32, torch.bfloat16) and not unit.divided_by_fully_shard:
+            raise ODCError(
+                f"Unit {unit.name!r} reduces in {rows.dtype}, and `fully_shard` has divided its gradients already. "
+                "Leave `reduce_dtype` out of its MixedPrecisionPolicy: on demand, gradients are summed in "
+                "ODCStrategy(accumulator_dtype=...), by default fp32."
+            )
         if sum(part.numel for part in segments) != rows.shape[1]:
             raise self._unexpected_gradient(unit)
         self.protocol.accumulate(unit.index, rows, segments)
@@ -275,18 +281,15 @@ class OnDemandEngine(Engine):
             assert self._root is not None
             self._root.gather()
         self._placeholders.lift()
-        self._in_backward = True
-        try:
-            yield
-        finally:
-            self._in_backward = False
+        self._check_gathered()  # fully_shard frees the root unit at the end of it
+        yield
         self._check_all_reduced()
         self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
         with self._timed(), self.traced("settle"):
-            self._reshard()
+            self.reshard()
             self._verify_unread()
             emptied = self._placeholders.emptied()
             self._placeholders.lift()
@@ -313,6 +316,9 @@ class OnDemandEngine(Engine):
     def refresh(self) -> None:
         self.exchange("publish parameters", None)
         self.publish()
+
+    def come_to(self, kind: str) -> None:
+        self.exchange(kind, None)
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return [record["item"] for record in self.protocol.meet({"kind": kind, "item": item})]
@@ -346,14 +352,27 @@ class OnDemandEngine(Engine):
 
     def _publish_units(self) -> None:
         """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""
-        self._reshard()
+        self.reshard()
         for unit in self._units:
             unit.write_shard(self.protocol.own_shard(unit.index))
             self.protocol.publish(unit.index)
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        self._check_gathered()
         for unit in self._units:
             unit.modules[0].reshard()
+
+    def _check_gathered(self) -> None:
+        """Before gathered parameters are freed, and what was written into them with them."""
+        for unit in self._units:
+            edited = unit.edited_while_gathered()
+            if edited is not None:
+                raise StaleShardError(
+                    f"Parameter {edited!r} was changed inside `forward` or between a forward pass and the end of its "
+                    "step, while it was gathered; such a change would be lost. Change it in `on_train_batch_start` or "
+                    "`on_train_batch_end`, on all ranks together, and then call "
+                    "`trainer.strategy.publish_parameters()` on all of them."
+                )
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""

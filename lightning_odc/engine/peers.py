@@ -79,30 +79,34 @@ class Peers:
 
     def fail(self, message: bytes) -> None:
         """This rank has failed; ``message`` says why and fits its mailbox."""
-        self._transport.post(FAILURE_BOX, message)
-        self._set_state(State.FAILED)
+        if self._is_open:
+            self._transport.post(FAILURE_BOX, message)
+            self._set_state(State.FAILED)
 
     def leave(self) -> None:
         """This rank is done, unless it had failed."""
-        self._set_state(State.LEFT)
+        if self._is_open:
+            self._set_state(State.LEFT)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether there is a window to tell and to ask: not before it was opened, nor after it was closed."""
+        try:
+            self._state(self._transport.rank)
+        except LookupError:
+            return False
+        return True
 
     def _set_state(self, state: State) -> None:
-        try:
-            current = self._transport.load(self._transport.rank, Word.STATE)
-        except LookupError:  # never opened, or closed already
-            return
-        if current == State.RUNNING:
+        if self._state(self._transport.rank) == State.RUNNING:
             self._transport.store(Word.STATE, state)
 
     # -- the others ---------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, str]:
-        """Messages of the peers that have failed so far."""
-        return {
-            peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace")
-            for peer in self._others
-            if self._state(peer) == State.FAILED
-        }
+        """Messages of the peers that have failed so far; none are heard once this rank has closed its windows."""
+        failed = [peer for peer in self._others if self._is_open and self._state(peer) == State.FAILED]
+        return {peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace") for peer in failed}
 
     def check(self) -> None:
         """Find out whether all peers can still do their part.

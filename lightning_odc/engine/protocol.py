@@ -326,8 +326,10 @@ class Protocol(Traced):
             raise StaleShardError(
                 f"The model ran (unit {self._units[unit].name!r}) between the end of an optimizer step and its "
                 "publishing, while peers change their shards. Run it before or after `optimizer.step()`, not in hooks "
-                "in between such as `on_before_optimizer_step`. Optimizers that call their closure several times in "
-                "one step (LBFGS) cannot work on demand: use one that calls it once, such as AdamW."
+                "in between such as `on_before_optimizer_step`. To leave out a step after `settle_gradients()`, call "
+                "`optimizer.zero_grad()` and `trainer.strategy.publish_parameters()` instead. Optimizers that call "
+                "their closure several times in one step (LBFGS) cannot work on demand: use one that calls it once, "
+                "such as AdamW."
             )
 
     def next_version(self) -> None:

@@ -7,6 +7,9 @@ calls the root module once per ``training_step``. With manual optimization a ste
 several times within that one call, in any order. So the root unit is gathered again when one of its layers is called,
 and before a backward pass (which finds the memory of the parameters that it saved filled again). The gradients of the
 root unit are reduced when a backward pass through any other unit ends.
+
+``toggle_optimizer`` freezes within the step, and freezes shards, since those are what optimizers hold. ``fully_shard``
+lets the parameters of a unit follow when it gathers them, but the root unit is gathered already.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.engine.units import Unit
+from lightning_odc.engine.units import ParamSlot, Unit
 
 
 class RootUnit:
@@ -32,18 +35,18 @@ class RootUnit:
 
     def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
         self._model = cast(FSDPModule, model)
-        slots = [slot for unit in units if self._model in unit.modules for slot in unit.slots]
-        self._holders = {slot.module: slot.attribute for slot in slots}
+        self._slots: dict[nn.Module, list[ParamSlot]] = {}
+        for slot in (slot for unit in units if self._model in unit.modules for slot in unit.slots):
+            self._slots.setdefault(slot.module, []).append(slot)
+        self._frozen: set[ParamSlot] = set()
         self._hooks: list[RemovableHandle] = [
-            holder.register_forward_pre_hook(self._before_layer)
-            for holder in self._holders
-            if holder is not model
+            layer.register_forward_pre_hook(self._before_layer) for layer in self._slots if layer is not model
         ]
 
     def gather(self) -> None:
         """Gather the unit if it is sharded."""
-        holder = next(iter(self._holders), None)
-        if holder is not None and isinstance(getattr(holder, self._holders[holder]), DTensor):
+        slots = next(iter(self._slots.values()), None)
+        if slots is not None and isinstance(slots[0].current, DTensor):
             self._model.unshard()
 
     def release(self) -> None:
@@ -52,5 +55,12 @@ class RootUnit:
             hook.remove()
         self._hooks.clear()
 
-    def _before_layer(self, *_: Any) -> None:
+    def _before_layer(self, layer: nn.Module, _: Any) -> None:
         self.gather()
+        for slot in self._slots[layer]:
+            if slot.current.requires_grad and not slot.home.requires_grad:
+                self._frozen.add(slot)
+                slot.current.requires_grad_(False)
+            elif slot in self._frozen and slot.home.requires_grad:
+                self._frozen.discard(slot)
+                slot.current.requires_grad_(True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_odc import _compat
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -156,10 +157,19 @@ class Unit:
                     return slot.name
         return None
 
+    def edited_while_gathered(self) -> str | None:
+        """Name of a parameter that is gathered now and whose part here is not this rank's shard, if there is one."""
+        for slot in self.slots:
+            whole = slot.current
+            if not isinstance(whole, DTensor) and not _holds(whole.detach(), slot.home):
+                return slot.name
+        return None
+
     @property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
-        dtypes = {slot.compute_dtype for slot in self.trainable}
+        wider = _compat.reduce_dtype_of(self.modules[0])
+        dtypes = {wider or slot.compute_dtype for slot in self.trainable}
         return not dtypes <= {torch.float32, torch.bfloat16}
 
     def set_division(self, enabled: bool) -> None:
@@ -264,6 +274,17 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(widest), other.view(widest))
 
 
+def _holds(whole: Tensor, home: DTensor) -> bool:
+    """Whether the part of ``whole`` that belongs to this rank is its shard, cast and bit for bit."""
+    shard = home.to_local().detach()
+    if not shard.numel() or not shard.dim():
+        return True
+    dim = _sharded_dim(home)
+    start = home.device_mesh.get_local_rank() * math.ceil(home.shape[dim] / home.device_mesh.size())
+    part = whole.narrow(dim, start, shard.size(dim))
+    return same_bits(part.reshape(-1), shard.to(whole.dtype).reshape(-1))
+
+
 def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:
     slots = []
     for module in _post_order(root):
@@ -294,9 +315,13 @@ def _post_order(root: nn.Module) -> Iterator[nn.Module]:
     return visit(root)
 
 
-def _padded_numel(parameter: DTensor) -> int:
+def _sharded_dim(parameter: DTensor) -> int:
     placement = parameter.placements[-1]
-    dim = placement.dim if isinstance(placement, Shard) else 0
+    return placement.dim if isinstance(placement, Shard) else 0
+
+
+def _padded_numel(parameter: DTensor) -> int:
+    dim = _sharded_dim(parameter)
     world = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
     shape = list(parameter.shape)
     if not shape:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.tracing import Traced
 from lightning_odc.errors import WaitTimeoutError
+from lightning_odc.model_checks import HINT
 
 _SPINS = 3
 _FIRST_SLEEP = 20e-6
@@ -95,6 +96,8 @@ class Waiter(Traced):
 
     def _give_up(self, what: str) -> None:
         message = f"Gave up after {self.timeout:g} s of {what}.\n{self._report()}"
+        if "computing" in message:
+            message += f"\n{HINT}"
         if self._hang_report is not None:
             self._hang_report.tell(message)
         raise WaitTimeoutError(message)

@@ -1,0 +1,256 @@
+"""On-demand communication for ``lightning.fabric``: the engine, driven by a loop that the user writes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_odc import _compat, arguments
+from lightning_odc.engine.base import Counting, Engine
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.launcher import ForkLauncher, is_interactive
+from lightning_odc.sharding import mesh_for, shard_model
+
+
+class ODCFabricStrategy(ModelParallelStrategy):
+    """Fully sharded training with on-demand communication in ``Fabric(strategy="odc")``.
+
+    A minibatch ends at ``optimizer.step()``, which every rank calls equally often. Between two of them a rank may run
+    any number of microbatches, also none. Their gradient is the mean over ranks of the sum over a rank's ``backward``
+    calls; or, with ``fabric.backward(loss, num_items=n)`` for losses that are sums over ``n`` items (samples, tokens),
+    the mean over the items of all ranks.
+
+    Args:
+        communication: ``"on_demand"``, or ``"collective"``, the same sharding over stock collectives, which needs equal
+            numbers of microbatches.
+        auto_wrap_policy: which modules become units; by default the model's repeated blocks.
+        deterministic: sum gradients in rank order, so that runs are bit-equal.
+        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        state_dict_type: ``fabric.save`` writes a ``"full"`` file or a ``"sharded"`` directory.
+        process_group_backend: as in Lightning's strategies.
+        timeout: after which a wait for another rank gives up.
+
+    Raises:
+        ValueError: for a value that is not one of those above.
+    """
+
+    def __init__(
+        self,
+        *,
+        communication: Literal["on_demand", "collective"] = "on_demand",
+        auto_wrap_policy: Any = None,
+        deterministic: bool = False,
+        accumulator_dtype: torch.dtype | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        arguments.check_choice("communication", communication, ("on_demand", "collective"))
+        arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
+        super().__init__(
+            self._shard,
+            save_distributed_checkpoint=state_dict_type == "sharded",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.communication = communication
+        self.auto_wrap_policy = auto_wrap_policy
+        self.deterministic = deterministic
+        self.accumulator_dtype = accumulator_dtype
+        self._waits_until = timeout.total_seconds()
+        self._backward_sync_control: Any = _NothingToSkip()
+        self._engine: Engine | None = None
+        self._ran = False
+
+    @property
+    def engine(self) -> Engine:
+        """What moves shards and gradients, with its measured waits and traffic.
+
+        Raises:
+            RuntimeError: before ``fabric.setup``.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "There is no model yet: call `model, optimizer = fabric.setup(model, optimizer)`."
+            )
+        return self._engine
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # -- setting up ---------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if is_interactive() and not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+        else:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        if self.root_device.type != "cpu" and self.communication != "collective":
+            raise ValueError(
+                f"On-demand communication between {self.root_device.type} devices is not part of this version. Use "
+                'Fabric(strategy="odc", accelerator="cpu", devices=2).'
+            )
+        if "OMP_NUM_THREADS" not in os.environ and self.root_device.type == "cpu":
+            torch.set_num_threads(max(len(os.sched_getaffinity(0)) // self.num_processes, 1))
+        super().setup_environment()
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
+        """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        module = self.setup_module(module)
+        shards = {_compat.checkpoint_name(name): parameter for name, parameter in module.named_parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [
+                    shards[_compat.checkpoint_name(names[p])] if p in names else p for p in group["params"]
+                ]
+        return (module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        self._check_setup()
+        module = super().setup_module(module)
+        self._engine = self._make_engine()
+        self._engine.attach(module)
+        return module
+
+    def _check_setup(self) -> None:
+        if self._engine is not None:
+            raise ValueError(
+                'Fabric(strategy="odc") trains one model: put the parts into one nn.Module, or run `teardown()` of '
+                "the strategy before the next one."
+            )
+        if self.world_size > 1 and not dist.is_initialized():
+            raise RuntimeError(
+                "There are no ranks yet: call `fabric.launch()` in a script; in a notebook put the training into a "
+                "function and call `fabric.launch(train)`."
+            )
+        if str(self.precision.precision).startswith("16-"):
+            raise ValueError(
+                f'Fabric(strategy="odc", precision="{self.precision.precision}") is not supported: use "bf16-mixed".'
+            )
+
+    def _shard(self, module: nn.Module, _: DeviceMesh) -> nn.Module:
+        shard_model(
+            module,
+            mesh_for(self.root_device.type, self.world_size),
+            wrap_policy=self.auto_wrap_policy,
+            mixed_precision=MixedPrecisionPolicy(),  # autocast is Fabric's
+        )
+        return module
+
+    def _make_engine(self) -> Engine:
+        if self.world_size == 1:
+            return CollectiveEngine(1, single_process)
+        rendezvous = process_group_rendezvous(dist.group.WORLD)
+        if self.communication == "collective":
+            return CollectiveEngine(self.world_size, rendezvous)
+        return OnDemandEngine(
+            lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
+            rendezvous,
+            timeout=self._waits_until,
+            deterministic=self.deterministic,
+            accumulator_dtype=self.accumulator_dtype,
+        )
+
+    def teardown(self) -> None:
+        """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            try:
+                engine.exchange("end of the run", None)
+            finally:
+                engine.close()
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        tensor: Tensor,
+        module: nn.Module | None,
+        *args: Any,
+        num_items: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Backpropagate the loss of one microbatch.
+
+        Args:
+            tensor: the loss; with ``num_items`` a sum over items, else a mean.
+            module: as in Fabric.
+            *args: as in Fabric.
+            num_items: what the loss is a sum over.
+            **kwargs: as in Fabric.
+        """
+        counting = Counting.MEAN if num_items is None else Counting.EXACT
+        self.engine.ledger.add(0.0 if num_items is None else num_items, counting)
+        self._ran = True
+        with self.engine.backward(manual=True):
+            super().backward(tensor, module, *args, **kwargs)
+
+    def settle_gradients(self) -> None:
+        """Complete the gradients in ``.grad``, all ranks together. Clipping and the optimizer step do it themselves."""
+        if not self.engine.settled:
+            self.engine.ledger.is_idle = not self._ran
+            self.engine.settle(None)
+            self._ran = False
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def settled_closure() -> Any:
+            result = None if closure is None else closure()
+            self.settle_gradients()
+            return result
+
+        begin = time.monotonic_ns()
+        if closure is None:
+            self.settle_gradients()
+            output = super().optimizer_step(optimizer, **kwargs)
+        else:
+            output = super().optimizer_step(optimizer, closure=settled_closure, **kwargs)
+        if self.engine.tracer is not None:
+            self.engine.tracer.record("optimizer", begin)
+        self.engine.publish()
+        return output
+
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.settle_gradients()
+        return super().clip_gradients_norm(*args, **kwargs)
+
+    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+        self.settle_gradients()
+        super().clip_gradients_value(*args, **kwargs)
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rest = super().load_checkpoint(*args, **kwargs)
+        self.publish_parameters()
+        return rest
+
+    def publish_parameters(self) -> None:
+        """Let peers read parameters that were changed outside the optimizer step; all ranks together."""
+        self.engine.refresh()
+
+
+class _NothingToSkip:
+    """``fabric.no_backward_sync``: a backward pass waits for nobody in any case."""
+
+    def no_backward_sync(self, _: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        del enabled
+        return nullcontext()

@@ -1,0 +1,196 @@
+"""Memory and first values for a model that was made on the meta device and sharded there.
+
+Note [Initialised whole, kept in shards]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An initialiser must see whole parameters: fans are computed from full shapes, and if every rank drew numbers for its
+shard from an equal seed, shards would be copies of each other. So the parameters of one unit at a time are made whole,
+initialised as the constructors would have done it (children before the modules around them), and cut into shards. With
+one seed on all ranks the values are those of a model made on the CPU, for any number of ranks. Tensors are filled
+with a mark beforehand, so that what no initialiser has written is found out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_odc import _compat
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """A parameter or buffer that nothing has given a value."""
+
+    module: nn.Module
+    name: str
+    where: str
+
+    @property
+    def still(self) -> bool:
+        """Whether this rank's part has no value even now."""
+        tensor = getattr(self.module, self.name)
+        return _is_marked(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+def materialize(model: nn.Module, device: torch.device, *, offload: bool = False) -> list[Unfilled]:
+    """Give everything on the meta device memory and values; leave everything else alone.
+
+    A module that holds such tensors is initialised by its ``reset_parameters()``, then by ``_init_weights(module)`` of
+    the closest module around it that has such a method, as in Hugging Face's and many other models.
+
+    Args:
+        model: sharded with ``fully_shard``.
+        device: where tensors go.
+        offload: keep shards on the CPU.
+
+    Returns:
+        What has no value yet, but may get one from a checkpoint: for `check_filled`, before the model runs.
+
+    Raises:
+        ValueError: naming the modules with a buffer that nothing can give a value.
+    """
+    if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        return []
+    _refuse_adapters(model)
+    return _Materializer(model, device, offload).run()
+
+
+def check_filled(unfilled: list[Unfilled]) -> None:
+    """Refuse to run a model that has no values.
+
+    Raises:
+        ValueError: naming the modules.
+    """
+    left = [item for item in unfilled if item.still]
+    if left:
+        raise ValueError(
+            "Made on the meta device, and nothing gave them values: "
+            + ", ".join(f"{item.name!r} of {item.where}" for item in left)
+            + ". Give the module a `reset_parameters()` method that fills its own parameters and buffers, or make it "
+            "on the CPU: leave `with torch.device('meta'):` out of `configure_model`."
+        )
+
+
+class _Materializer:
+    def __init__(self, model: nn.Module, device: torch.device, offload: bool) -> None:
+        self._model = model
+        self._device = device
+        self._offload = offload
+        self._names = {module: name for name, module in model.named_modules()}
+        self._seen: set[nn.Module] = set()
+        self._sharded: dict[Tensor, Tensor] = {}  # by the parameter on the meta device: tied ones stay tied
+        self._unfilled: list[Unfilled] = []
+
+    def run(self) -> list[Unfilled]:
+        self._unit(self._model, None)
+        kept = [item for item in self._unfilled if item.name in item.module.state_dict()]
+        check_filled([item for item in self._unfilled if item not in kept])
+        return kept
+
+    def _unit(self, root: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
+        """The parameters of one unit, whole until all its modules are initialised."""
+        whole = _whole(root, self._device)
+        self._visit(root, init_weights)
+        for module, name, meta in whole:
+            if meta not in self._sharded:
+                self._sharded[meta] = self._cut(getattr(module, name), meta)
+            setattr(module, name, self._sharded[meta])
+
+    def _visit(self, module: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
+        self._seen.add(module)
+        init_weights = _init_weights_of(module) or init_weights
+        for child in module.children():
+            if child not in self._seen:
+                (self._unit if isinstance(child, FSDPModule) else self._visit)(child, init_weights)
+        self._initialize(module, init_weights)
+
+    def _initialize(self, module: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
+        marked = [(n, p) for n, p in module.named_parameters(recurse=False) if _is_marked(p)]
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, name, _marked_like(buffer, self._device))
+                marked.append((name, getattr(module, name)))
+        if not marked:
+            return
+        reset = _compat.reset_of(module)
+        if reset is not None:
+            reset()
+        if init_weights is not None:
+            init_weights(module)
+        where = f"{self._names[module] or 'the model'!r} ({type(module).__name__})"
+        left = [name for name, _ in marked if _is_marked(getattr(module, name))]
+        self._unfilled += [Unfilled(module, name, where) for name in left]
+
+    def _cut(self, full: Tensor, meta: Tensor) -> nn.Parameter:
+        value = full.detach()
+        if isinstance(meta, DTensor):
+            # No rank sends: each one cuts its part out of what it has made itself.
+            value = distribute_tensor(value, meta.device_mesh, meta.placements, src_data_rank=None)
+        return nn.Parameter(value.cpu() if self._offload else value, requires_grad=meta.requires_grad)
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Adapters of PEFT begin as zeros by a reset of their own, which that of their layers would undo."""
+    for name, module in model.named_modules():
+        if hasattr(module, "reset_lora_parameters") and any(p.is_meta for p in module.parameters()):
+            raise ValueError(
+                f"{name!r} has adapters of PEFT on the meta device, where they cannot be initialised. Make the model "
+                "on the CPU: leave `with torch.device('meta'):` out of `configure_model`."
+            )
+
+
+def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, Tensor]]:
+    """Put whole, marked parameters in the place of those on the meta device; returns these and where they were."""
+    replaced: list[tuple[nn.Module, str, Tensor]] = []
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in _modules_of_unit(root):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
+                if parameter not in made:
+                    full = _marked_like(parameter, device)
+                    made[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                setattr(module, name, made[parameter])
+                replaced.append((module, name, parameter))
+    return replaced
+
+
+def _modules_of_unit(root: nn.Module) -> Iterator[nn.Module]:
+    yield root
+    for child in root.children():
+        if not isinstance(child, FSDPModule):
+            yield from _modules_of_unit(child)
+
+
+def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    method = getattr(module, "_init_weights", None)
+    if not inspect.ismethod(method) or len(inspect.signature(method).parameters) != 1:
+        return None  # a method of that name that does not take a module is something else
+    return cast(Callable[[nn.Module], Any], method)
+
+
+def _mark(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return None if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _marked_like(tensor: Tensor, device: torch.device) -> Tensor:
+    mark = _mark(tensor.dtype)
+    return torch.full(tensor.shape, 0 if mark is None else mark, dtype=tensor.dtype, device=device)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether a part of a tensor has not been written. Of truth values nobody can tell."""
+    mark = _mark(tensor.dtype)
+    if mark is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
+        return False
+    if mark != mark:
+        return bool(tensor.isnan().any())
+    return bool((tensor == mark).all()) if mark == 0 else bool((tensor == mark).any())

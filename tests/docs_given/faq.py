@@ -1,0 +1,3 @@
+"""What docs/faq.md takes as given."""
+
+from lightning.pytorch import LightningModule

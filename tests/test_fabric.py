@@ -1,0 +1,216 @@
+"""``Fabric(strategy="odc")`` on real processes, against one process in plain torch.
+
+The tolerance of parity is derived in ``test_parity.py``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+import lightning_odc  # noqa: F401 - registers the name
+from lightning_odc.errors import DisagreementError
+from lightning_odc.fabric import ODCFabricStrategy
+from tests.models import Net, full_parameters, summed_loss, token_batches
+from tests.ranks import run_ranks, try_ranks
+from tests.test_parity import assert_same
+
+LR = 0.01
+LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
+
+
+def make(strategy: Any = "odc", world_size: int = 2, **options: Any) -> Fabric:
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=world_size, **options)
+    fabric.launch()
+    return fabric
+
+
+def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def reference(clip: float | None = None, steps: int = 3) -> dict[str, Tensor]:
+    model, optimizer = new_model()
+    for step, lengths in enumerate(LENGTHS[:steps]):
+        optimizer.zero_grad()
+        batches = token_batches(lengths, seed=step)
+        for batch in batches:
+            (summed_loss(model, batch) / sum(b.numel() - 1 for b in batches)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return full_parameters(model)
+
+
+def own(rank: int, counts: tuple[int, ...], step: int) -> list[Tensor]:
+    start = sum(counts[:rank])
+    return token_batches(LENGTHS[step], seed=step)[start : start + counts[rank]]
+
+
+def run_step(
+    fabric: Fabric, model: Any, optimizer: Any, batches: list[Tensor], clip: float | None = None
+) -> Any:
+    for batch in batches:
+        with fabric.no_backward_sync(model, enabled=batch is not batches[-1]):
+            fabric.backward(summed_loss(model, batch), num_items=batch.numel() - 1)
+    norm = None if clip is None else fabric.clip_gradients(model, optimizer, max_norm=clip).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def _train(rank: int, counts: tuple[int, ...], clip: float | None, options: dict[str, Any]) -> dict[str, Any]:
+    fabric = make(ODCFabricStrategy(**options) if options else "odc", len(counts))
+    model, optimizer = fabric.setup(*new_model())
+    norms = [run_step(fabric, model, optimizer, own(rank, counts, step), clip) for step in range(3)]
+    reads = fabric.strategy.engine.traffic.reads
+    fabric.strategy.teardown()
+    fabric.strategy.teardown()
+    return {"parameters": full_parameters(model.module), "norms": norms, "reads": reads}
+
+
+@pytest.mark.parametrize(
+    ("counts", "clip", "options"),
+    [
+        ((6,), None, {}),
+        ((5, 1), None, {}),
+        ((0, 6), 0.1, {}),
+        ((1, 0, 5), 0.1, {"deterministic": True}),
+        ((3, 3), None, {"communication": "collective"}),
+    ],
+    ids=str,
+)
+def test_the_gradient_does_not_depend_on_who_ran_what(counts, clip, options):
+    results = run_ranks(_train, counts, clip, options, world_size=len(counts))
+    expected = reference(clip)
+    for rank, result in enumerate(results):
+        assert_same({name.removeprefix("module."): p for name, p in result["parameters"].items()}, expected)
+        one_sided = len(counts) > 1 and "communication" not in options and counts[rank] > 0
+        assert (result["reads"] > 0) == one_sided
+        assert result["norms"] == results[0]["norms"]
+    if clip is not None:
+        assert all(norm > clip for norm in results[0]["norms"])
+
+
+def _train_plainly(rank: int) -> dict[str, Tensor]:
+    """Mean losses; the optimizer is made after the model is set up, and steps with a closure."""
+    fabric = make()
+    model = fabric.setup_module(new_model()[0])
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=LR))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = summed_loss(model, own(rank, (3, 3), 0)[0])
+        fabric.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    return full_parameters(model.module)
+
+
+def test_without_counts_it_is_the_mean_over_ranks():
+    model, _ = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for rank in range(2):
+        (summed_loss(model, own(rank, (3, 3), 0)[0]) / 2).backward()
+    optimizer.step()
+    assert_same(run_ranks(_train_plainly)[0], full_parameters(model))
+
+
+def _save_and_load(rank: int, directory: str, kind: str) -> dict[str, Tensor]:
+    fabric = make(ODCFabricStrategy(state_dict_type=kind))
+    model, optimizer = fabric.setup(*new_model())
+    run_step(fabric, model, optimizer, own(rank, (4, 2), 0))
+    fabric.save(f"{directory}/{kind}", {"model": model, "optimizer": optimizer, "step": 1})
+    run_step(fabric, model, optimizer, own(rank, (4, 2), 2))  # which is to be forgotten
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(f"{directory}/{kind}", state)
+    assert state["step"] == 1
+    for step in (1, 2):
+        run_step(fabric, model, optimizer, own(rank, (4, 2), step))
+    return full_parameters(model.module)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoints_continue_as_if_nothing_had_happened(kind, tmp_path):
+    results = run_ranks(_save_and_load, str(tmp_path), kind)
+    assert_same(results[0], reference())
+    if kind == "full":
+        model, _ = new_model()
+        model.load_state_dict(torch.load(tmp_path / kind, weights_only=True)["model"])
+        assert_same(full_parameters(model), reference(steps=1))
+
+
+def _refusals(rank: int) -> list[str]:
+    said = []
+    for options in ({"precision": "16-true"}, {}):
+        fabric = make(**options)
+        try:
+            fabric.setup(*new_model())
+            fabric.setup(*new_model())
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_refusals_show_what_to_write():
+    precision, second = run_ranks(_refusals)[0]
+    assert "bf16-mixed" in precision
+    assert "one nn.Module" in second
+    with pytest.raises(ValueError, match="communication='lockstep'"):
+        ODCFabricStrategy(communication="lockstep")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"fabric\.setup"):
+        _ = ODCFabricStrategy().engine
+    unlaunched = Fabric(strategy="odc", accelerator="cpu", devices=2)
+    with pytest.raises(RuntimeError, match=r"fabric\.launch\(train\)"):
+        unlaunched.setup(*new_model())
+
+
+def _disagree(rank: int) -> None:
+    fabric = make()
+    model, optimizer = fabric.setup(*new_model())
+    fabric.backward(summed_loss(model, own(rank, (3, 3), 0)[0]), **({"num_items": 4} if rank else {}))
+    optimizer.step()
+
+
+def test_ranks_that_count_differently_are_told():
+    for outcome in try_ranks(_disagree):
+        assert DisagreementError.__name__ in outcome.error
+        assert outcome.exitcode == 1
+
+
+NOTEBOOK = """
+import lightning_odc, torch
+from lightning.fabric import Fabric
+from tests.test_fabric import LENGTHS, new_model, own, run_step
+def train(fabric):
+    model, optimizer = fabric.setup(*new_model())
+    run_step(fabric, model, optimizer, own(fabric.global_rank, (5, 1), 0))
+    return fabric.world_size, fabric.strategy.engine.traffic.reads
+
+print("RESULT", Fabric(strategy="odc", accelerator="cpu", devices=2).launch(train))
+"""
+
+
+def test_fabric_in_an_interactive_session():
+    done = subprocess.run(
+        [sys.executable, "-i"],
+        input=NOTEBOOK,
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    (line,) = [line for line in done.stdout.splitlines() if "RESULT" in line]
+    assert (
+        "RESULT (2, 35)" in line
+    )  # per microbatch: 3 blocks and the root, forward and backward but the root's
