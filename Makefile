@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format docs site-browser clean distclean
+.PHONY: help install demo test check format docs site-browser notebooks clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,9 +43,12 @@ docs: $(STAMP) ## build the documentation into site/; a warning is an error
 site-browser: docs ## open every page of site/ in a headless Chromium, if there is one; ARGS="DIR" keeps screenshots
 	$(BIN)/python -m tests.site_browser site $(ARGS)
 
+notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAME" replaces a committed one
+	$(BIN)/python notebooks/build.py $(ARGS)
+
 clean: ## remove what builds, tests and runs leave behind
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-hang-reports
-	find lightning_odc tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-hang-reports notebooks/runs
+	find lightning_odc tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
 	rm -rf $(VENV)

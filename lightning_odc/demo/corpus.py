@@ -89,8 +89,8 @@ def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
     Raises:
         CorpusError: no source is there, or no definition is short enough.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    files = _source_files(root)
+    root = _standard_library() if root is None else root
+    files = source_files(root)
     definitions = [text for path in files for text in cut_definitions(path.read_bytes())]
     if not definitions:
         raise CorpusError(f"there are no Python source files in {root} to cut samples from")
@@ -100,8 +100,17 @@ def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
     return Corpus(samples, max_length, dropped=len(definitions) - len(samples), files=len(files))
 
 
-def _source_files(root: Path) -> list[Path]:
-    """All modules below ``root`` outside the skipped folders, in an order that no file system changes."""
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def source_files(root: Path | None = None) -> list[Path]:
+    """All modules outside the skipped folders, in an order that no file system changes.
+
+    Args:
+        root: the folder to look in; by default the running interpreter's standard library.
+    """
+    root = _standard_library() if root is None else root
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = (path for path in relative if SKIPPED_DIRECTORIES.isdisjoint(path.parts))
     return [root / path for path in sorted(kept, key=Path.as_posix)]

@@ -1,0 +1,176 @@
+"""The notebooks' pictures. Each function returns a figure and draws what it is given, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lightning_odc.callbacks.gantt import IDLE, timelines_figure
+from lightning_odc.lessons.replay import Piece, duration, idle_fraction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from lightning_odc.callbacks.spans import Timeline
+
+__all__ = [
+    "histogram_figure",
+    "lengths_figure",
+    "lines_figure",
+    "one_timeline_figure",
+    "replays_figure",
+    "timelines_figure",
+]
+
+COLOURS = ("#2c6aa8", "#f0a04b", "#41a36b", "#c8553d", "#8b6bb1", "#7f7f7f")
+"""Of lines, in this order; told apart also by people who do not tell red from green."""
+MARKERS = "osD^vP"
+_SHADES = ("#6baed6", "#2c6aa8")
+_WIDTH = 9.0
+
+
+def lengths_figure(lengths: Sequence[int]) -> Figure:
+    """How many samples are how long, and what part of the work the longest of them are."""
+    figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.hist(lengths, bins=50, color=_SHADES[1])
+    for name, value, style in (("median", np.median(lengths), "-"), ("mean", np.mean(lengths), "--")):
+        left.axvline(value, color="black", linestyle=style, linewidth=1.2, label=f"{name}: {value:,.0f}")
+    left.legend(frameon=False)
+    _name(left, "Most texts are short, a few are long", "tokens in a text", "texts")
+    falling = np.sort(np.asarray(lengths, dtype=float))[::-1]
+    part = np.arange(1, len(falling) + 1) / len(falling)
+    for values, label, colour in (
+        (falling**2, "attention work (tokens squared)", COLOURS[1]),
+        (falling, "tokens", COLOURS[0]),
+    ):
+        right.plot(100 * part, 100 * np.cumsum(values) / values.sum(), color=colour, label=label, linewidth=2)
+    right.plot([0, 100], [0, 100], color="grey", linestyle=":", label="if all were equally long")
+    right.legend(frameon=False, loc="lower right")
+    _name(right, "The longest texts hold most of the work", "% of texts, the longest first", "% of the total")
+    return figure
+
+
+def histogram_figure(values: Sequence[float], title: str, x: str, y: str) -> Figure:
+    """How many values are how large."""
+    figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.hist(values, bins=30, color=_SHADES[1])
+    _name(axes, title, x, y)
+    return figure
+
+
+def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "") -> Figure:
+    """Replays one above the other on one time axis: a row per rank, a shade per microbatch, grey where it waits.
+
+    Args:
+        replays: by the title to give them.
+        unit: of the time.
+        x: label of the axis, by default the unit.
+    """
+    ranks = [1 + max(piece.rank for piece in pieces) for pieces in replays.values()]
+    height = 0.9 + sum(0.5 + 0.42 * count for count in ranks)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    panels = figure.subplots(len(replays), 1, sharex=True, squeeze=False, height_ratios=ranks)[:, 0]
+    for axes, (title, pieces), count in zip(panels, replays.items(), ranks, strict=True):
+        for piece in pieces:
+            colour = IDLE if piece.idle else _SHADES[piece.microbatch % 2]
+            bar = [(piece.begin, piece.end - piece.begin)]
+            axes.broken_barh(
+                bar, (piece.rank - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.6
+            )
+        axes.axvline(duration(pieces), color="black", linewidth=1.5)
+        axes.set_yticks(range(count), [f"rank {rank}" for rank in range(count)])
+        axes.set_ylim(count - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        summary = f"{duration(pieces):,.4g} {unit}, idle {idle_fraction(pieces):.0%}"
+        axes.set_title(f"{title}: {summary}", loc="left", fontsize=11)
+    panels[-1].set_xlim(left=0)
+    panels[-1].set_xlabel(x or unit)
+    both: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
+    figure.legend(
+        [both, Patch(facecolor=IDLE)],
+        ["computing; the shade changes with the microbatch", "idle: waiting for others"],
+        handler_map={tuple: _side_by_side()},
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def one_timeline_figure(timeline: Timeline, title: str) -> Figure:
+    """A timeline that has no minibatches to count, such as a piece of another one."""
+    figure = timelines_figure({title: timeline})
+    figure.axes[0].set_title(f"{title}: {1000 * timeline.seconds:.0f} ms", loc="left", fontsize=11)
+    return figure
+
+
+Curve = tuple[Sequence[float], Sequence[float]]
+"""The x and y values of a line or of points."""
+
+
+def lines_figure(
+    curves: Mapping[str, Curve],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    points: Mapping[str, Curve] | None = None,
+    in_turns: int = 1,
+    percent: bool = False,
+    log_x: bool = False,
+) -> Figure:
+    """Curves by their label, and single points; a label that is in both has one colour.
+
+    Args:
+        curves: lines.
+        title: of the picture.
+        x: label of the axis.
+        y: label of the axis.
+        points: values that are not joined by a line.
+        in_turns: so many curves in a row share a colour, the second dashed, the third dotted.
+        percent: y values are fractions, shown as percentages.
+        log_x: a logarithmic axis with a tick at every value.
+    """
+    figure = Figure(figsize=(_WIDTH, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    labels = list(dict.fromkeys([*curves, *(points or {})]))
+    factor = 100 if percent else 1
+    for label, (xs, ys) in curves.items():
+        place, style = divmod(labels.index(label), in_turns)
+        look: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": ("-", "--", ":")[style]}
+        axes.plot(xs, factor * np.asarray(ys), label=label, linewidth=2, **look)
+    for label, (xs, ys) in (points or {}).items():
+        place = labels.index(label)
+        name = f"{label}, measured" if label in curves else label
+        look = {"color": COLOURS[place // in_turns % len(COLOURS)], "marker": MARKERS[place], "linestyle": ""}
+        axes.plot(xs, factor * np.asarray(ys), label=name, markersize=8, **look)
+    if log_x:
+        ticks = sorted({value for xs, _ in curves.values() for value in xs})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    axes.legend(frameon=False)
+    _name(axes, title, x, y)
+    return figure
+
+
+def _side_by_side() -> Any:
+    from matplotlib.legend_handler import HandlerTuple
+
+    return HandlerTuple(ndivide=None, pad=0)
+
+
+def _name(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,98 @@
+"""What a minibatch would take if only computing took time: who works and who waits, for different meetings.
+
+Everything here is arithmetic on plain numbers; nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Times = Sequence[Sequence[Sequence[float]]]
+"""``times[rank][microbatch][visit]``: seconds that a rank computes in one visit of a layer, forward or backward."""
+Meeting = Literal["layer", "microbatch", "minibatch"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of time of one rank.
+
+    Attributes:
+        rank: whose.
+        microbatch: number of the microbatch; the last one for the wait at the end.
+        begin: seconds from the beginning of the minibatch.
+        end: likewise.
+        idle: the rank waits for others.
+    """
+
+    rank: int
+    microbatch: int
+    begin: float
+    end: float
+    idle: bool
+
+
+def replay(times: Times, meeting: Meeting) -> list[Piece]:
+    """Let the ranks run their microbatches and meet after every layer, every microbatch, or once at the end.
+
+    Args:
+        times: see `Times`; except for ``"minibatch"``, all ranks have equally many microbatches.
+        meeting: when every rank waits for all others.
+
+    Raises:
+        ValueError: ranks that meet in every microbatch have different numbers of them.
+    """
+    if meeting != "minibatch" and len({len(rank) for rank in times}) > 1:
+        raise ValueError(f"ranks have {[len(rank) for rank in times]} microbatches and would wait forever")
+    pieces: list[Piece] = []
+    clocks = [0.0] * len(times)
+    most = max(map(len, times))
+    for microbatch in range(most):
+        running = [rank for rank in range(len(times)) if microbatch < len(times[rank])]
+        visits = max(len(times[rank][microbatch]) for rank in running)
+        for visit in range(visits):
+            for rank in running:
+                begin, clocks[rank] = clocks[rank], clocks[rank] + times[rank][microbatch][visit]
+                pieces.append(Piece(rank, microbatch, begin, clocks[rank], idle=False))
+            if meeting == "layer" or (meeting == "microbatch" and visit == visits - 1):
+                _meet(pieces, clocks, microbatch)
+    _meet(pieces, clocks, most - 1)
+    return pieces
+
+
+def _meet(pieces: list[Piece], clocks: list[float], microbatch: int) -> None:
+    last = max(clocks)
+    for rank, clock in enumerate(clocks):
+        if clock < last:
+            pieces.append(Piece(rank, microbatch, clock, last, idle=True))
+            clocks[rank] = last
+
+
+def layered(costs: Sequence[Sequence[float]], layers: int, passes: int = 2) -> list[list[list[float]]]:
+    """`Times` of microbatches of given costs.
+
+    Args:
+        costs: ``costs[rank][microbatch]``.
+        layers: that share them evenly.
+        passes: 2 for a forward pass, which takes a third, and a backward pass; 1 for both at once.
+    """
+    parts = [1 / 3] * layers + [2 / 3] * layers if passes == 2 else [1.0] * layers
+    return [[[cost * part / layers for part in parts] for cost in rank] for rank in costs]
+
+
+def duration(pieces: Sequence[Piece]) -> float:
+    """When the last rank is done."""
+    return max(piece.end for piece in pieces)
+
+
+def idle_fraction(pieces: Sequence[Piece]) -> float:
+    """Waiting as a part of all ranks' time."""
+    idle = sum(piece.end - piece.begin for piece in pieces if piece.idle)
+    return idle / sum(piece.end - piece.begin for piece in pieces)
+
+
+def average_idle(minibatches: Sequence[Sequence[Sequence[float]]], meeting: Meeting) -> float:
+    """The idle fraction of several minibatches, ``costs[minibatch][rank][microbatch]``, one after the other."""
+    pieces = [piece for costs in minibatches for piece in replay(layered(costs, layers=1, passes=1), meeting)]
+    return idle_fraction(pieces)

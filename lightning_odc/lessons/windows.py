@@ -1,0 +1,88 @@
+"""The protocol in one process: ranks are objects that a cell can drive by hand, one after the other or in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_odc.callbacks.spans import RankTimeline, Timeline
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.tracing import Span, Tracer
+from lightning_odc.engine.transports.base import UnitSpec
+from lightning_odc.engine.transports.threads import ThreadHub
+
+
+def open_ranks(units: Sequence[UnitSpec], ranks: int = 2, timeout: float = 1.0) -> list[Protocol]:
+    """Protocols of several ranks in this process, with their windows open.
+
+    Args:
+        units: what every window holds.
+        ranks: how many.
+        timeout: seconds after which a wait gives up.
+    """
+    hub = ThreadHub(ranks)
+    protocols = [Protocol(hub.transport(rank), units, timeout=timeout) for rank in range(ranks)]
+    together(*(protocol.open for protocol in protocols))
+    return protocols
+
+
+def together(
+    *functions: Callable[[], Any], catch: type[Exception] | tuple[type[Exception], ...] = ()
+) -> list[Any]:
+    """Call each function in a thread of its own, at the same time; returns their results, in order.
+
+    Args:
+        functions: what to call.
+        catch: errors of these types are returned in place of results.
+
+    Raises:
+        Exception: the first error of another type, when all have ended.
+    """
+    results: list[Any] = [None] * len(functions)
+    errors: list[Exception] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = functions[number]()
+        except catch as error:
+            results[number] = error
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+class Recorded:
+    """Ranks that are traced while the block runs; afterwards, `timeline` is what they did.
+
+    Args:
+        ranks: as `open_ranks` returns them.
+    """
+
+    def __init__(self, ranks: Sequence[Protocol]) -> None:
+        self._ranks = ranks
+        self._tracers = [Tracer() for _ in ranks]
+        self.timeline = Timeline([], len(ranks))
+
+    def __enter__(self) -> Recorded:
+        self._began = time.monotonic_ns()
+        for rank, tracer in zip(self._ranks, self._tracers, strict=True):
+            rank.listen(tracer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        timelines = []
+        for number, (rank, tracer) in enumerate(zip(self._ranks, self._tracers, strict=True)):
+            rank.listen(None)
+            spans = [Span(kind, a - self._began, b - self._began, more) for kind, a, b, more in tracer.spans]
+            timelines.append(RankTimeline(number, "", spans))
+        self.timeline = Timeline(timelines, len(self._ranks))

@@ -1,0 +1,167 @@
+"""Make the notebooks from their sources: ``notebooks/src/NAME.py`` is the text of record of ``notebooks/NAME.ipynb``.
+
+A source is a script in the percent format (cells begin with ``# %%``), which editors run cell by cell and which
+reviews well. A notebook is that script with the outputs of one run. ``make notebooks`` runs all of them, from top to
+bottom, in a new kernel and an empty folder, and leaves the results in ``build/notebooks``; ``make notebooks
+ARGS=--write`` also replaces the committed ones. Names pick some: ``make notebooks ARGS="03_balancing"``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "src"
+RESULTS = HERE.parent / "build" / "notebooks"
+CELL_SECONDS = 300
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+MACHINE = re.compile(r"(?:/tmp|/home|/root|/work|/opt|/usr|/var|/Users|[A-Z]:\\)[/\\]\S*|\S*site-packages\S*")
+"""What looks like a path of the machine that ran a notebook."""
+
+
+class NotebookError(Exception):
+    """A notebook does not run, or not cleanly; the message says which cell, and why."""
+
+
+def names() -> list[str]:
+    """All notebooks, in reading order."""
+    return sorted(path.stem for path in SOURCES.glob("*.py"))
+
+
+def notebook_path(name: str) -> Path:
+    """Where the committed notebook is."""
+    return HERE / f"{name}.ipynb"
+
+
+def from_source(name: str) -> Any:
+    """The notebook that a source describes, without outputs; the same one every time."""
+    notebook = jupytext.read(SOURCES / f"{name}.py", fmt="py:percent")
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:02d}"
+        cell["metadata"] = {}
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    return notebook
+
+
+def cells_of(notebook: Any) -> list[tuple[str, str]]:
+    """What must agree with the source: type and text of every cell."""
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def execute(notebook: Any) -> None:
+    """Run all cells in a new kernel, in an empty folder."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook,
+            timeout=CELL_SECONDS,
+            kernel_name=KERNEL["name"],
+            record_timing=False,
+            resources={"metadata": {"path": folder}},
+        )
+        try:
+            client.execute(env={**os.environ, "PYTHONWARNINGS": "ignore:IProgress not found"})
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            raise NotebookError(re.sub(r"\x1b\[[0-9;]*m", "", str(error))) from None
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict({})
+        cell.outputs = _joined(cell.get("outputs", [])) if cell.cell_type == "code" else None
+        if cell.outputs is None:
+            del cell["outputs"]
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """The same, with what one stream wrote in a row in one piece: where a run cuts it is chance."""
+    joined: list[Any] = []
+    for output in outputs:
+        last = joined[-1] if joined else None
+        if output.output_type == "stream" and last is not None and last.get("name") == output.name:
+            last.text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
+def problems(notebook: Any) -> list[str]:
+    """What a reader should not find in a notebook that was run."""
+    found = []
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if not any(cell.outputs for cell in code):
+        found.append("it has no outputs")
+    for number, cell in enumerate(code, start=1):
+        if cell.execution_count != number:
+            found.append(f"cell [{number}] has the number {cell.execution_count}")
+        for output in cell.outputs:
+            found += [f"cell [{number}] {problem}" for problem in _problems_of(output)]
+    return found
+
+
+def _problems_of(output: Any) -> list[str]:
+    if output.output_type == "error":
+        return [f"ended in an error: {output.evalue}"]
+    if output.output_type == "stream" and output.name == "stderr":
+        return [f"wrote to stderr: {output.text[:500]}"]
+    if output.output_type == "stream":
+        return [f"shows a path of this machine: {path}" for path in MACHINE.findall(output.text)]
+    found = [
+        f"shows a path of this machine: {path}" for path in MACHINE.findall(output.data.get("text/plain", ""))
+    ]
+    if "image/png" in output.data and not output.metadata.get("image/png", {}).get("alt"):
+        found.append("shows a picture without alternative text")
+    return found
+
+
+def build(name: str, write: bool) -> float:
+    """Run one notebook; returns the seconds it took.
+
+    Raises:
+        NotebookError: it does not run, or leaves something behind that a reader should not find.
+    """
+    notebook, begin = from_source(name), time.monotonic()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    try:
+        execute(notebook)
+    finally:
+        nbformat.write(notebook, RESULTS / f"{name}.ipynb")
+    found = problems(notebook)
+    if found:
+        raise NotebookError("\n".join(found))
+    if write:
+        nbformat.write(notebook, notebook_path(name))
+    return time.monotonic() - begin
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"among {', '.join(names())}; by default all")
+    parser.add_argument("--write", action="store_true", help="replace the committed notebooks, too")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(names()))
+    if unknown:
+        parser.error(f"{unknown[0]!r} is unknown: choose from {', '.join(names())}")
+    failed = 0
+    for name in options.names or names():
+        try:
+            print(f"{name}: {build(name, options.write):.0f} s", flush=True)
+        except NotebookError as error:
+            failed += 1
+            print(f"{name}: failed\n{error}", file=sys.stderr, flush=True)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

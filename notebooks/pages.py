@@ -1,0 +1,88 @@
+"""Hook of the documentation: turns the notebooks, as they were run, into pages below ``tutorials/``.
+
+A page is plain Markdown, so it looks like the others on a light and on a dark screen, is found by the search, has its
+links checked by the strict build, and asks no other host for anything. (Renderers that make HTML of notebooks load
+MathJax from elsewhere and bring style sheets of their own.)
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+HERE = Path(__file__).resolve().parent
+FOLDER = "tutorials"
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCE = "````"  # longer than any in the text of a cell
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page, its pictures, and the notebook itself for every notebook."""
+    for path in sorted(HERE.glob("*.ipynb")):
+        page, pictures = render(path.stem, json.loads(path.read_text()), config.repo_url or "")
+        content = {f"{path.stem}.md": page, path.name: path.read_bytes(), **pictures}
+        for name, data in content.items():
+            files.append(File.generated(config, f"{FOLDER}/{name}", content=data))
+    return files
+
+
+def render(name: str, notebook: dict[str, Any], repository: str = "") -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its pictures by file name.
+
+    Args:
+        name: of the notebook.
+        notebook: as it is in the file.
+        repository: address of the project, for a link to Colab if it is on GitHub.
+    """
+    pictures: dict[str, bytes] = {}
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(_LINK.sub(_on_the_site, source))
+            continue
+        parts.append(f"{_FENCE}python\n{source}\n{_FENCE}")
+        parts += [_output(name, output, pictures) for output in cell["outputs"]]
+    title, rest = parts[0].split("\n", 1)
+    head = f'---\ndescription: "{describe(rest)}"\n---\n\n{title}\n\n{_hint(name, repository)}\n{rest}'
+    return "\n\n".join([head, *parts[1:]]) + "\n", pictures
+
+
+def describe(first_cell: str) -> str:
+    """What a notebook's list of aims says, as one sentence."""
+    aims = re.findall(r"^- (.+?)[;.]$", re.sub(r"\n  +", " ", first_cell), flags=re.MULTILINE)
+    return f"You will learn {'; '.join(aims)}.".replace("`", "").replace("*", "").replace('"', "'")
+
+
+def _hint(name: str, repository: str) -> str:
+    links = [f"[Download it]({name}.ipynb)"]
+    if repository.startswith("https://github.com/"):
+        where = repository.removeprefix("https://github.com/").strip("/")
+        address = f"https://colab.research.google.com/github/{where}/blob/main/notebooks/{name}.ipynb"
+        links.append(f"[open it in Colab]({address})")
+    return f'!!! note ""\n    This page is a notebook, with the output of one run. {", or ".join(links)}.\n'
+
+
+def _on_the_site(match: re.Match[str]) -> str:
+    """A link between notebooks, or to the documentation, as it is between pages."""
+    target = match[1]
+    if target.endswith(".ipynb"):
+        target = target.removesuffix("ipynb") + "md"
+    return f"]({re.sub(r'^[.][.]/docs/', '../', target)})"
+
+
+def _output(name: str, output: dict[str, Any], pictures: dict[str, bytes]) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        file = f"{name}-{len(pictures) + 1}.png"
+        pictures[file] = base64.b64decode(data["image/png"])
+        alt = output["metadata"]["image/png"]["alt"]
+        return f"![{alt}]({file}){{ .notebook-picture loading=lazy }}"
+    text = "".join(output.get("text") or data.get("text/plain", ""))
+    return f"{_FENCE}{{ .text .no-copy .notebook-output }}\n{text.rstrip()}\n{_FENCE}"

@@ -1,0 +1,252 @@
+# %% [markdown]
+# # 2. Your first ODC run
+#
+# **You will learn**
+#
+# - how to switch a Lightning training from `"ddp"` or `"fsdp"` to `"odc"`: one line;
+# - that the losses stay the same;
+# - what DDP, FSDP and ODC do differently, as timelines of your own machine;
+# - the second line, which lets ranks have different amounts of work.
+#
+# **It needs** Linux, two CPU cores, about a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
+# network. You should have written a `LightningModule` before. [Notebook 1](01_seeing_the_imbalance.ipynb)
+# explains why ranks wait.
+
+# %%
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_odc import ODCStrategy, balance  # importing the package registers strategy="odc"
+from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder, load_timeline
+from lightning_odc.data.packing import pack_samples
+from lightning_odc.demo.corpus import VOCABULARY, encode, read_corpus
+from lightning_odc.lessons import pictures
+from lightning_odc.lessons.display import QUIET, print_table, quiet, show
+from lightning_odc.lessons.logs import mean_of_log, read_log
+
+quiet()
+torch.set_num_threads(
+    1
+)  # DDP in a notebook forks this process, which is safe as long as torch has no threads in it
+
+# %% [markdown]
+# ## A training that you could have written
+#
+# A small language model with random weights, and real texts: the functions and classes of Python's standard
+# library, one byte per token. Nothing here knows of `lightning_odc`.
+
+
+# %%
+class Reader(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=640,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, batch):
+        names = ("input_ids", "position_ids", "labels")
+        return self.model(**{name: batch[name] for name in names}).loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch)
+        self.log("loss", loss, batch_size=1)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+texts = [encode(sample) for sample in read_corpus(max_length=2048).samples]
+
+
+def loader(batch_size=1):
+    return DataLoader(texts, batch_size=batch_size, shuffle=True, collate_fn=pack_samples)
+
+
+# %% [markdown]
+# (`pack_samples` lays the texts of a batch into one row, without padding. With `batch_size=1` a row is one text.)
+#
+# The trainer: two processes, four texts per process and optimizer step, one after the other. The strategy is the
+# whole difference between the runs that follow. Two callbacks watch: `DeviceIdleMonitor` logs how long the ranks
+# wait, `TimelineRecorder` writes down who does what when.
+
+
+# %%
+def fit(name, strategy, batch_size=1, accumulate=4):
+    model = Reader()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=5,
+        accumulate_grad_batches=accumulate,
+        log_every_n_steps=1,
+        callbacks=[DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(f"runs/{name}", steps=range(2, 5))],
+        **{**QUIET, "logger": CSVLogger("runs", name=name, version="log")},
+    )
+    trainer.fit(model, loader(batch_size))
+    return model
+
+
+# %% [markdown]
+# ## One line
+#
+# In a script you would write `strategy="ddp"`. A notebook has no script that could be started again for the
+# second process, so Lightning's DDP forks this process instead, and that variant is called `"ddp_notebook"`.
+# `"odc"` finds out by itself where it runs.
+
+# %%
+fit("ddp", strategy="ddp_notebook")
+model = fit("odc", strategy="odc")
+
+# %% [markdown]
+# That was it. Was it the same training? Both began with the same weights and saw the same texts in the same
+# order, so their losses must be the same, up to the order in which numbers are summed.
+
+# %%
+ddp, odc = read_log("runs/ddp/log", "loss"), read_log("runs/odc/log", "loss")
+print_table(
+    ["step", "ddp", "odc", "difference"],
+    [
+        [step, f"{a:.4f}", f"{b:.4f}", f"{abs(a - b):.1e}"]
+        for step, (a, b) in enumerate(zip(ddp, odc, strict=True))
+    ],
+)
+assert all(abs(a - b) < 1e-3 * a for a, b in zip(ddp, odc, strict=True))
+
+# %% [markdown]
+# The training ran in other processes, and its result is back here: `model` has the trained weights.
+
+# %%
+with torch.no_grad():
+    for name, one in (("untrained", Reader()), ("trained", model)):
+        print(f"{name}: loss {one(pack_samples(texts[:10])):.3f} on ten texts")
+
+# %% [markdown]
+# ## What is different, then?
+#
+# Three ways to train one model on several ranks:
+#
+# | | each rank keeps | ranks meet |
+# |---|---|---|
+# | **DDP** | the whole model | once per optimizer step, to sum gradients |
+# | **FSDP** | one slice of every layer | at every layer of every microbatch |
+# | **ODC** | one slice of every layer | once per optimizer step |
+#
+# DDP needs all parameters, gradients and optimizer states on every device, which is why large models cannot use
+# it. FSDP shares them out, and pays with meetings. ODC shares them out as well, and meets as rarely as DDP.
+#
+# Let us see that. One thing first. Lightning itself makes ranks meet: before *every batch*, rank 0 sends the
+# others a small message (whether the job was told to stop). To be free inside a step, hand Lightning the whole
+# step as *one* batch. `balance=` does so. It takes eight texts at a time from your `DataLoader`, now with
+# `batch_size=4`, and deals them out to the ranks, one or more microbatches for each. `training_step` still gets
+# one microbatch at a time.
+#
+# Three runs on the same texts:
+#
+# 1. `communication="collective"`: the same sharding over PyTorch's own collectives, as under FSDP. (FSDP itself
+#    refuses to run in notebooks.) `balance="local_sort"` gives each rank four texts, the longest first.
+# 2. the same texts on the same ranks, on demand.
+# 3. on demand, and with `balance="lb_mini"`: each rank gets as many texts as make its work as much as the
+#    other's.
+
+# %%
+dense = balance.transformer(Reader().model.config, dense=True)
+runs = {
+    "collectives, as in FSDP": ODCStrategy(
+        communication="collective", balance="local_sort", weighting="next_token"
+    ),
+    "on demand": ODCStrategy(balance="local_sort", weighting="next_token"),
+    "on demand, and balanced": ODCStrategy(balance="lb_mini", cost=dense, weighting="next_token"),
+}
+models = {name: fit(name, strategy, batch_size=4, accumulate=1) for name, strategy in runs.items()}
+
+show(
+    pictures.timelines_figure({name: load_timeline(f"runs/{name}/timeline.json") for name in runs}),
+    "Three timelines of the same three optimizer steps on two ranks. With collectives, grey waiting is spread over the "
+    "microbatches. On demand, all waiting is at the end of the steps. Balanced as well, the ranks end their steps "
+    "nearly together, with different numbers of microbatches.",
+)
+
+# %% [markdown]
+# The black lines are optimizer steps. Blue is computing, grey is waiting, and the numbers are tokens.
+#
+# - **Collectives**: the ranks go through their microbatches side by side. Next to a longer text the other rank
+#   waits, layer by layer.
+# - **On demand**: each rank goes at its own pace. The grey has moved to the end of the step: one rank had *more
+#   to do*.
+# - **Balanced**: now the work itself is dealt out. That is possible *because* ranks no longer meet inside a step,
+#   so they may have different numbers of microbatches. With collectives that would hang.
+#
+# The same in numbers, as `DeviceIdleMonitor` has logged them, and DDP beside them:
+
+# %%
+rows = []
+for name in ("ddp", *runs):
+    idle = mean_of_log(f"runs/{name}/log", "idle/fraction", skip=1)
+    seconds = mean_of_log(f"runs/{name}/log", "step_seconds", skip=1)
+    rows.append([name, f"{idle:.0%}", f"{seconds:.2f} s"])
+print_table(["", "idle", "step"], rows)
+
+# %% [markdown]
+# Idle is measured, not estimated: the part of all ranks' time in which they waited for each other, for data, or
+# for that small message. The numbers are those of one short run on one machine; on a laptop that does other
+# things as well, they jump about. Run it again before you believe them. `communication="lockstep"` tells how much
+# of a faster step is due to cheaper bytes, and how much to fewer waits: see [Communication
+# modes](../docs/communication.md).
+#
+# (A model as small as this one fits on every device, and then DDP is a good choice. Sharding is for those that do
+# not.)
+#
+# `cost` says what a text costs: so many operations as the model's configuration implies, on a CPU, where
+# attention is dense. `weighting` says what a microbatch counts in the gradient: as many tokens as it predicts. So
+# with `balance=` each *token* counts the same, not each text as in the first two runs. That is usually what you
+# want with texts of different lengths; [Minibatches and loss weighting](../docs/minibatches.md) says why, and how
+# to have it otherwise. The three models have learnt the same, wherever the texts were computed:
+
+# %%
+with torch.no_grad():
+    for name, one in models.items():
+        print(f"{name}: loss {one(pack_samples(texts[:10])):.4f} on ten texts")
+
+# %% [markdown]
+# ## In a script
+#
+# ```python
+# import lightning_odc  # first: this registers the strategy
+#
+# trainer = Trainer(strategy="odc", accelerator="cpu", devices=2)
+# ```
+#
+# Everything else stays. [Get started](../docs/get-started.md) has a complete one, and how to switch a project
+# that uses `FSDPStrategy`.
+#
+# ## What you have seen
+#
+# - One line switches a training; the losses stay the same.
+# - ODC keeps slices like FSDP, and meets as rarely as DDP.
+# - What waiting is left is uneven work. A second line deals it out.
+#
+# ## Exercises
+#
+# 1. Let the ranks sum their gradients in a fixed order, `ODCStrategy(deterministic=True)`, and train twice. Are
+#    the losses equal in all digits? And without it?
+# 2. Give the three runs a single text per rank and step (`batch_size=1`). What is left of the difference between
+#    the timelines? Why?
+# 3. Open `runs/on demand/timeline.json` at [ui.perfetto.dev](https://ui.perfetto.dev) and click on a grey
+#    stretch. For whom did that rank wait?
+# 4. Add `self.log("memory", ...)` with the number of parameters that `self.parameters()` really holds on a rank
+#    (`p.to_local().numel()` for a `DTensor`), under DDP and under ODC.
+#
+# Next: [Balancing a minibatch](03_balancing_a_minibatch.ipynb).

@@ -1,0 +1,386 @@
+# %% [markdown]
+# # 3. Balancing a minibatch
+#
+# **You will learn**
+#
+# - four ways to deal out a minibatch, and which of them collectives can live with;
+# - what a sample *costs*, and what happens if you get that wrong;
+# - how a cost is learnt while training, also when one device is slower than the others;
+# - what no planner can level: the longest sample.
+#
+# **It needs** Linux, two CPU cores, less than a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
+# network. [Notebook 1](01_seeing_the_imbalance.ipynb) has the words: rank, minibatch, microbatch, idle.
+
+# %%
+import random
+
+import numpy as np
+from lightning.pytorch import Trainer
+
+from lightning_odc import BalancedDataLoader, ODCStrategy, balance
+from lightning_odc.bench.policies import SlowedModel
+from lightning_odc.callbacks import TimelineRecorder, load_timeline
+from lightning_odc.data.packing import pack_samples
+from lightning_odc.demo.corpus import encode, read_corpus
+from lightning_odc.demo.model import SHARDED_LAYERS
+from lightning_odc.lessons import pictures, replay
+from lightning_odc.lessons.display import QUIET, print_table, quiet, show
+
+quiet()
+
+# %% [markdown]
+# ## One minibatch, four ranks
+#
+# Our texts are again functions and classes of the Python standard library, this time up to 4,096 tokens long.
+# Sixteen of them make a minibatch for four ranks. (This one was picked among some hundred, because the
+# differences are easy to see in it. Averages follow.)
+
+# %%
+lengths = np.array(read_corpus(max_length=4096).lengths)
+minibatch = lengths[balance.epoch_order(len(lengths), seed=314, epoch=0)[:16]]
+print("lengths:", *minibatch)
+
+# %% [markdown]
+# A planner gets these lengths and nothing else. Its answer is a list per rank: the microbatches of this rank,
+# each a list of samples. Samples that share a microbatch are **packed**: laid one after another in a row, without
+# padding, and kept from seeing each other. A microbatch holds at most `max_tokens` tokens, since memory is
+# limited.
+
+# %%
+MAX_TOKENS = int(minibatch.max())
+plan = balance.plan_minibatch(minibatch, num_ranks=4, max_tokens=MAX_TOKENS, policy="lb_mini")
+for rank, microbatches in enumerate(plan):
+    print(f"rank {rank}:", [[int(minibatch[sample]) for sample in microbatch] for microbatch in microbatches])
+
+# %% [markdown]
+# Every rank makes this plan for itself. It is a pure function of the lengths, so all ranks come to the same one,
+# bit by bit, and no message is needed.
+#
+# ## Four policies
+#
+# | policy | a rank gets | microbatches per rank |
+# |---|---|---|
+# | `local_sort` | every fourth sample, the longest first, one per microbatch | equal |
+# | `lb_micro` | equally many samples, costs levelled, packed | **equal** |
+# | `lb_mini` | any number of samples, *total* cost levelled, packed | **may differ** |
+# | `steal` | as `lb_mini`; who runs dry takes work from others | may differ |
+#
+# The third column decides. With collectives, every rank must enter every all-gather. A rank with three
+# microbatches beside one with five means a hang. So `lb_mini` is out of reach for them:
+
+# %%
+try:
+    balance.collective_cost(plan, minibatch)
+except ValueError as error:
+    print("ValueError:", error)
+
+# %% [markdown]
+# Now see what each of them takes. With collectives the ranks meet in every microbatch (really at every layer,
+# which changes nothing here); on demand they meet once.
+
+
+# %%
+def as_replay(policy, meeting):
+    plan = balance.plan_minibatch(minibatch, 4, MAX_TOKENS, policy)
+    costs = balance.microbatch_costs(plan, minibatch)
+    return replay.replay(replay.layered(costs, layers=1, passes=1), meeting)
+
+
+show(
+    pictures.replays_figure(
+        {
+            "local_sort, collectives": as_replay("local_sort", "microbatch"),
+            "lb_micro, collectives": as_replay("lb_micro", "microbatch"),
+            "lb_micro, on demand": as_replay("lb_micro", "minibatch"),
+            "lb_mini, on demand": as_replay("lb_mini", "minibatch"),
+        },
+        "tokens",
+        x="cost in tokens",
+    ),
+    "Four diagrams of the same sixteen samples on four ranks, one above the other: local sorting with collectives has "
+    "the most grey waiting, balanced microbatches have less, meeting once less again, and balancing the whole "
+    "minibatch ends the earliest.",
+)
+
+# %% [markdown]
+# From top to bottom:
+#
+# - **`local_sort`** lines up long with long, and short with short. Simple, and it needs no planner. But the
+#   longest samples of four ranks are seldom equally long.
+# - **`lb_micro`** levels the ranks *and* makes the m-th microbatches of all ranks alike. It is the best that
+#   collectives can do, and the constraint costs something: a sample of maximum length has no equal to run beside.
+# - the same plan **on demand**: nobody waits between microbatches any more.
+# - **`lb_mini`** drops the constraint. It has only one aim: that all ranks are done at the same time.
+#
+# One minibatch proves little, and a picked one less. Here are many, for several numbers of ranks, with four
+# samples per rank.
+
+
+# %%
+def minibatches(ranks, per_rank, count=200, regroup=1):
+    """Plans of many minibatches under lb_mini; their samples are indices into `lengths`."""
+    options = {"max_tokens": int(lengths.max()), "window": regroup, "drop_last": True}
+    plans = balance.stream_plans(lengths, ranks, ranks * per_rank, **options)
+    return [plan for plan, _ in zip(plans, range(count), strict=False)]
+
+
+def idle(policy, ranks, meeting):
+    """The idle fraction under a policy, over many minibatches."""
+    costs = []
+    for dealt in minibatches(ranks, per_rank=4):
+        own = lengths[[sample for rank in dealt for microbatch in rank for sample in microbatch]]
+        plan = balance.plan_minibatch(own, ranks, int(lengths.max()), policy)
+        costs.append(balance.microbatch_costs(plan, own))
+    return replay.average_idle(costs, meeting)
+
+
+rows = []
+for policy, meeting, way in (
+    ("local_sort", "microbatch", "collectives"),
+    ("lb_micro", "microbatch", "collectives"),
+    ("lb_micro", "minibatch", "on demand"),
+    ("lb_mini", "minibatch", "on demand"),
+):
+    rows.append([f"{policy}, {way}", *(f"{idle(policy, ranks, meeting):.0%}" for ranks in (2, 4, 8))])
+print_table(["idle", "2 ranks", "4 ranks", "8 ranks"], rows)
+
+# %% [markdown]
+# These are costs, not measured times. The page [Measurements](../docs/measurements.md) has measured ones, and
+# says where they differ.
+#
+# ## What no planner can level
+#
+# Why is the last row not zero? Look at one minibatch with a giant in it:
+
+# %%
+giant = [30_000, 900, 700, 600, 500, 400, 300, 200]
+plan = balance.plan_minibatch(giant, 4)
+costs = balance.microbatch_costs(plan, giant)
+show(
+    pictures.replays_figure(
+        {"one giant": replay.replay(replay.layered(costs, 1, passes=1), "minibatch")},
+        "tokens",
+        x="cost in tokens",
+    ),
+    "One rank computes a single giant sample for the whole time. The three other ranks share seven small samples, are "
+    "done almost at once, and wait in grey.",
+)
+print("the best that any plan could do:", round(balance.least_cost(giant, 4)))
+print("this plan:                      ", round(balance.on_demand_cost(plan, giant)))
+
+# %% [markdown]
+# A sample runs on one rank. So a minibatch takes at least as long as its largest sample, however many ranks help.
+# The planner has reached that limit here, and three ranks are idle for nearly all of it.
+#
+# What helps is *more samples per minibatch*: then there is enough other work to fill the time. Or let giants
+# meet: if one rank has a giant to run, the others may as well run theirs. `regroup` does that. It exchanges
+# samples between the minibatches of a window (so which samples share an optimizer step then depends on their
+# lengths).
+
+# %%
+PER_RANK = [1, 2, 4, 8, 16]
+curves = {}
+for regroup, title in ((1, "lb_mini"), (8, "lb_mini, regrouped over 8 minibatches")):
+    left = [
+        replay.average_idle(
+            [balance.microbatch_costs(plan, lengths) for plan in minibatches(8, per_rank, 24, regroup)],
+            "minibatch",
+        )
+        for per_rank in PER_RANK
+    ]
+    curves[title] = (PER_RANK, left)
+show(
+    pictures.lines_figure(
+        curves,
+        title="Idle time that balancing leaves on 8 ranks",
+        x="samples per rank and minibatch",
+        y="idle, %",
+        percent=True,
+        log_x=True,
+    ),
+    "Idle time over samples per rank: high with one sample per rank, and falling fast with more. The curve with "
+    "regrouping is lower.",
+)
+
+# %% [markdown]
+# With one sample per rank there is nothing to balance. This is where the idle time of reinforcement learning with
+# tiny minibatches comes from, and no communication scheme changes it.
+
+# %% [markdown]
+# ## What does a sample cost?
+#
+# The planner levels *costs*. By default a sample of `s` tokens costs `s + s² / 42166`: linear work, and
+# attention. (The number is that of the paper's 1.5B model.) What if you plan with another cost than the true one?
+# Plan with each of three, and look at the idle time under each of three truths.
+
+# %%
+COSTS = {
+    "tokens": balance.tokens(),
+    "quadratic": balance.quadratic(),
+    "short crossover": balance.quadratic(crossover=2_000),  # a narrow model: attention counts early
+}
+sets = [lengths[chosen] for chosen in np.split(balance.epoch_order(len(lengths), 0, 0)[: 32 * 40], 40)]
+rows = []
+for planned, cost in COSTS.items():
+    plans = [balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost) for own in sets]
+    left = []
+    for truth in COSTS.values():
+        costs = [balance.microbatch_costs(plan, own, truth) for plan, own in zip(plans, sets, strict=True)]
+        left.append(f"{replay.average_idle(costs, 'minibatch'):.1%}")
+    rows.append([f"planned with {planned}", *left])
+print_table(["idle, if the truth is ...", *COSTS], rows)
+
+# %% [markdown]
+# Read a column from top to bottom: one truth, three plans. The smallest number is where the plan knew the truth.
+# Counting tokens only is fine for short samples, and wrong for long ones. For a Hugging Face model,
+# `balance.transformer(model.config)` takes the cost from the configuration.
+#
+# **Dense attention.** One more trap. Attention kernels made for packed rows (flash attention) compute each
+# sample's square. Without them, as on every CPU, the whole *row* is squared: packing two long samples makes them
+# dearer. A dense cost tells the planner so, and it packs less. On eight short samples and on eight long ones:
+
+# %%
+for own in ([60, 50, 40, 30, 60, 50, 40, 30], [6_000, 5_000, 4_000, 3_000] * 2):
+    for name, dense in (("flash attention", False), ("dense attention", True)):
+        cost = balance.quadratic(crossover=2_000, constant=64, dense=dense)
+        plan = balance.plan_minibatch(own, 2, 20_000, cost=cost)
+        print(
+            f"{max(own):5} tokens at most, {name}:",
+            [[len(microbatch) for microbatch in rank] for rank in plan],
+        )
+
+# %% [markdown]
+# (The numbers are samples per microbatch, rank by rank.) Short samples are packed either way, since a microbatch
+# costs something by itself. Long ones are packed only where that is free.
+#
+# ## Let it be learnt
+#
+# The surest cost is a measured one. `cost="fitted"` times every microbatch, on every rank, and fits `a s² + b s +
+# c` for each of them. A slow device is then known as slow, and gets less.
+#
+# A simulation first. The truth that the planner does not know: rank 3 is only 0.6 times as fast as the others.
+# Times are measured with 5 percent of noise.
+
+# %%
+truth = balance.with_speeds(balance.quadratic(crossover=2_000, constant=64), [1, 1, 1, 0.6])
+noise = random.Random(0)
+fitted = balance.FittedCost(num_ranks=4)
+left = {"quadratic, all ranks alike": [], "fitted": []}
+for own in np.split(balance.epoch_order(len(lengths), 1, 0)[: 40 * 24], 24):
+    own = lengths[own]
+    for name, cost in (("quadratic, all ranks alike", "quadratic"), ("fitted", fitted)):
+        plan = balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost)
+        costs = balance.microbatch_costs(plan, own, truth)
+        left[name].append(replay.average_idle([costs], "minibatch"))
+    fitted.observe(
+        (rank, own[microbatch].tolist(), seconds * noise.gauss(1, 0.05))
+        for rank, (microbatches, row) in enumerate(zip(plan, costs, strict=True))
+        for microbatch, seconds in zip(microbatches, row, strict=True)
+    )
+show(
+    pictures.lines_figure(
+        {name: (range(1, 25), values) for name, values in left.items()},
+        title="Idle time with a slow rank",
+        x="minibatch",
+        y="idle, %",
+        percent=True,
+    ),
+    "Idle time per minibatch. Planned as if all ranks were alike, it stays high. With the fitted cost it falls after "
+    "the first minibatch and stays low.",
+)
+print("fitted speed of rank 3:", round(fitted.predict(0, [5000]) / fitted.predict(3, [5000]), 2))
+
+# %% [markdown]
+# ## Or steal
+#
+# Fitting helps where a device *is* slow. It does not help where a device is slow *today*: a noisy neighbour, a
+# hot machine, a swapping host. For that there is `policy="steal"`: it begins with the plan of `lb_mini`, and a
+# rank that has run dry takes a microbatch that a busy rank has not begun. No meeting is needed for it: the list
+# of who does what lies in the windows, too. The gradient stays the same, since a microbatch keeps its weight
+# wherever it runs.
+#
+# Now really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). Three ways
+# to handle that; the timelines show the last two of four minibatches.
+
+# %%
+corpus = read_corpus(max_length=1024)
+samples = [encode(sample) for sample in corpus.samples]
+
+
+class OneSlowRank(SlowedModel):
+    def on_train_start(self):
+        self.slowness = 3.0 if self.global_rank == 1 else 1.0
+
+
+def train(name, policy, cost):
+    loader = BalancedDataLoader(
+        samples,
+        lengths=corpus.lengths,
+        minibatch_size=8,
+        policy=policy,
+        cost=cost,
+        weighting="next_token",
+        collate_fn=pack_samples,
+        shuffle=True,
+        seed=1,
+    )
+    trainer = Trainer(
+        strategy=ODCStrategy(auto_wrap_policy=SHARDED_LAYERS),
+        accelerator="cpu",
+        devices=2,
+        max_steps=4,
+        callbacks=[TimelineRecorder(f"runs/{name}", steps=range(2, 4))],
+        **QUIET,
+    )
+    trainer.fit(OneSlowRank(layers=2, hidden_size=256, max_length=1024), loader)
+    return load_timeline(f"runs/{name}/timeline.json")
+
+
+dense = balance.transformer(OneSlowRank(layers=2, hidden_size=256, max_length=1024).model.config, dense=True)
+recorded = {
+    "lb_mini": train("lb_mini", "lb_mini", dense),
+    "steal": train("steal", "steal", dense),
+    "lb_mini with a fitted cost": train("fitted", "lb_mini", "fitted"),
+}
+show(
+    pictures.timelines_figure(recorded),
+    "Three timelines of two ranks of which rank 1 is slow. With lb_mini rank 0 waits for long. With stealing and "
+    "with a fitted cost, rank 0 runs more of the microbatches and waits less.",
+)
+print_table(
+    ["", "seconds", "idle"], [[n, f"{t.seconds:.2f}", f"{t.idle_fraction:.0%}"] for n, t in recorded.items()]
+)
+
+# %% [markdown]
+# Count the numbers in the bars: with stealing and with a fitted cost, rank 0 runs more microbatches. Stealing
+# cannot divide a microbatch that has begun, so a little waiting stays at the end.
+#
+# ## In your own training
+#
+# All of this is one argument, and your `DataLoader` stays as it is:
+#
+# ```python
+# ODCStrategy(balance="lb_mini", max_tokens=16384, cost="fitted")
+# ```
+#
+# [Balancing](../docs/balancing.md) has all options, and [The planner in figures](../docs/planner.md) says how far
+# plans are from the best possible ones.
+#
+# ## What you have seen
+#
+# - Collectives need equal counts; on demand, the planner is free to level the total.
+# - A wrong cost makes a wrong plan. `fitted` learns the cost, and the speed of every device.
+# - Stealing corrects what no plan could know.
+# - The longest sample is the limit. More samples per minibatch, or regrouping, move it.
+#
+# ## Exercises
+#
+# 1. Double `MAX_TOKENS`. Which policies gain, and why?
+# 2. In the giant's minibatch, how many copies of the small samples do you need until no rank is idle?
+# 3. `balance.permutation(plan)` undoes a plan: use it to put results that come rank by rank back into the order
+#    of the samples.
+# 4. Let rank 3 of the simulation become fast again after minibatch 12. How many minibatches does the fitted cost
+#    need?
+# 5. Write a cost function for a model with a sliding window of 1,000 tokens, and plan with `cost=your_function`.
+#
+# Next: [Fine-tuning a Hugging Face model with LoRA](04_fine_tuning_with_lora.ipynb).

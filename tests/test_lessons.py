@@ -1,0 +1,196 @@
+"""What the notebooks use besides the package does what they say it does."""
+
+import pytest
+import torch
+
+from lightning_odc.callbacks.spans import RankTimeline, Timeline
+from lightning_odc.demo.corpus import Corpus
+from lightning_odc.engine.tracing import Span
+from lightning_odc.lessons import strokes, texts
+from lightning_odc.lessons.closeup import close_up
+from lightning_odc.lessons.interleavings import PROTOCOL, explore, microbatches, swapped, without
+from lightning_odc.lessons.logs import mean_of_log, read_log
+from lightning_odc.lessons.replay import duration, idle_fraction, layered, replay
+
+TIMES = layered([[8, 1, 1], [1, 1, 8]], layers=4)
+
+
+@pytest.mark.parametrize(
+    ("meeting", "seconds"),
+    [("layer", 8 + 1 + 8), ("microbatch", 8 + 1 + 8), ("minibatch", 10)],
+)
+def test_a_replay_takes_what_the_formulas_say(meeting, seconds):
+    pieces = replay(TIMES, meeting)
+    assert duration(pieces) == pytest.approx(seconds)
+    assert idle_fraction(pieces) == pytest.approx(1 - 20 / (2 * seconds))
+
+
+def test_meeting_at_every_layer_is_dearer_than_in_every_microbatch_where_layers_differ():
+    times = [[[3.0, 1.0]], [[1.0, 3.0]]]
+    assert duration(replay(times, "layer")) == 6
+    assert duration(replay(times, "microbatch")) == 4
+
+
+def test_a_replay_with_unequal_counts_meets_at_the_end_only():
+    times = [[[1.0]], [[1.0], [1.0], [1.0]]]
+    assert duration(replay(times, "minibatch")) == 3
+    with pytest.raises(ValueError, match="wait forever"):
+        replay(times, "layer")
+
+
+def test_bent_lengths_keep_their_mean():
+    lengths = [20, 30, 40, 50, 80, 120, 200, 300, 400, 1000]
+    mean = sum(lengths) / len(lengths)
+    assert set(texts.bend(lengths, 0)) == {round(mean)}
+    assert texts.bend(lengths, 1).tolist() == lengths
+    bent = texts.bend(lengths, 1.25)
+    assert bent.mean() == pytest.approx(mean, rel=0.01)  # rounding, and a floor of three tokens
+    assert texts.share_of_longest(bent) > texts.share_of_longest(lengths) > 0.1
+
+
+def test_recut_text_has_the_lengths_asked_for():
+    corpus = Corpus((b"abc" * 100, b"xyz" * 200), max_length=602, dropped=0, files=1)
+    again = texts.recut(corpus, [10, 700, 3])
+    assert again.lengths == [10, 700, 3]
+    assert again.max_length == 700
+    assert b"".join(again.samples) == b"".join(corpus.samples)[: 8 + 698 + 1]
+
+
+def test_prose_is_docstrings(tmp_path):
+    (tmp_path / "a.py").write_text(
+        '"""One."""\ndef f():\n    """Two."""\nclass C:\n    def m(self):\n        """Three."""\n'
+    )
+    (tmp_path / "b.py").write_text('"""One."""\n"""not this"""\ndef g():\n    """Too long."""\n')
+    assert texts.read_prose(8, tmp_path) == [b"One.", b"Two.", b"Three."[:6]]
+
+
+def test_a_close_up_is_the_pass_with_the_longest_wait():
+    def rank(number, *spans):
+        return RankTimeline(number, "", [Span(kind, begin, end, {}) for kind, begin, end in spans])
+
+    timeline = Timeline(
+        [
+            rank(
+                0,
+                ("forward", 0, 10),
+                ("wait", 4, 6),
+                ("forward", 20, 40),
+                ("wait", 25, 39),
+                ("minibatch", 0, 50),
+            ),
+            rank(1, ("forward", 1, 11), ("forward", 21, 45)),
+        ],
+        world_size=2,
+    )
+    piece = close_up(timeline)
+    assert [(span.kind, span.begin, span.end) for span in piece.ranks[0].spans] == [
+        ("forward", 20, 40),
+        ("wait", 25, 39),
+    ]
+    assert [(span.kind, span.begin, span.end) for span in piece.ranks[1].spans] == [("forward", 21, 45)]
+
+
+# -- the protocol in every order ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 0), (0, 0), (3, 1)])
+def test_the_protocol_holds_in_every_order(counts):
+    outcome = explore(*(microbatches(count) for count in counts))
+    assert not outcome.violation
+    assert outcome.states > 100
+
+
+LATE_ZERO = (*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1])
+
+
+@pytest.mark.parametrize(
+    ("program", "violation"),
+    [
+        (without(PROTOCOL, "wait for done"), "takes the sum of version 1 with 1 of 2 gradients"),
+        (without(PROTOCOL, "wait for version"), "has read what was never written"),
+        (without(PROTOCOL, "zero sum"), "finds in it one of version 1"),
+        (
+            without(without(PROTOCOL, "wait for done"), "take sum"),
+            "works on version 1 and has read version 2",
+        ),
+        (swapped(PROTOCOL, "write second half", "announce version"), "has read what was never written"),
+        (swapped(PROTOCOL, "say done", "wait for done"), "both ranks wait for each other"),
+        (LATE_ZERO, "with 1 of 2 gradients"),
+    ],
+)
+def test_broken_protocols_are_found(program, violation):
+    outcome = explore(program)
+    assert violation in outcome.violation
+    assert outcome.trace
+    assert outcome.violation in str(outcome)
+
+
+def test_a_first_version_that_words_begin_with_is_found():
+    assert "never written" in explore(PROTOCOL, first_version=0).violation
+
+
+def test_an_action_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="'pray' is no action"):
+        explore((*PROTOCOL, "pray"))
+
+
+# -- strokes ------------------------------------------------------------------------------------------------
+
+
+def test_rewards():
+    right = strokes.solution((2, 1))
+    assert strokes.decode(right) == "|||."
+    assert strokes.reward((2, 1), right) == 1
+    assert strokes.reward((2, 1), strokes.encode("||||.")) == 0.5
+    assert strokes.reward((2, 1), strokes.encode("|||")) == 0  # cut off
+    assert strokes.reward((2, 1), strokes.encode("|1|.")) == 0
+
+
+def test_answers_are_sampled_and_end():
+    model = strokes.make_model()
+    answers = strokes.sample(model, [strokes.prompt((1, 2))] * 20, seed=0)
+    assert len(answers) == 20
+    assert all(len(answer) == strokes.LONGEST or answer[-1] == strokes.END for answer in answers)
+    assert all(strokes.END not in answer[:-1] for answer in answers)
+    assert answers == strokes.sample(model, [strokes.prompt((1, 2))] * 20, seed=0)
+    assert answers != strokes.sample(model, [strokes.prompt((1, 2))] * 20, seed=1)
+
+
+def test_advantages_are_normalised_in_the_group():
+    rollouts = strokes.roll_out(strokes.make_model(), strokes.problems(3, seed=0), group=4, seed=0)
+    assert len(rollouts) == 12
+    advantages = strokes.normalised(torch.tensor([[0.0, 1.0], [0.5, 0.5]]))
+    assert advantages[0].sum() == pytest.approx(0, abs=1e-6)
+    assert advantages[0, 1] > 0
+    assert advantages[1].tolist() == [0, 0]
+
+
+def test_the_policy_loss_is_a_sum_over_answers_wherever_they_are_packed():
+    model = strokes.make_model()
+    rollouts = [
+        strokes.Rollout(
+            prompt=strokes.prompt(p), answer=strokes.solution(p), reward=1.0, advantage=float(i + 1)
+        )
+        for i, p in enumerate(strokes.problems(4, seed=0))
+    ]
+    together, count = strokes.policy_loss(model, strokes.pack(rollouts))
+    alone = [strokes.policy_loss(model, strokes.pack([one])) for one in rollouts]
+    assert count == strokes.answer_tokens(rollouts) == sum(tokens for _, tokens in alone)
+    # fp32 sums of some dozens of terms around 3, in another order
+    torch.testing.assert_close(together, sum(loss for loss, _ in alone), rtol=1e-5, atol=0)
+    tokens = torch.tensor(rollouts[0]["prompt"] + rollouts[0]["answer"])
+    logs = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    expected = -logs.gather(-1, tokens[1:, None])[strokes.PROMPT_TOKENS - 1 :].sum()
+    torch.testing.assert_close(alone[0][0], expected, rtol=1e-5, atol=0)
+
+
+# -- the rest -----------------------------------------------------------------------------------------------
+
+
+def test_logs_are_read(tmp_path):
+    (tmp_path / "metrics.csv").write_text("loss,step,idle/fraction\n3.0,0,\n,0,0.5\n1.0,1,\n2.0,2,\n")
+    assert read_log(tmp_path, "loss") == [3.0, 1.0, 2.0]
+    assert mean_of_log(tmp_path, "loss", skip=1) == 1.5
+    assert read_log(tmp_path, "idle/fraction") == [0.5]
+    with pytest.raises(KeyError, match="'other' was not logged"):
+        read_log(tmp_path, "other")
