@@ -6,7 +6,8 @@ swaps in and out its own shards, which also takes a ``world_size``-th of the mem
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_odc import _compat
 
 
-class BeforeCallbacks(Callback):
+class _Before(Callback):
     """Lets callbacks that change the model at the end of an evaluation find its shards. The first of all callbacks."""
 
     def __init__(self, reshard: Callable[[], None]) -> None:
@@ -36,7 +37,7 @@ class BeforeCallbacks(Callback):
         self._reshard()
 
 
-class AfterCallbacks(Callback):
+class _After(Callback):
     """Publishes what callbacks write into the model when an evaluation begins. The last of all callbacks."""
 
     def __init__(self, publish: Callable[[], None]) -> None:
@@ -50,6 +51,20 @@ class AfterCallbacks(Callback):
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._publish()
+
+
+@contextmanager
+def surrounded(
+    trainer: pl.Trainer, reshard: Callable[[], None], publish: Callable[[], None]
+) -> Iterator[None]:
+    """Put callbacks of ours before and after those of a trainer, for a while."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    own = (_Before(reshard), _After(publish))
+    callbacks[:] = [own[0], *callbacks, own[1]]
+    try:
+        yield
+    finally:
+        callbacks[:] = [callback for callback in callbacks if callback not in own]
 
 
 def averages(trainer: pl.Trainer) -> list[nn.Module]:

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -188,8 +188,7 @@ class ODCStrategy(FSDPStrategy):
         self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
-        self._threads_before: int | None = None
-        self._own_callbacks: list[Any] = []
+        self._on_teardown = ExitStack()
         self._unfilled: list[Unfilled] = []
 
     def __repr__(self) -> str:
@@ -259,7 +258,7 @@ class ODCStrategy(FSDPStrategy):
         """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
         if self._device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self._threads_before = torch.get_num_threads()
+            self._on_teardown.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(max(cores // self.num_processes, 1))
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -275,7 +274,9 @@ class ODCStrategy(FSDPStrategy):
         self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
         if fitting:
             self._setup_averages(trainer)
-        self._surround_callbacks(trainer)
+        self._on_teardown.enter_context(
+            averaging.surrounded(trainer, self.engine.reshard, self.publish_parameters)
+        )
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -380,7 +381,7 @@ class ODCStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         self._give_values_back()
-        self._remove_callbacks()
+        self._on_teardown.close()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
         engine, self._engine, self._training = self._engine, None, None
@@ -391,24 +392,8 @@ class ODCStrategy(FSDPStrategy):
         finally:
             if engine is not None:
                 engine.close()
-            if self._threads_before is not None:
-                torch.set_num_threads(self._threads_before)
-                self._threads_before = None
             super().teardown()
             self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
-
-    def _surround_callbacks(self, trainer: pl.Trainer) -> None:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        before = averaging.BeforeCallbacks(self.engine.reshard)
-        after = averaging.AfterCallbacks(self.publish_parameters)
-        callbacks[:] = [before, *callbacks, after]
-        self._own_callbacks = [before, after]
-
-    def _remove_callbacks(self) -> None:
-        own, self._own_callbacks = self._own_callbacks, []
-        if self.lightning_module is not None:
-            callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-            callbacks[:] = [callback for callback in callbacks if callback not in own]
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True

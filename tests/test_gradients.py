@@ -226,6 +226,12 @@ class Unfreezes(Sgd):
             self.net.blocks[0].requires_grad_(True)
 
 
+class ReducesInFp64(Sgd):
+    def configure_model(self) -> None:
+        for block in self.net.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+
+
 MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
     "clips": (Clips, {}),
     "accumulates": (Accumulates, {}),
@@ -242,6 +248,7 @@ MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
     "drops when done": (DropsWhenDone, {}),
     "toggles": (Toggles, {}),
     "unfreezes": (Unfreezes, {"accumulate_grad_batches": 2}),
+    "reduces in fp64": (ReducesInFp64, {}),
 }
 
 
@@ -363,12 +370,6 @@ class DividesByItself(Sgd):
         self.set_gradient_divide_factor(3.0)  # type: ignore[operator]
 
 
-class ReducesInFp64(Sgd):
-    def configure_model(self) -> None:
-        for block in self.net.blocks:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
-
-
 class LogsByHand(Manual):
     """Logs once per microbatch, of which rank 1 has more."""
 
@@ -401,7 +402,6 @@ MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, st
     ),
     "mixes counts": (MixesCounts, {"accumulate_grad_batches": 2}, None, "from every call of `training_step`"),
     "divides": (DividesByItself, {}, None, "set_gradient_divide_factor"),
-    "reduces in fp64": (ReducesInFp64, {}, None, "Leave `reduce_dtype` out"),
     "logs by hand": (
         LogsByHand,
         {},

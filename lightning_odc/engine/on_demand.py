@@ -205,12 +205,7 @@ class OnDemandEngine(Engine):
         self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
         segments = unit.take_fresh()
         rows = chunks.view(self.world_size, -1)
-        if rows.dtype not in (torch.float32, torch.bfloat16) and not unit.divided_by_fully_shard:
-            raise ODCError(
-                f"Unit {unit.name!r} reduces in {rows.dtype}, and `fully_shard` has divided its gradients already. "
-                "Leave `reduce_dtype` out of its MixedPrecisionPolicy: on demand, gradients are summed in "
-                "ODCStrategy(accumulator_dtype=...), by default fp32."
-            )
+        assert unit.divided_by_fully_shard == (rows.dtype not in (torch.float32, torch.bfloat16))
         if sum(part.numel for part in segments) != rows.shape[1]:
             raise self._unexpected_gradient(unit)
         self.protocol.accumulate(unit.index, rows, segments)
