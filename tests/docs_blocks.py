@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 ROOT = Path(__file__).parent.parent
 GIVEN = Path(__file__).parent / "docs_given"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,6 +69,8 @@ def run_page(page: Path) -> None:
             exec(compile(text, str(page), "exec"), namespace)
     finally:
         vars(sys).pop("ps1", None)  # a page of notebook cells takes an interactive session as given
+        if dist.is_initialized():
+            dist.destroy_process_group()  # one of one rank, which Lightning leaves
 
 
 def main(names: list[str]) -> int:
