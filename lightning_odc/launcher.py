@@ -96,8 +96,8 @@ class ForkLauncher(_compat.Launcher):
     def _check_parent(self) -> None:
         if dist.is_initialized():
             raise RuntimeError(
-                "This session's process has a process group already, left by a training that ran in it, and ranks forked "
-                "from it could not make their own: call `torch.distributed.destroy_process_group()` first."
+                "This session's process has a process group already, left by a training that ran in it. Ranks forked "
+                "from it could not make their own. Call `torch.distributed.destroy_process_group()` first."
             )
         if self._strategy.root_device.type == "cuda" and torch.cuda.is_initialized():
             raise RuntimeError(
