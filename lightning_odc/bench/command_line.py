@@ -41,6 +41,13 @@ _NUMBERS: dict[str, tuple[type, str]] = {
 }  # fmt: skip
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but none where the help says what it depends on."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def completed(arguments: Sequence[str]) -> list[str]:
     """The command line with ``train`` put in where only ``bench`` stands."""
     if arguments[:1] == ["bench"] and arguments[1:2] not in ([[one] for one in (*_WHAT, "-h", "--help")]):
@@ -68,7 +75,7 @@ def _add_train(kinds: Any) -> None:
         help="train under combinations of communication and balancing, in turns",
         description="Train one model on the same minibatches under combinations of communication and balancing, in "
         "turns; show times with confidence intervals, speed-ups split into causes, idle time and memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     train.set_defaults(command=_train)
     _add_output(train)
@@ -108,7 +115,7 @@ def _add_sweep(kinds: Any) -> None:
         help="the paper's parametric study on emulated devices",
         description="Vary devices, minibatch size, longest sample and packing ratio on emulated devices, one at a "
         "time, and show the speed-up beside its bound and the paper's; balanced is the control with equal lengths.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     sweep.set_defaults(command=_sweep)
     sweep.add_argument(
@@ -132,7 +139,7 @@ def _add_comm(kinds: Any) -> None:
         help="gather, accumulate and settle beside the process group's collectives",
         description="Time gather, accumulate and settle beside all-gather, reduce-scatter and all-reduce of the "
         "process group, and beside a plain copy of the same bytes on this machine.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     comm.set_defaults(command=_comm)
     _add_output(comm)
@@ -164,7 +171,7 @@ def _add_engine(kinds: Any) -> None:
         help="what the engine's Python costs, and what adding into a busy owner costs the owner",
         description="Time the engine's own Python per microbatch and unit, and the work of an owner while peers add "
         "gradients into its accumulator.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     engine.set_defaults(command=_engine)
     _add_output(engine)

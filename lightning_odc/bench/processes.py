@@ -63,6 +63,14 @@ class Ranks:
         self._ranks: list[_Rank] = []
 
     def __enter__(self) -> Ranks:
+        try:
+            self._start()
+        except BaseException as error:  # Ctrl-C while they start
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
         self._scratch = tempfile.TemporaryDirectory(prefix="lightning-odc-")
@@ -77,7 +85,6 @@ class Ranks:
             theirs.close()
             watched.close()
             self._ranks.append(_Rank(process, pipe, lifeline))
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -88,14 +95,18 @@ class Ranks:
                     rank.pipe.send(None)
             for rank in self._ranks:
                 rank.process.join(_GRACE_SECONDS)
+        self.kill()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def kill(self) -> None:
+        """End all of them now. Idempotent."""
         for rank in self._ranks:
             rank.process.kill()
             rank.process.join()
             rank.pipe.close()
             rank.lifeline.close()
         self._ranks.clear()
-        if self._scratch is not None:
-            self._scratch.cleanup()
 
     @property
     def pids(self) -> list[int]:
