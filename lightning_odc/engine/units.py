@@ -12,6 +12,7 @@ when the engine attaches; the second is known from a hook on every unsharded par
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ class Unit:
                 return slot.name
         return None
 
-    @property
+    @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
         wider = _compat.reduce_dtype_of(self.modules[0])
@@ -269,9 +270,16 @@ def merge_groups(units: list[Unit], same_group: dict[int, int]) -> list[Unit]:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two 1-D tensors of one dtype are equal bit for bit (so that a NaN equals itself)."""
-    sizes = [size for t in (one, other) for size in (t.nbytes, t.storage_offset() * t.itemsize)]
-    widest = next(dtype for dtype in _INTEGERS if all(size % dtype.itemsize == 0 for size in sizes))
+    width = one.itemsize
+    sizes = (one.nbytes, other.nbytes, one.storage_offset() * width, other.storage_offset() * width)
+    widest = _widest_integer(math.gcd(8, *sizes))
     return torch.equal(one.view(widest), other.view(widest))
+
+
+@functools.cache
+def _widest_integer(divisor: int) -> torch.dtype:
+    """The widest type whose size divides ``divisor``, which is 8 at most."""
+    return next(dtype for dtype in _INTEGERS if divisor % dtype.itemsize == 0)
 
 
 def _holds(whole: Tensor, home: DTensor) -> bool:
