@@ -250,7 +250,7 @@ def _trainer(
     strategy: Any = "ddp"
     if communication != "ddp":
         layers = {SleepingLayer} if emulate else None
-        strategy = ODCStrategy(communication=communication, auto_wrap_policy=layers)
+        strategy = ODCStrategy(communication=communication, auto_wrap_policy=layers, hang_report_after=None)
     return Trainer(
         strategy=strategy,
         accelerator="cpu",
