@@ -12,7 +12,7 @@ from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
 
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
-TRANSPORTS = ("auto", "shared_memory")
+TRANSPORTS = ("auto", "shared_memory", "cuda")
 STATE_DICT_TYPES = ("full", "sharded")
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 #: Policies that give every rank the same number of microbatches.
