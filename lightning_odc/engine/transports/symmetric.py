@@ -58,16 +58,16 @@ class SymmetricDevice(Device):
         )
 
     def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
-        if importlib.util.find_spec("triton") is None:
+        if not self._has_kernel:
             return "atomic additions need Triton, pip install 'lightning-odc[gpu]'"
         for dtype in sorted(dtypes, key=str):
             try:
                 works = self._probe(dtype)
             except Exception as error:  # of Triton, of its compiler, or of the driver
+                self._has_kernel = False
                 return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"
             if not works:
                 return f"there are no atomic additions for accumulators in {dtype}"
-            self._atomic.add(dtype)
         return ""
 
     def _probe(self, dtype: torch.dtype) -> bool:
@@ -77,7 +77,9 @@ class SymmetricDevice(Device):
             return False
         target = torch.ones(_PROBED, dtype=dtype, device=self._device)
         kernels.atomic_add(target, torch.ones(_PROBED, dtype=torch.bfloat16, device=self._device))
-        return bool((target == 2).all())
+        if not bool((target == 2).all()):
+            raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {dtype}")
+        return True
 
     def create(self, size: int) -> None:
         torch.cuda.empty_cache()  # what is cached counts as free
@@ -114,12 +116,13 @@ class SymmetricDevice(Device):
         target.copy_(source, non_blocking=True)
 
     def add(self, target: Tensor, values: Tensor) -> None:
-        if target.dtype in self._atomic:
+        if self._has_kernel:
             from lightning_odc.engine.transports import kernels
 
-            kernels.atomic_add(target, values)
-        else:
-            target.add_(values)
+            if target.dtype in kernels.ATOMIC_DTYPES:
+                kernels.atomic_add(target, values)
+                return
+        target.add_(values)
 
 
 def _stack() -> str:
