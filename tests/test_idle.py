@@ -22,8 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.channels import NoteChannel
+from lightning_odc.callbacks.counts import sample_count, token_count
 from lightning_odc.callbacks.idle_summary import IdleSummary
-from lightning_odc.callbacks.meter import sample_count
+from lightning_odc.callbacks.meter import StepMeter
 from lightning_odc.callbacks.step_numbers import (
     IdleCause,
     StepNumbers,
@@ -31,6 +32,7 @@ from lightning_odc.callbacks.step_numbers import (
     waits_in_broadcasts,
     waits_in_meetings,
 )
+from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.metrics import load_imbalance
 from tests.modules import TokenModule, loader, trainer
@@ -539,7 +541,27 @@ def test_a_note_that_is_read_twice_counts_once():
     assert channel.receive() == []
 
 
-def test_samples_are_counted_in_packed_rows_too():
-    assert sample_count(pack_samples([[1, 2], [3], [4, 5, 6]])) == 3
+class Strange:
+    @property
+    def input_ids(self) -> Tensor:
+        raise KeyError("no business of yours")
+
+
+def test_samples_are_counted_wherever_they_are():
+    packed = pack_samples([[1, 2], [3], [4, 5, 6]])
+    assert sample_count(packed) == 3
+    assert sample_count(Microbatch(packed, weight=1.0, last=True)) == 3
     assert sample_count({"input_ids": torch.ones(5, 7)}) == 5
+    assert sample_count(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == 2
     assert sample_count(("text", torch.tensor(1))) is None
+    assert sample_count([1, torch.ones(2)]) is None  # plain values are not looked through
+    assert sample_count(Strange()) is token_count(Strange()) is None
+
+
+def test_a_share_that_comes_as_a_whole_is_counted_as_a_whole():
+    meter = StepMeter(dict)
+    meter.resume()
+    meter.count(Minibatch([pack_samples([[1, 2], [3]]), pack_samples([[4, 5, 6]])]))
+    meter.count(Minibatch([]))
+    step = meter.end_step()
+    assert (step.microbatches, step.samples, step.tokens) == (2, 3, 6)

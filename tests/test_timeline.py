@@ -21,9 +21,9 @@ from lightning_odc import Minibatch
 from lightning_odc.callbacks import Timeline, TimelineRecorder, draw_timelines, load_timeline
 from lightning_odc.callbacks.chrome_trace import from_chrome_trace, to_chrome_trace
 from lightning_odc.callbacks.clocks import Passage, place_clocks
+from lightning_odc.callbacks.counts import token_count
 from lightning_odc.callbacks.files import read_regular, write_whole
 from lightning_odc.callbacks.gantt import timelines_figure
-from lightning_odc.callbacks.microbatches import token_count
 from lightning_odc.callbacks.spans import RankTimeline, merge
 from lightning_odc.engine.tracing import Span
 from tests.modules import TokenModule, loader, trainer
@@ -430,10 +430,12 @@ def test_the_true_offset_lies_within_the_uncertainty(offset, delays):
         ([torch.ones(1, 4, dtype=torch.long), torch.ones(1)], 4),
         ((torch.rand(3, 3), torch.ones(3, dtype=torch.long)), None),
         ({"text": "abc", "ids": {"x": torch.ones(5, dtype=torch.int32)}}, 5),
+        ((torch.rand(2), {"input_ids": torch.ones(2, 3, dtype=torch.long)}), 6),
+        (Minibatch([torch.ones(1, 4, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)]), 6),
         ("text", None),
         (None, None),
     ],
-    ids=["input_ids", "first", "images", "nested", "text", "none"],
+    ids=["input_ids", "first", "images", "nested", "tuple", "share", "text", "none"],
 )
 def test_token_counts(batch, tokens):
     assert token_count(batch) == tokens
