@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import SimpleProfiler
@@ -420,6 +421,23 @@ def test_ranks_that_cannot_be_compared():
     assert (values, silence) == ({}, [])
     assert len(said) == 1
     assert "does nothing under DDPStrategy: its ranks have no process group with gloo" in said[0]
+
+
+def _many_batches(rank: int) -> Any:
+    seen = []
+    for how in ({"accumulate_grad_batches": 30}, {"callbacks": [GradientAccumulationScheduler({0: 30})]}):
+        monitor = DeviceIdleMonitor(every_n_steps=1)
+        callbacks = [monitor, *how.pop("callbacks", [])]
+        fitting = trainer(2, strategy="ddp", logger=Memory(), callbacks=callbacks, **how)
+        fitting.fit(Sleeper("mean"), loader([microbatch(0)] * 30))
+        seen.append((fitting.global_step, monitor.complete, monitor.last_step))
+    return seen
+
+
+def test_steps_of_many_batches_are_seen_whole():
+    for step, complete, values in run_ranks(_many_batches)[0]:
+        assert (step, complete, values["microbatches"]) == (1, True, 60)
+        assert "idle/fraction" in values and "idle/collective_seconds" in values
 
 
 class Broken(Sleeper):
