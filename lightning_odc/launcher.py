@@ -69,9 +69,9 @@ class ForkLauncher(_compat.Launcher):
 
         Raises:
             PeerFailedError: a rank raised or died; its traceback is in the message. None is left then.
-            RuntimeError: CUDA cannot be used in forked processes any more.
+            RuntimeError: this process has used CUDA or has a process group, which forked ranks would inherit.
         """
-        self._check_devices()
+        self._check_parent()
         self._strategy.cluster_environment.main_port  # noqa: B018 - chosen here, or every rank would choose another
         if trainer is not None:
             homecoming.prepare(trainer)
@@ -93,7 +93,12 @@ class ForkLauncher(_compat.Launcher):
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signum)
 
-    def _check_devices(self) -> None:
+    def _check_parent(self) -> None:
+        if dist.is_initialized():
+            raise RuntimeError(
+                "This session's process has a process group already, left by a training that ran in it. Ranks forked "
+                "from it could not make their own. Call `torch.distributed.destroy_process_group()` first."
+            )
         if self._strategy.root_device.type == "cuda" and torch.cuda.is_initialized():
             raise RuntimeError(
                 "CUDA is in use in this notebook already, and ranks forked from it could not use it: restart the "

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, averaging, checkpoint, sharded_checkpoint
+from lightning_odc import _compat, arguments, averaging
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -44,15 +39,10 @@ from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
-from lightning_odc.launcher import ForkLauncher, is_interactive
-from lightning_odc.materialize import Unfilled, check_filled, materialize
+from lightning_odc.materialize import check_filled
 from lightning_odc.model_checks import refuse_layers
-from lightning_odc.precision import ODCPrecision
-from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
+from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.training import Training
-
-#: How long a rank waits for another one, as in every strategy of Lightning.
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 #: How long ranks wait before they say where they are.
 DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
@@ -60,7 +50,7 @@ DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
 Communication = Literal["on_demand", "collective", "lockstep"]
 
 
-class ODCStrategy(FSDPStrategy):
+class ODCStrategy(ShardedStrategy):
     r"""Fully sharded training with on-demand communication instead of collectives.
 
     A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
@@ -155,7 +145,7 @@ class ODCStrategy(FSDPStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
-            precision_plugin=None,
+            precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
             cpu_offload=cpu_offload,
@@ -168,8 +158,6 @@ class ODCStrategy(FSDPStrategy):
         )
         self.communication = communication
         self.transport = transport
-        self.state_dict_type = state_dict_type
-        self.timeout = timeout or DEFAULT_TIMEOUT
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
         self.hang_report_after = hang_report_after
@@ -182,7 +170,6 @@ class ODCStrategy(FSDPStrategy):
         }
         if balance is None:
             arguments.warn_of_idle_options(self._balance_options)
-        self.precision_plugin = precision_plugin
         self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
@@ -190,8 +177,6 @@ class ODCStrategy(FSDPStrategy):
         self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
-        self._on_teardown = ExitStack()
-        self._unfilled: list[Unfilled] = []
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -218,50 +203,11 @@ class ODCStrategy(FSDPStrategy):
             )
         return self._engine
 
-    @property
-    def precision_plugin(self) -> ODCPrecision:
-        """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
-        plugin = super().precision_plugin
-        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and not isinstance(plugin, FSDPPrecision):
-            raise TypeError(
-                f"ODCStrategy works with Lightning's FSDP precision, got {plugin!r}. Write Trainer(precision=...) "
-                "instead of a plugin."
-            )
-        if plugin is not None and not isinstance(plugin, ODCPrecision):
-            plugin = ODCPrecision(plugin.precision, self._device_type())
-        # Into its own place: the trainer looks there for what a strategy was made with.
-        cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
-
-    def _device_type(self) -> str:
-        if self.parallel_devices:
-            return self.parallel_devices[0].type
-        return "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
-
     # -- setting up and tearing down ----------------------------------------------------------------------
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if is_interactive() and not self.cluster_environment.creates_processes_externally:
-            self._launcher = ForkLauncher(self)
-        else:
-            super()._configure_launcher()
-
     def setup_environment(self) -> None:
-        arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         self._check_devices()
-        self._share_cores()
         super().setup_environment()
-
-    def _share_cores(self) -> None:
-        """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
-        if self._device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self._on_teardown.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(max(cores // self.num_processes, 1))
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -273,54 +219,23 @@ class ODCStrategy(FSDPStrategy):
             refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
         elif fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self._setup_model(self.precision_plugin.convert_module(self.model))
+        self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
+        self._engine = self._make_engine()
+        self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(
             averaging.surrounded(trainer, self.engine.reshard, self.publish_parameters)
         )
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             assert self.lightning_module is not None
             self._training = Training(self.lightning_module, self.engine, self.root_device)
             self.precision_plugin.before_clipping = self._training.settle
             self.precision_plugin.around_backward = self._training.around_backward
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        """Shard the model in place and hand its communication to a fresh engine."""
-        if not isinstance(model, FSDPModule):
-            _compat.wrap_checkpointed(model, self)
-        self._shard(model, announce=True)
-        assert self.lightning_module is not None
-        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
-        self._engine = self._make_engine()
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self._engine.attach(model, gradients=fitting)
-        return model
-
-    def _shard(self, model: nn.Module, announce: bool) -> None:
-        shard_model(
-            model,
-            mesh_for(self.root_device.type, self.world_size),
-            wrap_policy=self.kwargs.get("auto_wrap_policy"),
-            mixed_precision=self._mixed_precision_policy(),
-            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
-            cpu_offload=self.cpu_offload.offload_params,
-            announce=announce,
-        )
-
-    def _setup_averages(self, trainer: pl.Trainer) -> None:
-        """Shard the copies of the model that averaging callbacks have made of it before."""
-        assert self.model is not None
-        found = averaging.averages(trainer)
-        averaging.check_kept_whole(found, self._full)
-        for average in found:
-            self._shard(average, announce=False)
-            materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
-            averaging.copy_values(self.model, average)
 
     def _make_engine(self) -> Engine:
         if self.world_size == 1:
@@ -355,24 +270,6 @@ class ODCStrategy(FSDPStrategy):
     def _on_demand(self) -> bool:
         return self.communication != "collective" and self.world_size > 1
 
-    def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        on_demand = self._on_demand
-        if self.mixed_precision is not None:
-            return precision_policy(
-                self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype, on_demand
-            )
-        return self.precision_plugin.policy(on_demand)
-
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        with wrapping_shards(
-            mesh_for(self.root_device.type, self.world_size),
-            mixed_precision=self._mixed_precision_policy(),
-            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
-            cpu_offload=self.cpu_offload.offload_params,
-        ):
-            yield
-
     def _check_devices(self) -> None:
         if self._device_type() == "cpu" or self.communication == "collective":
             return
@@ -383,7 +280,6 @@ class ODCStrategy(FSDPStrategy):
 
     def teardown(self) -> None:
         self._give_values_back()
-        self._on_teardown.close()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
         engine, self._engine, self._training = self._engine, None, None
@@ -395,7 +291,6 @@ class ODCStrategy(FSDPStrategy):
             if engine is not None:
                 engine.close()
             super().teardown()
-            self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -634,42 +529,8 @@ class ODCStrategy(FSDPStrategy):
         finally:
             self._reduce_locally = before
 
-    # -- checkpoints --------------------------------------------------------------------------------------
-
-    @property
-    def _full(self) -> bool:
-        return self.state_dict_type == "full"
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
-        return checkpoint.model_state(self.model, self._full)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.model is not None
-        return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
-
-    def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None and not self._full:
-            raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        path = checkpoint.location(self.broadcast(filepath))
-        if self._full:
-            state = averaging.assembled(state)
-        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
-        if not self._full:
-            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
-        elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
-
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
-        assert self.model is not None
-        assert self.lightning_module is not None
-        path = checkpoint.location(self.broadcast(checkpoint_path))
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []
-        strict = self.lightning_module.strict_loading
-        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
-        if averaging.averages(self.lightning_module.trainer):
-            averaging.cut(rest, self.model)
+        rest = super().load_checkpoint(checkpoint_path, weights_only)
         self.publish_parameters()
         return rest

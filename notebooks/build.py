@@ -26,7 +26,8 @@ RESULTS = HERE.parent / "build" / "notebooks"
 CELL_SECONDS = 300
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 MACHINE = re.compile(
-    r"(?:/tmp|/home|/root|/opt|/usr|/var|/Users|[A-Z]:\\)[/\\]\S*|\S*site-packages\S*|" + re.escape(str(HERE.parent))
+    r"(?:/tmp|/home|/root|/opt|/usr|/var|/Users|[A-Z]:\\)[/\\]\S*|\S*site-packages\S*|"
+    + re.escape(str(HERE.parent))
 )
 """What looks like a path of the machine that ran a notebook."""
 

@@ -7,12 +7,15 @@ programs (``if __name__ == "__main__":``) are not run by it; they are files of t
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 GIVEN = Path(__file__).parent / "docs_given"
@@ -58,6 +61,7 @@ def programs() -> list[Block]:
 def run_page(page: Path) -> None:
     """Run what the page takes as given, then its blocks; errors name file and line of the page."""
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
+    environment = dict(os.environ)
     given = GIVEN / f"{page.stem.replace('-', '_')}.py"
     if given.exists():
         exec(compile(given.read_text(), str(given), "exec"), namespace)
@@ -67,6 +71,10 @@ def run_page(page: Path) -> None:
             exec(compile(text, str(page), "exec"), namespace)
     finally:
         vars(sys).pop("ps1", None)  # a page of notebook cells takes an interactive session as given
+        os.environ.clear()  # of what Lightning writes for the processes it starts
+        os.environ.update(environment)
+        if dist.is_initialized():
+            dist.destroy_process_group()  # one of one rank, which Lightning leaves
 
 
 def main(names: list[str]) -> int:

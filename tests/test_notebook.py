@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import nbclient
 import nbformat
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import lightning_odc  # noqa: F401 - registers the strategy
 from tests.models import WIDTH, Block
 from tests.test_parity import assert_same
 
@@ -200,3 +204,13 @@ def test_an_exception_on_a_rank_is_the_cells(cells):
     assert after["seconds"] < 60
     assert after["left"] == 0
     assert not after["distributed"]
+
+
+def test_a_process_group_of_the_session_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"destroy_process_group\(\)"):
+            Trainer(strategy="odc", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+    finally:
+        torch.distributed.destroy_process_group()

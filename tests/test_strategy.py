@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
-import lightning_odc
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import StaleShardError
 from tests.models import summed_loss
@@ -84,7 +84,7 @@ def test_the_name_is_registered():
     ).strategy
     assert type(strategy) is ODCStrategy
     assert strategy.communication == "on_demand"
-    assert isinstance(strategy, lightning_odc.strategy.FSDPStrategy)
+    assert isinstance(strategy, FSDPStrategy)
 
 
 @pytest.mark.parametrize("counts", [(6,), (3, 3), (5, 1), (6, 0), (1, 0, 2, 3)], ids=str)

@@ -1,0 +1,193 @@
+"""``FSDPStrategy`` on ``fully_shard``: construction, sharding, precision, checkpoints. Communication is left open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_odc import _compat, arguments, averaging, checkpoint, sharded_checkpoint
+from lightning_odc.launcher import ForkLauncher, is_interactive
+from lightning_odc.materialize import Unfilled, materialize
+from lightning_odc.precision import ODCPrecision
+from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
+
+#: How long a rank waits for another one, as in every strategy of Lightning.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class ShardedStrategy(FSDPStrategy):
+    """What `ODCStrategy` does that has nothing to do with how bytes move.
+
+    Args:
+        precision_plugin: as in ``FSDPStrategy``.
+        timeout: as in ``FSDPStrategy``.
+        state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
+        **kwargs: other arguments of ``FSDPStrategy``.
+    """
+
+    def __init__(
+        self,
+        *,
+        precision_plugin: Precision | None,
+        timeout: timedelta | None,
+        state_dict_type: Literal["full", "sharded"],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(precision_plugin=None, timeout=timeout, state_dict_type=state_dict_type, **kwargs)
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout or DEFAULT_TIMEOUT
+        self.precision_plugin = precision_plugin
+        self._on_teardown = ExitStack()
+        self._unfilled: list[Unfilled] = []
+
+    @property
+    def precision_plugin(self) -> ODCPrecision:
+        """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
+        plugin = super().precision_plugin
+        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, FSDPPrecision):
+            raise TypeError(
+                f"ODCStrategy works with Lightning's FSDP precision, got {plugin!r}. Write Trainer(precision=...) "
+                "instead of a plugin."
+            )
+        if plugin is not None and not isinstance(plugin, ODCPrecision):
+            plugin = ODCPrecision(plugin.precision, self._device_type())
+        # Into its own place: the trainer looks there for what a strategy was made with.
+        cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
+
+    @property
+    def _on_demand(self) -> bool:
+        """Whether gradients are summed by other means than ``fully_shard``'s own, in a dtype of their own."""
+        return False
+
+    def _device_type(self) -> str:
+        if self.parallel_devices:
+            return self.parallel_devices[0].type
+        return "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+
+    # -- setting up and tearing down ----------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if is_interactive() and not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+        else:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
+        self._share_cores()
+        super().setup_environment()
+
+    def _share_cores(self) -> None:
+        """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
+        if self._device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._on_teardown.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(max(cores // self.num_processes, 1))
+
+    def _shard_in_place(self, model: nn.Module) -> nn.Module:
+        """Shard the model and give values to what was made on the meta device."""
+        if not isinstance(model, FSDPModule):
+            _compat.wrap_checkpointed(model, self)
+        self._shard(model, announce=True)
+        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        return model
+
+    def _shard(self, model: nn.Module, announce: bool) -> None:
+        shard_model(
+            model,
+            mesh_for(self.root_device.type, self.world_size),
+            wrap_policy=self.kwargs.get("auto_wrap_policy"),
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            cpu_offload=self.cpu_offload.offload_params,
+            announce=announce,
+        )
+
+    def _setup_averages(self, trainer: pl.Trainer) -> None:
+        """Shard the copies of the model that averaging callbacks have made of it before."""
+        assert self.model is not None
+        found = averaging.averages(trainer)
+        averaging.check_kept_whole(found, self._full)
+        for average in found:
+            self._shard(average, announce=False)
+            materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
+            averaging.copy_values(self.model, average)
+
+    def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
+        on_demand = self._on_demand
+        if (own := self.mixed_precision) is not None:
+            return precision_policy(own.param_dtype, own.reduce_dtype, on_demand)
+        return self.precision_plugin.policy(on_demand)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with wrapping_shards(
+            mesh_for(self.root_device.type, self.world_size),
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            cpu_offload=self.cpu_offload.offload_params,
+        ):
+            yield
+
+    def teardown(self) -> None:
+        self._on_teardown.close()
+        super().teardown()
+        self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    @property
+    def _full(self) -> bool:
+        return self.state_dict_type == "full"
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        return checkpoint.model_state(self.model, self._full)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
+
+    def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None and not self._full:
+            raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
+        path = checkpoint.location(self.broadcast(filepath))
+        if self._full:
+            state = averaging.assembled(state)
+        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
+        if not self._full:
+            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        path = checkpoint.location(self.broadcast(checkpoint_path))
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else []
+        strict = self.lightning_module.strict_loading
+        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        if averaging.averages(self.lightning_module.trainer):
+            averaging.cut(rest, self.model)
+        return rest
