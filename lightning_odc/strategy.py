@@ -168,6 +168,8 @@ class ODCStrategy(ShardedStrategy):
             "length_fn": length_fn,
             "weighting": weighting,
         }
+        if balance is None:
+            arguments.warn_of_idle_options(self._balance_options)
         self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
@@ -296,7 +298,8 @@ class ODCStrategy(ShardedStrategy):
         text = "".join(traceback.format_exception(exception))
         prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
         trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
-        if trouble:
+        own = "".join(traceback.format_exception_only(exception)).rstrip()
+        if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
             exception.add_note(f"This followed from something else. {trouble}")
             prefix = FOLLOWED
         self._engine.fail(prefix + text)
@@ -468,9 +471,12 @@ class ODCStrategy(ShardedStrategy):
                     dataloader, self.world_size, self.global_rank, self.balance, self._balance_options
                 )
             except LengthsUnknownError as error:
-                rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
+                rank_zero_warn(
+                    f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}\n"
+                    f"    ODCStrategy(balance={self.balance!r}, length_fn=lambda sample: len(...), ...)"
+                )
         if isinstance(dataloader, BalancedDataLoader):
-            arguments.check_cost(dataloader.recipe.cost, self.communication, self.deterministic)
+            arguments.check_loader(dataloader.recipe, self.communication, self.deterministic, self.world_size)
             dataloader.minibatches_per_step = module.trainer.accumulate_grad_batches
         return dataloader
 
