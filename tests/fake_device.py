@@ -80,7 +80,7 @@ class FakeDevice(Device):
         self._rank = rank
         self._rendezvous = rendezvous
         self._why_not = why_not
-        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40), **facts)
+        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank), **facts)
         self._regions: dict[int, Region] = {}
         self._here = threading.local()
         self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]

@@ -47,6 +47,7 @@ class SymmetricDevice(Device):
             name=properties.name,
             uuid=str(properties.uuid),
             free=free + cached,
+            index=self._device.index or 0,
             stack=_stack(),
             backend=_compat.symmetric_backend(self._device),
             is_rocm=torch.version.hip is not None,
