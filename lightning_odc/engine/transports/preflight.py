@@ -83,7 +83,7 @@ def _same_device(facts: Sequence[DeviceFacts]) -> Iterator[str]:
 
 
 def _same_number(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    """Devices are told apart by their numbers, by torch, which means something only where all processes see the same GPUs."""
+    """By number torch tells devices apart, which means something only where all processes see the same ones."""
     first: dict[int, int] = {}
     for rank, own in enumerate(facts):
         peer = first.setdefault(own.index, rank)
