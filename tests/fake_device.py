@@ -125,6 +125,9 @@ class FakeDevice(Device):
             self.ask(mark.passed.set)
         return mark
 
+    def enter_thread(self) -> None:
+        """Any thread can wait for a :class:`FakeMark`."""
+
     # -- work ---------------------------------------------------------------------------------------------
 
     def copy(self, target: Tensor, source: Tensor) -> None:

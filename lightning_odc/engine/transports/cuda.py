@@ -64,7 +64,7 @@ class CudaTransport(Transport):
         together(self._rendezvous, lambda: preflight.check(self._facts, spec), self.close)
         together(self._rendezvous, lambda: self._create(spec.data_bytes), self.close)
         together(self._rendezvous, self._attach, self.close)
-        self._announcer = Announcer(self._control.store)
+        self._announcer = Announcer(self._control.store, self._device.enter_thread)
 
     def _create(self, size: int) -> None:
         try:

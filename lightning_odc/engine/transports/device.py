@@ -78,6 +78,10 @@ class Device(ABC):
         """Release the windows, of which no view may be left. Idempotent."""
 
     @abstractmethod
+    def enter_thread(self) -> None:
+        """Called first in every thread that waits for marks."""
+
+    @abstractmethod
     def stream(self) -> Hashable:
         """The current stream."""
 

@@ -102,6 +102,11 @@ class SymmetricDevice(Device):
                 torch.cuda.synchronize(self._device)  # views of peers' memory end here
         self._handle = self._own = None
 
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(
+            self._device
+        )  # else a new thread may make a context on the first GPU, with its memory
+
     def stream(self) -> Hashable:
         return torch.cuda.current_stream(self._device)
 
