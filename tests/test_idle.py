@@ -35,6 +35,7 @@ from lightning_odc.callbacks.step_numbers import (
 )
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
+from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance
 from tests.modules import TokenModule, loader, trainer
 from tests.ranks import run_ranks, try_ranks
@@ -243,6 +244,35 @@ def test_recorder_and_monitor_at_once(tmp_path):
         assert len(rank.of("minibatch")) == 2
         assert rank.of("all_gather") and rank.of("reduce_scatter")
         assert steps[step]["idle/fraction"] > 0
+
+
+class Meetings(Callback):
+    """How often the ranks met from each step to the next."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.last = 0
+
+    def on_train_batch_end(self, fitting: Any, *_: Any) -> None:
+        now = fitting.strategy.engine.protocol.transport.load(fitting.global_rank, Word.MEETING)
+        self.counts.append(now - self.last)
+        self.last = now
+
+
+def _meetings(rank: int, directory: Any) -> Any:
+    counts = []
+    for watching in ([], [DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(directory)]):
+        meetings = Meetings()
+        fitting = trainer(2, callbacks=[*watching, meetings], logger=Memory())
+        fitting.fit(Sleeper("items"), loader([Minibatch([microbatch(0)])] * STEPS))
+        counts.append(meetings.counts)
+    return counts
+
+
+def test_watching_adds_no_meeting_to_a_step(tmp_path):
+    for alone, watched in run_ranks(_meetings, tmp_path):
+        assert len(alone) == STEPS and alone[1] > 0
+        assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
 
 
 # -- what else takes time ------------------------------------------------------------------------------------
