@@ -446,6 +446,22 @@ def test_waiting_that_cannot_be_seen_is_not_guessed():
     assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & set(values)
 
 
+def _tensor_parallel(rank: int) -> Any:
+    monitor, strategy = (
+        DeviceIdleMonitor(every_n_steps=1),
+        ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    )
+    trainer(2, callbacks=[monitor], strategy=strategy).fit(Sharded("mean"), loader([microbatch(0)] * STEPS))
+    return monitor.complete, monitor.last_step
+
+
+def test_tensor_parallel_collectives_are_not_seen():
+    for complete, values in run_ranks(_tensor_parallel):
+        assert not complete
+        assert values["microbatches"] == 2
+        assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(values)
+
+
 def test_ranks_that_cannot_be_compared():
     (said, values), (silence, _) = run_ranks(_seen_in_part, False)
     assert (values, silence) == ({}, [])
