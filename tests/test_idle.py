@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.channels import NoteChannel
-from lightning_odc.callbacks.counts import sample_count, token_count
 from lightning_odc.callbacks.idle_summary import IdleSummary
 from lightning_odc.callbacks.meter import StepMeter
 from lightning_odc.callbacks.step_numbers import (
@@ -33,6 +32,7 @@ from lightning_odc.callbacks.step_numbers import (
     waits_in_broadcasts,
     waits_in_meetings,
 )
+from lightning_odc.data.counts import sample_count, token_count
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.engine.peers import Word
