@@ -107,6 +107,11 @@ def forward_redirection() -> Callable[..., Any]:
     return redirect
 
 
+def is_policy(policy: Any) -> bool:
+    """Whether this is one of torch's policy objects, which have a common class without a public name."""
+    return hasattr(policy, "_run_policy")
+
+
 def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:
     """The modules that one of torch's policy objects (``CustomPolicy`` and the like) selects."""
     return list(policy._run_policy(root, set(), {}))

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_odc import _compat
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
 from lightning_odc.data.plan import Recipe
@@ -46,6 +47,22 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
             'use sharding_strategy="FULL_SHARD" within one node.'
         )
     check_choice("sharding_strategy", name, SHARDING_STRATEGIES)
+
+
+def check_policy(argument: str, policy: Any) -> None:
+    """Refuse what does not say which modules are meant.
+
+    Raises:
+        TypeError: showing the ways to say it.
+    """
+    if policy is None or callable(policy) or _compat.is_policy(policy):
+        return
+    if isinstance(policy, set) and policy and all(isinstance(kind, type) for kind in policy):
+        return
+    raise TypeError(
+        f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
+        f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
+    )
 
 
 def check_balance(balance: str | None, communication: str, deterministic: bool = False) -> None:

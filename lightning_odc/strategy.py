@@ -17,10 +17,11 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, averaging
+from lightning_odc import _compat, arguments
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -41,7 +42,9 @@ from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.materialize import check_filled
 from lightning_odc.model_checks import refuse_layers
+from lightning_odc.outermost import surrounded
 from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
+from lightning_odc.sharding import WrapPolicy
 from lightning_odc.training import Training
 
 #: How long ranks wait before they say where they are.
@@ -111,11 +114,11 @@ class ODCStrategy(ShardedStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
-        cpu_offload: Any = None,
-        mixed_precision: Any = None,
-        auto_wrap_policy: Any = None,
-        activation_checkpointing: Any = None,
-        activation_checkpointing_policy: Any = None,
+        cpu_offload: bool | CPUOffload | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
+        activation_checkpointing_policy: WrapPolicy | None = None,
         sharding_strategy: Any = "FULL_SHARD",
         state_dict_type: Literal["full", "sharded"] = "full",
         device_mesh: Any = None,
@@ -136,6 +139,8 @@ class ODCStrategy(ShardedStrategy):
         arguments.check_choice("transport", transport, arguments.TRANSPORTS)
         arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
         arguments.check_sharding(sharding_strategy, device_mesh)
+        arguments.check_policy("auto_wrap_policy", auto_wrap_policy)
+        arguments.check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         arguments.check_balance(balance, communication, deterministic)
         arguments.check_hang_report(hang_report_after)
         arguments.check_cost(cost if balance else None, communication, deterministic)
@@ -225,7 +230,12 @@ class ODCStrategy(ShardedStrategy):
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(
-            averaging.surrounded(trainer, self.engine.reshard, self.publish_parameters)
+            surrounded(
+                trainer,
+                reshard=self.engine.reshard,
+                publish=self.publish_parameters,
+                fail=self.on_exception,
+            )
         )
         self.barrier()
         if fitting:
@@ -293,10 +303,10 @@ class ODCStrategy(ShardedStrategy):
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
         super().on_exception(exception)
-        if self._engine is None:
-            return
+        if self._engine is None or self._failed:
+            return  # peers are told once: by the first of all callbacks, before Lightning comes here
+        self._failed = True
         text = "".join(traceback.format_exception(exception))
         prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
         trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
@@ -528,6 +538,11 @@ class ODCStrategy(ShardedStrategy):
             yield
         finally:
             self._reduce_locally = before
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is not None and not self._failed:
+            self._engine.come_to("trainer.save_checkpoint, which all ranks call together")
+        return super().lightning_module_state_dict()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
