@@ -45,6 +45,7 @@ from lightning_odc.model_checks import refuse_layers
 from lightning_odc.outermost import surrounded
 from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.sharding import WrapPolicy
+from lightning_odc.signals import HeldSignals
 from lightning_odc.training import Training
 
 #: How long ranks wait before they say where they are.
@@ -182,6 +183,7 @@ class ODCStrategy(ShardedStrategy):
         self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
+        self._signals: HeldSignals | None = None
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -297,7 +299,10 @@ class ODCStrategy(ShardedStrategy):
             if engine is not None and not self._failed:
                 # Without this, a rank that leaves early can abort the others' process group.
                 engine.exchange("end of the run", None)
+                if self._signals is not None:
+                    self._signals.deliver()
         finally:
+            self._signals = None
             if engine is not None:
                 engine.close()
             super().teardown()
@@ -423,6 +428,7 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
+        self._hold_signals()
         self._training.compare_batches()
         self.publish_parameters()
 
@@ -459,6 +465,7 @@ class ODCStrategy(ShardedStrategy):
     def _begin_evaluation(self) -> None:
         check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
+        self._hold_signals()
         self.publish_parameters()
 
     def _redirect(
@@ -469,6 +476,13 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         with context(), self.engine.traced("forward", step=name):
             return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def _hold_signals(self) -> None:
+        """As soon as the trainer has set its handlers. See Note [Signals wait for a meeting]."""
+        if self._signals is None and isinstance(self._engine, OnDemandEngine):
+            assert self.lightning_module is not None
+            self._signals = HeldSignals(self._engine.protocol.signals)
+            self._on_teardown.enter_context(self._signals.held(self.lightning_module.trainer))
 
     # -- data ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,25 @@ _MAILBOXES = _RECORD_BOXES + 1  # the last one is for failures
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
+_SIGNALS = "signals"
+
+
+@dataclass
+class Signals:
+    """Signals of the operating system, which ranks act on together.
+
+    Attributes:
+        raised: numbers of those that this rank was sent, to tell the others at every meeting.
+        agreed: those that some rank had been sent before the last meeting; the same on all ranks.
+    """
+
+    raised: set[int] = field(default_factory=set)
+    agreed: set[int] = field(default_factory=set)
+
+    def forget(self, number: int) -> None:
+        """All ranks have acted on it."""
+        self.raised.discard(number)
+        self.agreed.discard(number)
 
 
 class Protocol(Traced):
@@ -72,6 +92,7 @@ class Protocol(Traced):
         version: the version this rank works on, from 1.
         deterministic: sums are taken in rank order.
         peers: how the ranks are.
+        signals: what this rank and the others were sent by the operating system.
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
         bytes_added: bytes of gradients added into windows of peers and own.
@@ -93,6 +114,7 @@ class Protocol(Traced):
         self.transport = transport
         self.version = _FIRST_VERSION
         self.bytes_read = self.bytes_added = self.reads = self.adds = 0
+        self.signals = Signals()
         self.peers = Peers(transport, units)
         self.waiter = Waiter(timeout, self.peers.check, self.peers.report, hang_report)
         self._hang_report = hang_report
@@ -213,6 +235,7 @@ class Protocol(Traced):
         """Take over the books and the listener of a protocol that was closed."""
         self.reads, self.adds = other.reads, other.adds
         self.bytes_read, self.bytes_added = other.bytes_read, other.bytes_added
+        self.signals = other.signals
         for cause, seconds in other.waiter.seconds.items():
             self.waiter.seconds[cause] += seconds
         self.listen(other.tracer)
@@ -298,7 +321,8 @@ class Protocol(Traced):
         Raises:
             DisagreementError: the ranks met for different reasons.
         """
-        message = json.dumps(record).encode()
+        signals = sorted(self.signals.raised)
+        message = json.dumps({**record, _SIGNALS: signals} if signals else record).encode()
         said = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         heard = self._meet_once(said[:_MAILBOX_BYTES], record)
         longest = max(int.from_bytes(part[:_LENGTH_BYTES], "little") for part in heard) + _LENGTH_BYTES
@@ -306,6 +330,7 @@ class Protocol(Traced):
             parts = self._meet_once(said[start : start + _MAILBOX_BYTES], record)
             heard = [before + part for before, part in zip(heard, parts, strict=True)]
         records: list[Record] = [json.loads(part[_LENGTH_BYTES:]) for part in heard]
+        self.signals.agreed.update(*(said.pop(_SIGNALS, ()) for said in records))
         records[self.transport.rank] = record
         self._agree("kind", records)
         return records
