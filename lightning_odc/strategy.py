@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments
+from lightning_odc import _compat, arguments, nodes
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -35,8 +35,10 @@ from lightning_odc.engine.collective import (
     single_process,
 )
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.layout import Layout
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
+from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
@@ -78,8 +80,11 @@ class ODCStrategy(ShardedStrategy):
         activation_checkpointing: as in ``FSDPStrategy``.
         activation_checkpointing_policy: as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
+            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) does so inside every node, on demand, and sums gradients
+            over nodes once per minibatch; it is the way to use several nodes.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        device_mesh: reserved for hybrid sharding, which this version does not have.
+        device_mesh: for hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
+            ``(num_nodes, devices per node)``.
         communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
             the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
         transport: ``"auto"`` or ``"shared_memory"``.
@@ -160,6 +165,7 @@ class ODCStrategy(ShardedStrategy):
             activation_checkpointing=activation_checkpointing,
             activation_checkpointing_policy=activation_checkpointing_policy,
             sharding_strategy=sharding_strategy,
+            device_mesh=device_mesh,
             state_dict_type=state_dict_type,
         )
         self.communication = communication
@@ -214,7 +220,10 @@ class ODCStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         self._check_devices()
+        nodes.check_nodes(self.sharding_strategy.name, self.num_nodes, self.communication)
         super().setup_environment()
+        if self._layout is not None:
+            nodes.check_row(self._layout, self.communication)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -255,14 +264,33 @@ class ODCStrategy(ShardedStrategy):
         rendezvous = process_group_rendezvous(dist.group.WORLD)
         if self.communication == "collective":
             return CollectiveEngine(self.world_size, rendezvous)
+        options: dict[str, Any] = {
+            "deterministic": self.deterministic,
+            "lockstep": self.communication == "lockstep",
+            "accumulator_dtype": self.accumulator_dtype,
+            "hang_report": self._make_hang_report(),
+        }
+        if self._layout is not None:
+            return self._make_hybrid_engine(self._layout, rendezvous, options)
         return OnDemandEngine(
             lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
             rendezvous,
             timeout=self.timeout.total_seconds(),
-            deterministic=self.deterministic,
-            lockstep=self.communication == "lockstep",
-            accumulator_dtype=self.accumulator_dtype,
-            hang_report=self._make_hang_report(),
+            **options,
+        )
+
+    def _make_hybrid_engine(self, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]) -> Engine:
+        assert self.cluster_environment is not None
+        within = process_group_rendezvous(self.shard_mesh.get_group())
+        place = layout.row.index(self.global_rank)
+        return nodes.make_hybrid_engine(
+            lambda: SharedMemoryTransport(place, len(layout.row), within, layout.row),
+            rendezvous,
+            layout,
+            main_address=self.cluster_environment.main_address,
+            device=self.root_device,
+            timeout=self.timeout,
+            **options,
         )
 
     def _make_hang_report(self) -> HangReport | None:

@@ -96,6 +96,7 @@ class Protocol(Traced):
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
         bytes_added: bytes of gradients added into windows of peers and own.
+        bytes_reduced: bytes of gradients summed over nodes so far.
         reads: number of shards read from peers.
         adds: number of gradient chunks added into peers' accumulators.
     """
@@ -113,7 +114,7 @@ class Protocol(Traced):
         self.lockstep = lockstep
         self.transport = transport
         self.version = _FIRST_VERSION
-        self.bytes_read = self.bytes_added = self.reads = self.adds = 0
+        self.bytes_read = self.bytes_added = self.bytes_reduced = self.reads = self.adds = 0
         self.signals = Signals()
         self.peers = Peers(transport, units)
         self.waiter = Waiter(timeout, self.peers.check, self.peers.report, hang_report)
@@ -133,6 +134,10 @@ class Protocol(Traced):
             mailbox_bytes=_MAILBOX_BYTES,
             sources=world if deterministic else 1,
         )
+
+    @property
+    def _job_rank(self) -> int:
+        return self.transport.job_rank(self.transport.rank)
 
     @property
     def window_bytes(self) -> int:
@@ -220,6 +225,10 @@ class Protocol(Traced):
                 total += self.transport.accumulator(rank, unit, source)
         return total
 
+    def total(self, unit: int) -> Tensor:
+        """The gradients of the whole minibatch for this rank's shard of ``unit``, once after `end_version`."""
+        return self.summed(unit)
+
     def clear(self, unit: int, start: int = 0, numel: int | None = None) -> None:
         """Zero this rank's accumulators of ``unit``, or a part of them, before the next `publish`."""
         end = None if numel is None else start + numel
@@ -236,6 +245,7 @@ class Protocol(Traced):
         self.reads, self.adds = other.reads, other.adds
         self.bytes_read, self.bytes_added = other.bytes_read, other.bytes_added
         self.signals = other.signals
+        self.bytes_reduced = other.bytes_reduced
         for cause, seconds in other.waiter.seconds.items():
             self.waiter.seconds[cause] += seconds
         self.listen(other.tracer)
@@ -249,14 +259,15 @@ class Protocol(Traced):
                 f"waiting to read unit {self._units[unit].name!r} (version {version}) "
                 f"from {self.transport.describe(owner)}"
             ),
-            owner,
+            self.transport.job_rank(owner),
         )
         found = load(owner, word)
         if found != version:
             raise DisagreementError(
-                f"Rank {owner} has published version {found} of unit {self._units[unit].name!r} while rank "
-                f"{self.transport.rank} still works on version {version}: the ranks took different numbers of "
-                "optimizer steps. Every rank must call the same optimizer steps in the same order."
+                f"Rank {self.transport.job_rank(owner)} has published version {found} of unit "
+                f"{self._units[unit].name!r} while rank {self._job_rank} still works on version {version}: the ranks "
+                "took different numbers of optimizer steps. Every rank must call the same optimizer steps in the same "
+                "order."
             )
 
     def _add_to_own_slots(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
@@ -294,7 +305,7 @@ class Protocol(Traced):
             free,
             Cause.LOCK,
             lambda: f"waiting to add gradients of unit {self._units[unit].name!r} to {names}",
-            owners[0],
+            self.transport.job_rank(owners[0]),
         )
 
     def _barrier(self) -> None:
@@ -305,7 +316,7 @@ class Protocol(Traced):
                 lambda peer=peer: self.transport.load(peer, Word.LOCKSTEP) >= self._barriers,  # type: ignore[misc]
                 Cause.LOCKSTEP,
                 lambda peer=peer: f"waiting in lockstep for {self.transport.describe(peer)}",  # type: ignore[misc]
-                peer,
+                self.transport.job_rank(peer),
             )
 
     # -- the control plane --------------------------------------------------------------------------------
@@ -332,7 +343,7 @@ class Protocol(Traced):
         records: list[Record] = [json.loads(part[_LENGTH_BYTES:]) for part in heard]
         self.signals.agreed.update(*(said.pop(_SIGNALS, ()) for said in records))
         records[self.transport.rank] = record
-        self._agree("kind", records)
+        self._agree({self.transport.job_rank(peer): r["kind"] for peer, r in enumerate(records)})
         return records
 
     def end_version(self, record: Record) -> list[Record]:
@@ -378,7 +389,7 @@ class Protocol(Traced):
         waiting = self.waiter.waiting_for
         mine = "does not wait" if waiting is None else f"is {waiting()}"
         place, report = self._hang_report.place(), self.peers.report()
-        return f"  This is rank {self.transport.rank}{place}; it {mine}.\n{report}"
+        return f"  This is rank {self._job_rank}{place}; it {mine}.\n{report}"
 
     def _meet_once(self, message: bytes, record: Record) -> list[bytes]:
         """Everybody's message, in rank order; none is longer than a mailbox."""
@@ -403,15 +414,16 @@ class Protocol(Traced):
             lambda: (
                 f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
             ),
-            peer,
+            self.transport.job_rank(peer),
         )
 
-    def _agree(self, key: str, records: Sequence[Record]) -> None:
-        mine = records[self.transport.rank][key]
-        for peer, record in enumerate(records):
-            if record[key] != mine:
+    def _agree(self, kinds: dict[int, Any]) -> None:
+        """Compare for what ranks (of the job) have come to this meeting."""
+        mine = kinds[self._job_rank]
+        for peer, kind in kinds.items():
+            if kind != mine:
                 raise DisagreementError(
-                    f"Rank {self.transport.rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at "
-                    f"{record[key]!r}. Every rank needs the same number of Lightning batches and optimizer steps; "
-                    "unequal work belongs inside a Minibatch (0 to k microbatches)."
+                    f"Rank {self._job_rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at {kind!r}. "
+                    "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
+                    "inside a Minibatch (0 to k microbatches)."
                 )
