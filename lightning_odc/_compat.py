@@ -157,6 +157,47 @@ def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
     return dtype
 
 
+def symmetric_backend(device: torch.device) -> str | None:
+    """What provides symmetric memory on devices of this type: ``"CUDA"`` unless somebody chose otherwise.
+
+    Why (this and the next three): torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other
+    way to map the memory of another process's GPU without compiling something. The names and arguments used here are
+    the same from torch 2.9 to 2.13.
+    """
+    return _symmetric_memory().get_backend(device)
+
+
+def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes that a group can map, straight from the driver.
+
+    Why: the module's own ``empty`` takes them from a memory pool of torch's caching allocator in newer versions, which
+    keeps them after they are freed.
+    """
+    memory: Any = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
+    return memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+
+
+def symmetric_rendezvous(own: torch.Tensor, group: Any) -> Any:
+    """Map what every rank of ``group`` passes; the handle has ``rank``, ``world_size`` and ``get_buffer``.
+
+    Views from ``handle.get_buffer(rank, sizes, dtype)`` do not keep the mapping alive, the handle does.
+    """
+    return _symmetric_memory().rendezvous(own, group)
+
+
+def cuda_driver_version() -> str:
+    """Which CUDA the installed driver knows, as in ``12.8``.
+
+    Why: the message for a driver that is too old has to say which one it is.
+    """
+    number = int(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else 0
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _symmetric_memory() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
 def wrapped_sampler(sampler: Any) -> Any | None:
     """The user's own sampler inside the distributed one that Lightning has put around it.
 

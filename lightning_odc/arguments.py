@@ -15,7 +15,7 @@ from lightning_odc.balance.planner import POLICIES
 from lightning_odc.data.plan import Recipe
 
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
-TRANSPORTS = ("auto", "shared_memory")
+TRANSPORTS = ("auto", "shared_memory", "cuda")
 STATE_DICT_TYPES = ("full", "sharded")
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Policies that give every rank the same number of microbatches.

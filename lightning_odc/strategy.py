@@ -39,7 +39,7 @@ from lightning_odc.engine.layout import Layout
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.choice import check_transport, make_transport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.materialize import check_filled
@@ -87,7 +87,7 @@ class ODCStrategy(ShardedStrategy):
             ``(num_nodes, devices per node)``.
         communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
             the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
-        transport: ``"auto"`` or ``"shared_memory"``.
+        transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
         deterministic: sum gradients in rank order, so that runs are bit-equal; takes ``world_size`` accumulators.
         accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
         balance: how to level the work over ranks: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
@@ -273,7 +273,9 @@ class ODCStrategy(ShardedStrategy):
         if self._layout is not None:
             return self._make_hybrid_engine(self._layout, rendezvous, options)
         return OnDemandEngine(
-            lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
+            lambda: make_transport(
+                self.root_device, self.global_rank, self.world_size, rendezvous, dist.group.WORLD
+            ),
             rendezvous,
             timeout=self.timeout.total_seconds(),
             **options,
@@ -284,7 +286,9 @@ class ODCStrategy(ShardedStrategy):
         within = process_group_rendezvous(self.shard_mesh.get_group())
         place = layout.row.index(self.global_rank)
         return nodes.make_hybrid_engine(
-            lambda: SharedMemoryTransport(place, len(layout.row), within, layout.row),
+            lambda: make_transport(
+                self.root_device, place, len(layout.row), within, self.shard_mesh.get_group(), layout.row
+            ),
             rendezvous,
             layout,
             main_address=self.cluster_environment.main_address,
@@ -311,12 +315,8 @@ class ODCStrategy(ShardedStrategy):
         return self.communication != "collective" and self.world_size > 1
 
     def _check_devices(self) -> None:
-        if self._device_type() == "cpu" or self.communication == "collective":
-            return
-        raise ValueError(
-            f"On-demand communication between {self._device_type()} devices is not part of this version. Use "
-            'Trainer(strategy="odc", accelerator="cpu", devices=2), or ODCStrategy(communication="collective").'
-        )
+        if self.communication != "collective":
+            check_transport(self.transport, self._device_type())
 
     def teardown(self) -> None:
         self._give_values_back()

@@ -57,7 +57,9 @@ class Stall:
 def undisturbed() -> str:
     """The digest of a run in which nothing happens."""
     with tempfile.TemporaryDirectory() as folder:
-        (end,) = {end for end, _ in run_ranks(watched, "none", "nowhere", folder, 30.0, world_size=WORLD_SIZE)}
+        (end,) = {
+            end for end, _ in run_ranks(watched, "none", "nowhere", folder, 30.0, world_size=WORLD_SIZE)
+        }
         return str(end)
 
 
@@ -96,9 +98,7 @@ def slow_loader(expected: str, factor: float = 100) -> Stall:
     """Every batch of the victim comes ``factor`` times later than in ten milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
         fault = f"slow {factor * 0.01}"
-        outcomes = try_ranks(
-            watched, fault, "loading data", folder, 30.0, world_size=WORLD_SIZE, timeout=90
-        )
+        outcomes = try_ranks(watched, fault, "loading data", folder, 30.0, world_size=WORLD_SIZE, timeout=90)
         ends = {(outcome.result or ("", 0))[0] for outcome in outcomes}
         texts = [text for text in reports(folder, "loading data") if text]
         named = sum(f"waiting for rank {victim_of('')} " in text for text in texts)
@@ -122,7 +122,13 @@ def table(stalls: list[Stall]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for stall in stalls:
-        same = f"yes, {stall.seconds:.1f} s later" if stall.same and stall.seconds else "yes" if stall.same else ""
+        same = (
+            f"yes, {stall.seconds:.1f} s later"
+            if stall.same and stall.seconds
+            else "yes"
+            if stall.same
+            else ""
+        )
         gave_up = "" if stall.gave_up is None else f"{stall.gave_up:.1f} s"
         lines.append(f"| {stall.fault} | {stall.place} | {stall.reports} of 2 | {same} | {gave_up} |")
     return "\n".join(lines)
