@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -180,10 +181,16 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
-    """The 1-D mesh over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """The 1-D mesh over all ranks.
 
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    A job of GPUs that chose gloo means it, as ranks that share one GPU do, which NCCL refuses: torch before 2.12 would
+    make a group of NCCL for the mesh.
+    """
+    names = ("shard",)
+    if device_type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
+    return init_device_mesh(device_type, (world_size,), mesh_dim_names=names)
 
 
 def precision_policy(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments
+from lightning_odc import _compat, arguments, nodes
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -35,9 +35,11 @@ from lightning_odc.engine.collective import (
     single_process,
 )
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.layout import Layout
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.choice import check_transport, make_transport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.materialize import check_filled
@@ -45,6 +47,7 @@ from lightning_odc.model_checks import refuse_layers
 from lightning_odc.outermost import surrounded
 from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.sharding import WrapPolicy
+from lightning_odc.signals import HeldSignals
 from lightning_odc.training import Training
 
 #: How long ranks wait before they say where they are.
@@ -77,11 +80,14 @@ class ODCStrategy(ShardedStrategy):
         activation_checkpointing: as in ``FSDPStrategy``.
         activation_checkpointing_policy: as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
+            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) does so inside every node, on demand, and sums gradients
+            over nodes once per minibatch; it is the way to use several nodes.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        device_mesh: reserved for hybrid sharding, which this version does not have.
+        device_mesh: for hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
+            ``(num_nodes, devices per node)``.
         communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
             the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
-        transport: ``"auto"`` or ``"shared_memory"``.
+        transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
         deterministic: sum gradients in rank order, so that runs are bit-equal; takes ``world_size`` accumulators.
         accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
         balance: how to level the work over ranks: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
@@ -159,6 +165,7 @@ class ODCStrategy(ShardedStrategy):
             activation_checkpointing=activation_checkpointing,
             activation_checkpointing_policy=activation_checkpointing_policy,
             sharding_strategy=sharding_strategy,
+            device_mesh=device_mesh,
             state_dict_type=state_dict_type,
         )
         self.communication = communication
@@ -173,6 +180,8 @@ class ODCStrategy(ShardedStrategy):
             "length_fn": length_fn,
             "weighting": weighting,
         }
+        if balance is None:
+            arguments.warn_of_idle_options(self._balance_options)
         self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
@@ -180,6 +189,7 @@ class ODCStrategy(ShardedStrategy):
         self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
+        self._signals: HeldSignals | None = None
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -210,7 +220,10 @@ class ODCStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         self._check_devices()
+        nodes.check_nodes(self.sharding_strategy.name, self.num_nodes, self.communication)
         super().setup_environment()
+        if self._layout is not None:
+            nodes.check_row(self._layout, self.communication)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -251,14 +264,37 @@ class ODCStrategy(ShardedStrategy):
         rendezvous = process_group_rendezvous(dist.group.WORLD)
         if self.communication == "collective":
             return CollectiveEngine(self.world_size, rendezvous)
+        options: dict[str, Any] = {
+            "deterministic": self.deterministic,
+            "lockstep": self.communication == "lockstep",
+            "accumulator_dtype": self.accumulator_dtype,
+            "hang_report": self._make_hang_report(),
+        }
+        if self._layout is not None:
+            return self._make_hybrid_engine(self._layout, rendezvous, options)
         return OnDemandEngine(
-            lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
+            lambda: make_transport(
+                self.root_device, self.global_rank, self.world_size, rendezvous, dist.group.WORLD
+            ),
             rendezvous,
             timeout=self.timeout.total_seconds(),
-            deterministic=self.deterministic,
-            lockstep=self.communication == "lockstep",
-            accumulator_dtype=self.accumulator_dtype,
-            hang_report=self._make_hang_report(),
+            **options,
+        )
+
+    def _make_hybrid_engine(self, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]) -> Engine:
+        assert self.cluster_environment is not None
+        within = process_group_rendezvous(self.shard_mesh.get_group())
+        place = layout.row.index(self.global_rank)
+        return nodes.make_hybrid_engine(
+            lambda: make_transport(
+                self.root_device, place, len(layout.row), within, self.shard_mesh.get_group(), layout.row
+            ),
+            rendezvous,
+            layout,
+            main_address=self.cluster_environment.main_address,
+            device=self.root_device,
+            timeout=self.timeout,
+            **options,
         )
 
     def _make_hang_report(self) -> HangReport | None:
@@ -279,12 +315,8 @@ class ODCStrategy(ShardedStrategy):
         return self.communication != "collective" and self.world_size > 1
 
     def _check_devices(self) -> None:
-        if self._device_type() == "cpu" or self.communication == "collective":
-            return
-        raise ValueError(
-            f"On-demand communication between {self._device_type()} devices is not part of this version. Use "
-            'Trainer(strategy="odc", accelerator="cpu", devices=2), or ODCStrategy(communication="collective").'
-        )
+        if self.communication != "collective":
+            check_transport(self.transport, self._device_type())
 
     def teardown(self) -> None:
         self._give_values_back()
@@ -295,7 +327,10 @@ class ODCStrategy(ShardedStrategy):
             if engine is not None and not self._failed:
                 # Without this, a rank that leaves early can abort the others' process group.
                 engine.exchange("end of the run", None)
+                if self._signals is not None:
+                    self._signals.deliver()
         finally:
+            self._signals = None
             if engine is not None:
                 engine.close()
             super().teardown()
@@ -308,7 +343,8 @@ class ODCStrategy(ShardedStrategy):
         text = "".join(traceback.format_exception(exception))
         prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
         trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
-        if trouble:
+        own = "".join(traceback.format_exception_only(exception)).rstrip()
+        if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
             exception.add_note(f"This followed from something else. {trouble}")
             prefix = FOLLOWED
         self._engine.fail(prefix + text)
@@ -420,6 +456,7 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
+        self._hold_signals()
         self._training.compare_batches()
         self.publish_parameters()
 
@@ -456,6 +493,7 @@ class ODCStrategy(ShardedStrategy):
     def _begin_evaluation(self) -> None:
         check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
+        self._hold_signals()
         self.publish_parameters()
 
     def _redirect(
@@ -466,6 +504,13 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         with context(), self.engine.traced("forward", step=name):
             return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def _hold_signals(self) -> None:
+        """As soon as the trainer has set its handlers. See Note [Signals wait for a meeting]."""
+        if self._signals is None and isinstance(self._engine, OnDemandEngine):
+            assert self.lightning_module is not None
+            self._signals = HeldSignals(self._engine.protocol.signals)
+            self._on_teardown.enter_context(self._signals.held(self.lightning_module.trainer))
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -480,9 +525,12 @@ class ODCStrategy(ShardedStrategy):
                     dataloader, self.world_size, self.global_rank, self.balance, self._balance_options
                 )
             except LengthsUnknownError as error:
-                rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
+                rank_zero_warn(
+                    f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}\n"
+                    f"    ODCStrategy(balance={self.balance!r}, length_fn=lambda sample: len(...), ...)"
+                )
         if isinstance(dataloader, BalancedDataLoader):
-            arguments.check_cost(dataloader.recipe.cost, self.communication, self.deterministic)
+            arguments.check_loader(dataloader.recipe, self.communication, self.deterministic, self.world_size)
             dataloader.minibatches_per_step = module.trainer.accumulate_grad_batches
         return dataloader
 

@@ -28,8 +28,12 @@ from tests.ranks import run_ranks
         ),
         ({"state_dict_type": "half"}, r"state_dict_type='half'\) is not known"),
         ({"sharding_strategy": "NO_SHARD"}, r'has nothing to read on demand: use Trainer\(strategy="ddp"\)'),
-        ({"sharding_strategy": "HYBRID_SHARD"}, r'use sharding_strategy="FULL_SHARD"'),
-        ({"device_mesh": (2, 2)}, r'use sharding_strategy="FULL_SHARD"'),
+        ({"device_mesh": (2, 2)}, r'Write sharding_strategy="HYBRID_SHARD"'),
+        (
+            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (4,)},
+            r"device_mesh=\(nodes, ranks per node\)",
+        ),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": 4}, r"device_mesh=\(nodes, ranks per node\)"),
         ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
         (
             {"balance": "steal", "deterministic": True},
