@@ -12,6 +12,7 @@ from pathlib import Path
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 
 BENCHES = {
+    "gpu": "The CUDA transport, beside plain copies and additions",
     "idle": "Idle time: is it true, what does measuring cost, how idle are ranks",
     "memory": "Memory per rank, beside the formula",
     "planner": "The planner: quality, speed, learning",
