@@ -40,6 +40,7 @@ class Counter(Callback):
         self.seen: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        trainer.strategy.engine.exchange("nothing is under way", None)  # type: ignore[attr-defined]
         self.bytes_sent.append(int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()))
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:

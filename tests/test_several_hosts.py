@@ -1,4 +1,7 @@
-"""Hybrid sharding over two hosts: network namespaces with own addresses, names and process ids; see ``lightning_odc.bench.hosts``."""
+"""Hybrid sharding over two hosts: network namespaces with own addresses, names and process ids.
+
+See ``lightning_odc.bench.hosts``.
+"""
 
 from __future__ import annotations
 
