@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,13 @@ def _output(name: str, output: dict[str, Any], pictures: dict[str, bytes]) -> st
         file = f"{name}-{len(pictures) + 1}.png"
         pictures[file] = base64.b64decode(data["image/png"])
         alt = output["metadata"]["image/png"]["alt"]
-        return f"![{alt}]({file}){{ .notebook-picture loading=lazy }}"
+        width, height = _size(pictures[file])
+        return f"![{alt}]({file}){{ .notebook-picture loading=lazy width={width} height={height} }}"
     text = "".join(output.get("text") or data.get("text/plain", ""))
     return f"{_FENCE}{{ .text .no-copy .notebook-output }}\n{text.rstrip()}\n{_FENCE}"
+
+
+def _size(png: bytes) -> tuple[int, int]:
+    """Width and height in pixels, so that the page keeps the place of a picture that is not loaded yet."""
+    width, height = struct.unpack(">II", png[16:24])  # the header chunk comes first and begins with them
+    return width, height

@@ -2,8 +2,8 @@
 
 ``python -m tests.site_browser SITE [SCREENSHOTS]`` serves the site on this machine and drives a headless Chromium (the
 system's, or ``CHROMIUM=...``) by Playwright. It checks: no error in the console, no failed request, none to another
-host, nothing wider than the window, enough contrast of text, and that searching for "idle" finds the page of that name.
-It ends with 1 if anything is wrong, and with 0 and a word if there is no Chromium.
+host, no broken picture, nothing wider than the window, enough contrast of text, and that searching for "idle" finds the
+page of that name. It ends with 1 if anything is wrong, and with 0 and a word if there is no Chromium.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from typing import Any
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 SCHEMES = ("light", "dark")
 
+_LOAD_PICTURES = """async () => {
+  const pictures = [...document.images];
+  for (const picture of pictures) picture.loading = "eager";
+  await Promise.allSettled(pictures.map((picture) => picture.decode()));
+  return pictures.filter((picture) => !picture.naturalWidth).map((picture) => picture.src);
+}"""
 _CONTRAST = Path(__file__).with_name("contrast.js").read_text()
 
 
@@ -55,6 +61,7 @@ def look(page: Any, address: str, path: str, label: str) -> list[str]:
     page.on("request", on_request)
     page.on("requestfailed", on_failure)
     page.goto(address + path, wait_until="networkidle")
+    said += [f"broken picture: {source}" for source in page.evaluate(_LOAD_PICTURES)]
     wide = page.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
     if wide > 0:
         said.append(f"is {wide} pixels wider than the window")

@@ -52,6 +52,15 @@ def test_values_that_contradict_each_other_only_together():
     ODCStrategy(balance="lb_mini", deterministic=True)
 
 
+@pytest.mark.parametrize("argument", ["auto_wrap_policy", "activation_checkpointing_policy"])
+@pytest.mark.parametrize(
+    "policy", [[torch.nn.LSTM], {"torch.nn.LSTM"}, set(), torch.nn.LSTM(1, 1).bias, "LSTM"]
+)
+def test_policies_that_do_not_say_which_modules(argument, policy):
+    with pytest.raises(TypeError, match=rf"Write a set of their classes, {argument}=\{{Block\}}"):
+        ODCStrategy(**{argument: policy})
+
+
 def test_arguments_of_fsdp1_without_meaning_are_named():
     with pytest.raises(TypeError, match="does not know ignored_modules, sync_module_states"):
         ODCStrategy(sync_module_states=True, ignored_modules=[])

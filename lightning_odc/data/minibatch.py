@@ -17,7 +17,7 @@ _TEACH = (
     "    import lightning_odc\n"
     '    trainer = lightning.pytorch.Trainer(strategy="odc", ...)\n'
     "and your `training_step` receives one microbatch at a time; with any other strategy, let the loader yield the "
-    "microbatches themselves as batches."
+    'microbatches themselves as batches: BalancedDataLoader(..., policy="lb_micro", unroll=True).'
 )
 
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, Traffic, denominator
+from lightning_odc.engine.checks import ContentChecks
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
@@ -74,6 +75,7 @@ class OnDemandEngine(Engine):
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
+        self._checks = ContentChecks(deferred=False)
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
         self._protocol: Protocol | None = None
@@ -107,8 +109,10 @@ class OnDemandEngine(Engine):
         self._units = self._probe(find_units(model), keep=carried)
         compare_models(self._units, self._rendezvous)
         self._before_publishing()
+        transport = self._make_transport()
+        self._checks = ContentChecks(deferred=transport.runs_ahead)
         protocol = self._protocol_for(
-            self._make_transport(),
+            transport,
             [unit.spec() for unit in self._units],
             timeout=self._timeout,
             deterministic=self._deterministic,
@@ -192,21 +196,27 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
         self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         self.protocol.lockstep = self._lockstep and not self.evaluating
-        self._verify(
-            unit, own
-        )  # in a backward pass, too: this rank's slice is what it is now, the peers' are not
+        if not self._checks.deferred:  # else when the step settles
+            # In a backward pass, too: this rank's slice is what it is now, the peers' are not.
+            self._verify(unit, own)
         self.protocol.gather(unit.index, output.view(self.protocol.transport.world_size, -1))
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
-        changed = unit.differs_from(self.protocol.own_shard(unit.index), own)
+        published = self.protocol.own_shard(unit.index)
+
+        def error() -> StaleShardError:
+            now = self._shard_now(unit) if self._checks.deferred else own
+            return _stale(unit, published, now)
+
+        self._checks.expect_same(published, own, f"shard of {unit.name}", error)
         unit.verified = True
-        if changed is not None:
-            raise StaleShardError(
-                f"Parameter {changed!r} changed after it was published, so peers would compute with its old value. "
-                "Change parameters outside the optimizer step on all ranks together, and then call "
-                "`trainer.strategy.publish_parameters()` on all of them."
-            )
+
+    def _shard_now(self, unit: Unit) -> Tensor:
+        """What this rank would publish if it did so now."""
+        own = torch.empty_like(self.protocol.own_shard(unit.index)).zero_()
+        unit.write_shard(own)
+        return own
 
     def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
         self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
@@ -293,6 +303,9 @@ class OnDemandEngine(Engine):
         with self._timed(), self.traced("settle"):
             self.reshard()
             self._verify_unread()
+            self._checks.send()
+            self.protocol.finish()
+            self._checks.raise_first()
             emptied = self._placeholders.emptied()
             self._placeholders.lift()
             used = [flag for unit in self._units for flag in unit.take_used()]
@@ -367,14 +380,8 @@ class OnDemandEngine(Engine):
     def _check_gathered(self) -> None:
         """Before gathered parameters are freed, and what was written into them with them."""
         for unit in self._units:
-            edited = unit.edited_while_gathered()
-            if edited is not None:
-                raise StaleShardError(
-                    f"Parameter {edited!r} was changed inside `forward` or between a forward pass and the end of its "
-                    "step, while it was gathered; such a change would be lost. Change it in `on_train_batch_start` or "
-                    "`on_train_batch_end`, on all ranks together, and then call "
-                    "`trainer.strategy.publish_parameters()` on all of them."
-                )
+            for name, part, shard in unit.gathered():
+                self._checks.expect_same(part, shard, f"gathered {name}", partial(_lost, name))
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""
@@ -388,9 +395,7 @@ class OnDemandEngine(Engine):
         """A rank that read nothing in this step has not looked at its shards, either."""
         for unit in self._units:
             if not unit.verified:
-                own = torch.empty_like(self.protocol.own_shard(unit.index)).zero_()
-                unit.write_shard(own)
-                self._verify(unit, own)
+                self._verify(unit, self._shard_now(unit))
 
     def _reattach(self) -> None:
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
@@ -427,6 +432,22 @@ def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
         )
+
+
+def _stale(unit: Unit, published: Tensor, own: Tensor) -> StaleShardError:
+    return StaleShardError(
+        f"Parameter {unit.differs_from(published, own)!r} changed after it was published, so peers would compute with "
+        "its old value. Change parameters outside the optimizer step on all ranks together, and then call "
+        "`trainer.strategy.publish_parameters()` on all of them."
+    )
+
+
+def _lost(name: str) -> StaleShardError:
+    return StaleShardError(
+        f"Parameter {name!r} was changed inside `forward` or between a forward pass and the end of its step, while it "
+        "was gathered; such a change would be lost. Change it in `on_train_batch_start` or `on_train_batch_end`, on "
+        "all ranks together, and then call `trainer.strategy.publish_parameters()` on all of them."
+    )
 
 
 def _pack(flags: list[bool]) -> str:

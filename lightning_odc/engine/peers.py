@@ -148,14 +148,14 @@ class Peers:
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""
-        now = time.monotonic_ns()
-        waiting = [
-            rank
+        begun = [
+            self._transport.load(rank, Word.SINCE)
             for rank in range(self._transport.world_size)
             if self._state(rank) == State.RUNNING
             and self._transport.load(rank, Word.ACTIVITY) % len(Activity) != Activity.COMPUTE
         ]
-        return max((now - self._transport.load(rank, Word.SINCE) for rank in waiting), default=0) / 1e9
+        now = time.monotonic_ns()  # after the looks, or a wait that has just begun would be less than none
+        return max((now - since for since in begun), default=0) / 1e9
 
     def report(self) -> str:
         """Where every rank is: version, microbatch, activity, and for how long."""

@@ -4,12 +4,6 @@ Windows are anonymous memory (``memfd_create``): no name in any file system, no 
 after ``kill -9``. A peer opens a window through the owner's file-descriptor table in ``/proc``, which the kernel
 allows to the same user only, and checks the job's secret, the size and the seals before it maps anything.
 Locks are open-file-description byte-range locks, which the kernel gives back when their holder ends.
-
-Note [Opening in three parts]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks check, create and attach, and after each part tell each other how it went, so all of them go on or all raise the
-same error. Nobody creates before everybody has checked: a rank that looked later would count the windows that are
-there already and the room for all of them, and refuse a job that fits.
 """
 
 from __future__ import annotations
@@ -25,10 +19,13 @@ from torch import Tensor
 
 from lightning_odc.engine.transports import fence, host
 from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
+from lightning_odc.engine.transports.opening import together
 from lightning_odc.engine.transports.region import HEADER_BYTES, Address, Region
 from lightning_odc.errors import WindowError
 
 _SECRET_BYTES = 32
+
+
 _Answer = TypeVar("_Answer")
 
 
@@ -55,7 +52,7 @@ class SharedMemoryTransport(Transport):
         self._pidfds: dict[int, int] = {}
         self._fence: fence.Fence | None = None
 
-    # -- opening (see the Note above) ---------------------------------------------------------------------
+    # -- opening: see Note [Opening in parts] -------------------------------------------------------------
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
@@ -65,20 +62,7 @@ class SharedMemoryTransport(Transport):
         self._together(lambda: self._attach(size, secret))
 
     def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
-        """Do one part of opening; returns what it returned on every rank, or raises on all if it raised on one."""
-        answer, error = None, ""
-        try:
-            answer = part()
-        except (OSError, RuntimeError) as exception:
-            error = str(exception)
-        answers = self._rendezvous((answer, error))
-        for rank, (_, reason) in enumerate(answers):
-            if reason:
-                self.close()
-                raise WindowError(
-                    f"Rank {self.job_rank(rank)} could not share memory with its peers: {reason}"
-                )
-        return [answer for answer, _ in answers]
+        return together(self._rendezvous, part, self.close, self._job_ranks)
 
     def _check(self, size: int) -> bytes:
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
