@@ -20,8 +20,8 @@ from lightning_odc.engine.transports.base import Rendezvous, Transport
 #: What is left of a way of sharding inside a node.
 WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 
-#: Seconds without any sign of another host, or without progress of a sum over nodes, before that is an error. Shorter
-#: if ``timeout`` is.
+#: Seconds without any sign of another host, or without progress of a sum over nodes, before that is an error; at most
+#: half of ``timeout``, so that the message is not that of a wait for a rank that is slow.
 SILENCE = 30.0
 STALL = 60.0
 
@@ -127,20 +127,18 @@ def make_hybrid_engine(
         **options: as in ``OnDemandEngine``.
     """
     seconds = timeout.total_seconds()
+    silence, stall = min(SILENCE, seconds / 2), min(STALL, seconds / 2)
     columns: list[Column] = []
 
     def make_column() -> Column:
-        columns[:] = [
-            Column(
-                layout.rank, layout.column, rendezvous, main_address, layout.main_row, min(SILENCE, seconds)
-            )
-        ]
-        return columns[0]
+        column = Column(layout.rank, layout.column, rendezvous, main_address, layout.main_row, silence)
+        columns[:] = [column]
+        return column
 
     def trouble() -> str:
         return next((column.trouble() for column in columns), "")
 
-    replicas = Replicas(layout, device, timedelta(seconds=min(STALL, seconds)), trouble)
+    replicas = Replicas(layout, device, timedelta(seconds=stall), trouble)
     return HybridEngine(
         make_transport,
         rendezvous,

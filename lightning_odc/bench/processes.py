@@ -14,8 +14,15 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    prepare: Callable[[int], None] | None = None,
+) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in new processes with a gloo group; returns results by rank.
+
+    ``prepare(rank)``, if given, is called before the group is made.
 
     Raises:
         SystemExit: if a rank ends early; the others are ended too.
@@ -27,7 +34,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(sender, function, rank, world_size, str(Path(scratch) / "store"), arguments),
+                args=(sender, function, rank, world_size, str(Path(scratch) / "store"), arguments, prepare),
                 daemon=True,
             )
             process.start()
@@ -44,8 +51,16 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 
 
 def _rank_main(
-    sender: Connection, function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: Any
+    sender: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    arguments: Any,
+    prepare: Callable[[int], None] | None,
 ) -> None:
+    if prepare is not None:
+        prepare(rank)
     torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     sender.send(function(rank, world_size, *arguments))

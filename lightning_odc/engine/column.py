@@ -232,8 +232,7 @@ class Column:
 
     def _say_last(self, kind: Kind, message: bytes = b"") -> None:
         for line in self._lines.values():
-            if not line.broken:
-                line.say_last(kind, message)
+            line.say_last(kind, message)
 
 
 def _proof(secret: bytes, word: str, rank: int) -> bytes:

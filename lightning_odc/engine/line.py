@@ -57,6 +57,7 @@ class Line:
         self.broken = ""
         self._connection = connection
         self._silence = silence
+        self._is_over = False
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._records: deque[bytes] = deque()
@@ -95,7 +96,10 @@ class Line:
             self.broken = self._describe(error)
 
     def say_last(self, kind: Kind, message: bytes = b"") -> None:
-        """Send the last message."""
+        """Send the last message; what is said after it does not count."""
+        if self._is_over or self.broken:
+            return
+        self._is_over = True
         self.send(kind, message)
         end = time.monotonic() + _FAREWELL
         while not (self.sent or self.broken) and time.monotonic() < end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -41,10 +42,16 @@ class Hosts:
         """Shut the port of a host. The other one sees no change of its own link, only silence."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
+    def limit(self, mbit: float) -> None:
+        """Let each host send no more than so many megabits per second."""
+        for name in self.names:
+            shaper = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "100ms")
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shaper)
+
     def bytes_sent(self, host: int) -> int:
         """By the counter of the host's interface."""
-        counter = "/sys/class/net/eth0/statistics/tx_bytes"
-        return int(_run("ip", "netns", "exec", self.names[host], "cat", counter))
+        counters = _run("ip", "-n", self.names[host], "-s", "-j", "link", "show", "eth0")
+        return int(json.loads(counters)[0]["stats64"]["tx"]["bytes"])
 
 
 def why_not() -> str:
