@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
+_lightning_signals: Any = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")
 
 #: What a strategy's launcher must be, for the Trainer and for Fabric.
 Launcher = _Launcher
@@ -105,6 +107,11 @@ def forward_redirection() -> Callable[..., Any]:
     """
     redirect: Callable[..., Any] = _lightning_redirection._ForwardRedirection()
     return redirect
+
+
+def is_policy(policy: Any) -> bool:
+    """Whether this is one of torch's policy objects, which have a common class without a public name."""
+    return hasattr(policy, "_run_policy")
 
 
 def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:
@@ -337,3 +344,14 @@ def set_epoch_value(results: Any, at: EpochValue, device: torch.device) -> str |
     else:
         item._computed = at.metric.compute()
     return key if is_new else None
+
+
+def handlers_of_lightning() -> dict[int, Callable[[int, Any], Any]]:
+    """The handlers that a running trainer has set, by signal.
+
+    Why: they call collectives wherever the signal finds a rank. Handlers of the user's own are not to be touched, and
+    nothing public tells them apart.
+    """
+    found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    ours = _lightning_signals._HandlersCompose
+    return {number: handler for number, handler in found.items() if isinstance(handler, ours)}

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_odc import _compat, nodes
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
 from lightning_odc.data.plan import Recipe
@@ -16,7 +17,7 @@ from lightning_odc.data.plan import Recipe
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
 TRANSPORTS = ("auto", "shared_memory", "cuda")
 STATE_DICT_TYPES = ("full", "sharded")
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Policies that give every rank the same number of microbatches.
 EQUAL_COUNTS = ("lb_micro", "local_sort")
 #: How to balance where nothing is said.
@@ -40,12 +41,31 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
             'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
             'sharding_strategy="FULL_SHARD".'
         )
-    if "HYBRID" in name or device_mesh is not None:
-        raise ValueError(
-            f'Hybrid sharding (sharding_strategy="{name}", device_mesh={device_mesh!r}) is not part of this version: '
-            'use sharding_strategy="FULL_SHARD" within one node.'
-        )
     check_choice("sharding_strategy", name, SHARDING_STRATEGIES)
+    if device_mesh is None:
+        return
+    nodes.check_mesh_argument(device_mesh)
+    if name not in nodes.WITHIN_NODE:
+        raise ValueError(
+            f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
+            'replicates the model along the first. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
+        )
+
+
+def check_policy(argument: str, policy: Any) -> None:
+    """Refuse what does not say which modules are meant.
+
+    Raises:
+        TypeError: showing the ways to say it.
+    """
+    if policy is None or callable(policy) or _compat.is_policy(policy):
+        return
+    if isinstance(policy, set) and policy and all(isinstance(kind, type) for kind in policy):
+        return
+    raise TypeError(
+        f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
+        f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
+    )
 
 
 def check_balance(balance: str | None, communication: str, deterministic: bool = False) -> None:

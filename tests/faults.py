@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import os
+import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +29,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from tests.modules import ListDataset, TokenModule, token_batches, trainer
+from tests.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.ranks import Outcome, try_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +38,16 @@ VICTIM = 1  # saves no checkpoint itself; see `victim_of`
 STEP = 2
 STEPS = 4
 
-FAULTS = ("killed", "segfault", "exits", "raises", "interrupted", "terminated")
+FAULTS = (
+    "killed",
+    "segfault",
+    "exits",
+    "out of memory",
+    "raises",
+    "interrupted",
+    "terminated",
+    "terminated alone",
+)
 PLACES = (
     "loading data",
     "forward",
@@ -68,10 +80,22 @@ def strike(fault: str, folder: Path) -> None:
     elif fault == "terminated":
         for note in folder.glob("*.pid"):
             os.kill(int(note.read_text()), signal.SIGTERM)
-    elif fault == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "terminated alone":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault == "out of memory":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+        torch.empty(1 << 34, dtype=torch.uint8)
+    elif fault.startswith("stopped"):
+        stop_for(*fault.split()[1:])
     else:
         raise AssertionError(fault)
+
+
+def stop_for(seconds: str, then: str) -> None:
+    """Stop this process; after ``seconds`` somebody else sends it ``then``, the name of a signal."""
+    helper = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{then} {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    helper.wait()
 
 
 class Trap(Callback):
@@ -84,7 +108,9 @@ class Trap(Callback):
 
     def visit(self, place: str) -> None:
         """Called wherever a fault may happen."""
-        if place == self.place and self.step >= STEP and not self.sprung:
+        if self.fault.startswith("slow") and place == self.place:
+            time.sleep(float(self.fault.split()[1]))  # every time
+        elif place == self.place and self.step >= STEP and not self.sprung:
             self.sprung = True
             self.note.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
             strike(self.fault, self.note.parent)
@@ -150,8 +176,8 @@ def victim_of(place: str) -> int:
     return 0 if place == "saving a checkpoint" else VICTIM
 
 
-def train(rank: int, fault: str, place: str, folder: str, timeout: float) -> int:
-    """One rank's training; returns the number of optimizer steps."""
+def train(rank: int, fault: str, place: str, folder: str, timeout: float, **strategy: Any) -> str:
+    """One rank's training; returns a digest of the parameters at the end."""
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     trap = Trap(fault, place, Path(folder) / "struck.json") if rank == victim_of(place) else None
     counts = [3, 2, 1][rank]
@@ -167,11 +193,22 @@ def train(rank: int, fault: str, place: str, folder: str, timeout: float) -> int
         timeout=timedelta(seconds=timeout),
         default_root_dir=folder,
         **options,
+        **strategy,
     )
     data = torch.utils.data.DataLoader(Batches(batches, trap), batch_size=None)
     validation = torch.utils.data.DataLoader(ListDataset(token_batches([4])), batch_size=None)
-    fit.fit(Module(trap), data, validation)
-    return int(fit.global_step)
+    module = Module(trap)
+    try:
+        fit.fit(module, data, validation)
+    finally:
+        Path(folder, f"{rank}.ended").touch()
+    assert fit.global_step == STEPS
+    return digest(full_parameters(module))
+
+
+def digest(parameters: dict[str, Tensor]) -> str:
+    """The same for parameters that are equal bit by bit."""
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters.values())).hexdigest()
 
 
 @dataclass
@@ -215,7 +252,7 @@ def attempt(fault: str, place: str, timeout: float = 15.0, patience: float = 60.
         leftovers = [
             f.name
             for f in Path(folder).iterdir()
-            if f.suffix not in (".ckpt", ".json", ".pid") and f.is_file()
+            if f.suffix not in (".ckpt", ".json", ".pid", ".ended") and f.is_file()
         ]
         assert not leftovers, leftovers
         return _result(fault, place, outcomes, ended - struck, len(files))
@@ -244,7 +281,7 @@ def table(results: list[Result]) -> str:
 def _cell(result: Result | None) -> str:
     if result is None:
         return ""
-    everybody = result.fault == "terminated"  # nobody survived, so there is nobody to be named
+    everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is nobody to be named
     return f"{result.seconds:.1f} s" + (
         "" if everybody or result.named == result.survivors else " (not named)"
     )

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -207,6 +208,21 @@ def test_what_the_launcher_of_notebooks_relies_on():
     assert hasattr(FSDPStrategy(), "_launcher")
     assert hasattr(ModelParallelStrategy, "_configure_launcher")
     assert hasattr(ModelParallelStrategy(None), "_backward_sync_control")  # type: ignore[arg-type]
+
+
+class Handled(BoringModel):
+    """Looks for the trainer's handlers while it trains."""
+
+    def on_train_start(self) -> None:
+        self.found = set(_compat.handlers_of_lightning())
+
+
+def test_the_trainers_signal_handlers_are_known():
+    module = Handled()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 1}
+    Trainer(accelerator="cpu", devices=1, barebones=False, enable_model_summary=False, **options).fit(module)
+    assert module.found == {signal.SIGTERM}
+    assert _compat.handlers_of_lightning() == {}
 
 
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.channels import NoteChannel
-from lightning_odc.callbacks.counts import sample_count, token_count
 from lightning_odc.callbacks.idle_summary import IdleSummary
 from lightning_odc.callbacks.meter import StepMeter
 from lightning_odc.callbacks.step_numbers import (
@@ -33,8 +32,10 @@ from lightning_odc.callbacks.step_numbers import (
     waits_in_broadcasts,
     waits_in_meetings,
 )
+from lightning_odc.data.counts import sample_count, token_count
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
+from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance
 from tests.modules import TokenModule, loader, trainer
 from tests.ranks import run_ranks, try_ranks
@@ -245,6 +246,35 @@ def test_recorder_and_monitor_at_once(tmp_path):
         assert steps[step]["idle/fraction"] > 0
 
 
+class Meetings(Callback):
+    """How often the ranks met from each step to the next."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.last = 0
+
+    def on_train_batch_end(self, fitting: Any, *_: Any) -> None:
+        now = fitting.strategy.engine.protocol.transport.load(fitting.global_rank, Word.MEETING)
+        self.counts.append(now - self.last)
+        self.last = now
+
+
+def _meetings(rank: int, directory: Any) -> Any:
+    counts = []
+    for watching in ([], [DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(directory)]):
+        meetings = Meetings()
+        fitting = trainer(2, callbacks=[*watching, meetings], logger=Memory())
+        fitting.fit(Sleeper("items"), loader([Minibatch([microbatch(0)])] * STEPS))
+        counts.append(meetings.counts)
+    return counts
+
+
+def test_watching_adds_no_meeting_to_a_step(tmp_path):
+    for alone, watched in run_ranks(_meetings, tmp_path):
+        assert len(alone) == STEPS and alone[1] > 0
+        assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
+
+
 # -- what else takes time ------------------------------------------------------------------------------------
 
 
@@ -414,6 +444,22 @@ def test_waiting_that_cannot_be_seen_is_not_guessed():
         values
     )
     assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & set(values)
+
+
+def _tensor_parallel(rank: int) -> Any:
+    monitor, strategy = (
+        DeviceIdleMonitor(every_n_steps=1),
+        ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    )
+    trainer(2, callbacks=[monitor], strategy=strategy).fit(Sharded("mean"), loader([microbatch(0)] * STEPS))
+    return monitor.complete, monitor.last_step
+
+
+def test_tensor_parallel_collectives_are_not_seen():
+    for complete, values in run_ranks(_tensor_parallel):
+        assert not complete
+        assert values["microbatches"] == 2
+        assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(values)
 
 
 def test_ranks_that_cannot_be_compared():

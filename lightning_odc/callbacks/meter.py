@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.callbacks.counts import microbatches_of, sample_count, token_count
 from lightning_odc.callbacks.step_numbers import UNKNOWN, IdleCause, StepNumbers
+from lightning_odc.data.counts import microbatches_of, sample_count, token_count
 
 
 class StepMeter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
-from lightning_odc.engine.transports.base import Rendezvous, Transport
+from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
 from lightning_odc.errors import ODCError, StaleShardError
 
@@ -91,6 +91,12 @@ class OnDemandEngine(Engine):
     def world_size(self) -> int:
         return self.protocol.transport.world_size
 
+    def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
+        return Protocol(transport, units, **options)
+
+    def _before_publishing(self) -> None:
+        """The ranks have the same model, and nobody has read any of its shards yet."""
+
     # -- lifecycle ----------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
@@ -102,9 +108,10 @@ class OnDemandEngine(Engine):
         self._model = model
         self._units = self._probe(find_units(model), keep=carried)
         compare_models(self._units, self._rendezvous)
+        self._before_publishing()
         transport = self._make_transport()
         self._checks = ContentChecks(deferred=transport.runs_ahead)
-        protocol = Protocol(
+        protocol = self._protocol_for(
             transport,
             [unit.spec() for unit in self._units],
             timeout=self._timeout,
@@ -192,7 +199,7 @@ class OnDemandEngine(Engine):
         if not self._checks.deferred:  # else when the step settles
             # In a backward pass, too: this rank's slice is what it is now, the peers' are not.
             self._verify(unit, own)
-        self.protocol.gather(unit.index, output.view(self.world_size, -1))
+        self.protocol.gather(unit.index, output.view(self.protocol.transport.world_size, -1))
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
@@ -214,7 +221,7 @@ class OnDemandEngine(Engine):
     def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
         self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
         segments = unit.take_fresh()
-        rows = chunks.view(self.world_size, -1)
+        rows = chunks.view(self.protocol.transport.world_size, -1)
         assert unit.divided_by_fully_shard == (rows.dtype not in (torch.float32, torch.bfloat16))
         if sum(part.numel for part in segments) != rows.shape[1]:
             raise self._unexpected_gradient(unit)
@@ -310,7 +317,7 @@ class OnDemandEngine(Engine):
             used_anywhere = _unpack([r["used"] for r in records], len(used))
             for unit in self._units:
                 flags = [used_anywhere.pop(0) and slot not in emptied for slot in unit.slots]
-                unit.add_to_grads(self.protocol.summed(unit.index), scale, flags)
+                unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
                 self.protocol.clear(unit.index)
             self.settled = True
         return [r["logs"] for r in records]
@@ -350,7 +357,7 @@ class OnDemandEngine(Engine):
     @property
     def traffic(self) -> Traffic:
         p = self.protocol
-        return Traffic(reads=p.reads, adds=p.adds, bytes_read=p.bytes_read, bytes_added=p.bytes_added)
+        return Traffic(p.reads, p.adds, p.bytes_read, p.bytes_added, p.bytes_reduced)
 
     @property
     def window_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from lightning_odc.engine.transports.base import Transport, UnitSpec
@@ -61,11 +61,15 @@ class Peers:
     Args:
         transport: with `Word.COUNT` control words, and a mailbox for failures.
         units: for their names.
+
+    Attributes:
+        beyond: tells of trouble with ranks that share no windows with this one; empty if there is none.
     """
 
     def __init__(self, transport: Transport, units: Sequence[UnitSpec]) -> None:
         self._transport = transport
         self._units = units
+        self.beyond: Callable[[], str] = str
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
 
     # -- this rank ----------------------------------------------------------------------------------------
@@ -119,9 +123,10 @@ class Peers:
             raise PeerFailedError(trouble)
         left = self._left()
         if left:
+            gone, own = self._transport.job_rank(left[0]), self._transport.job_rank(self._transport.rank)
             raise PeerFailedError(
-                f"Rank {left[0]} has left the training while rank {self._transport.rank} still needs it. Every rank "
-                "needs the same number of Lightning batches and optimizer steps."
+                f"Rank {gone} has left the training while rank {own} still needs it. Every rank needs the same number "
+                "of Lightning batches and optimizer steps."
             )
 
     def trouble(self) -> str:
@@ -134,8 +139,9 @@ class Peers:
             names = ", ".join(self._transport.describe(peer) for peer in dead)
             return f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
         for peer in [*first, *failures]:
-            return f"Rank {peer} failed, so rank {self._transport.rank} stops too. Its error was:\n{failures[peer]}"
-        return ""
+            failed, own = self._transport.job_rank(peer), self._transport.job_rank(self._transport.rank)
+            return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"
+        return self.beyond()
 
     def _left(self) -> list[int]:
         return [peer for peer in self._others if self._state(peer) == State.LEFT]
@@ -160,7 +166,11 @@ class Peers:
             return self._transport.load(rank, word)
 
         is_other = rank in self._others
-        name = self._transport.describe(rank) if is_other else f"rank {rank} (this one)"
+        name = (
+            self._transport.describe(rank)
+            if is_other
+            else f"rank {self._transport.job_rank(rank)} (this one)"
+        )
         state = self._state(rank)
         if state != State.RUNNING:
             return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"

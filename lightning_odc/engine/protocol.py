@@ -57,6 +57,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +76,25 @@ _MAILBOXES = _RECORD_BOXES + 1  # the last one is for failures
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
+_SIGNALS = "signals"
+
+
+@dataclass
+class Signals:
+    """Signals of the operating system, which ranks act on together.
+
+    Attributes:
+        raised: numbers of those that this rank was sent, to tell the others at every meeting.
+        agreed: those that some rank had been sent before the last meeting; the same on all ranks.
+    """
+
+    raised: set[int] = field(default_factory=set)
+    agreed: set[int] = field(default_factory=set)
+
+    def forget(self, number: int) -> None:
+        """All ranks have acted on it."""
+        self.raised.discard(number)
+        self.agreed.discard(number)
 
 
 class Protocol(Traced):
@@ -94,9 +114,11 @@ class Protocol(Traced):
         version: the version this rank works on, from 1.
         deterministic: sums are taken in rank order.
         peers: how the ranks are.
+        signals: what this rank and the others were sent by the operating system.
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
         bytes_added: bytes of gradients added into windows of peers and own.
+        bytes_reduced: bytes of gradients summed over nodes so far.
         reads: number of shards read from peers.
         adds: number of gradient chunks added into peers' accumulators.
         device_waits: how often the host waited for its own device, which is not idle time.
@@ -115,7 +137,10 @@ class Protocol(Traced):
         self.lockstep = lockstep
         self.transport = transport
         self.version = _FIRST_VERSION
-        self.bytes_read = self.bytes_added = self.reads = self.adds = self.device_waits = 0
+        self.bytes_read = self.bytes_added = self.bytes_reduced = self.reads = self.adds = (
+            self.device_waits
+        ) = 0
+        self.signals = Signals()
         self.peers = Peers(transport, units)
         self.waiter = Waiter(timeout, self.peers.check, self.peers.report, hang_report)
         self._hang_report = hang_report
@@ -135,6 +160,10 @@ class Protocol(Traced):
             mailbox_bytes=_MAILBOX_BYTES,
             sources=world if self._is_staged() else 1,
         )
+
+    @property
+    def _job_rank(self) -> int:
+        return self.transport.job_rank(self.transport.rank)
 
     @property
     def window_bytes(self) -> int:
@@ -236,6 +265,10 @@ class Protocol(Traced):
                 total += self.transport.accumulator(rank, unit, source)
         return total
 
+    def total(self, unit: int) -> Tensor:
+        """The gradients of the whole minibatch for this rank's shard of ``unit``, once after `end_version`."""
+        return self.summed(unit)
+
     def clear(self, unit: int, start: int = 0, numel: int | None = None) -> None:
         """Zero this rank's accumulators of ``unit``, or a part of them, before the next `publish`."""
         self._finished = False
@@ -252,6 +285,8 @@ class Protocol(Traced):
         """Take over the books and the listener of a protocol that was closed."""
         self.reads, self.adds = other.reads, other.adds
         self.bytes_read, self.bytes_added = other.bytes_read, other.bytes_added
+        self.signals = other.signals
+        self.bytes_reduced = other.bytes_reduced
         self.device_waits = other.device_waits
         for cause, seconds in other.waiter.seconds.items():
             self.waiter.seconds[cause] += seconds
@@ -266,14 +301,15 @@ class Protocol(Traced):
                 f"waiting to read unit {self._units[unit].name!r} (version {version}) "
                 f"from {self.transport.describe(owner)}"
             ),
-            owner,
+            self.transport.job_rank(owner),
         )
         found = load(owner, word)
         if found != version:
             raise DisagreementError(
-                f"Rank {owner} has published version {found} of unit {self._units[unit].name!r} while rank "
-                f"{self.transport.rank} still works on version {version}: the ranks took different numbers of "
-                "optimizer steps. Every rank must call the same optimizer steps in the same order."
+                f"Rank {self.transport.job_rank(owner)} has published version {found} of unit "
+                f"{self._units[unit].name!r} while rank {self._job_rank} still works on version {version}: the ranks "
+                "took different numbers of optimizer steps. Every rank must call the same optimizer steps in the same "
+                "order."
             )
 
     def _add_in_turn(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
@@ -312,7 +348,7 @@ class Protocol(Traced):
             free,
             Cause.LOCK,
             lambda: f"waiting to add gradients of unit {self._units[unit].name!r} to {names}",
-            owners[0],
+            self.transport.job_rank(owners[0]),
         )
 
     def _barrier(self) -> None:
@@ -324,7 +360,7 @@ class Protocol(Traced):
                 lambda peer=peer: self.transport.load(peer, Word.LOCKSTEP) >= self._barriers,  # type: ignore[misc]
                 Cause.LOCKSTEP,
                 lambda peer=peer: f"waiting in lockstep for {self.transport.describe(peer)}",  # type: ignore[misc]
-                peer,
+                self.transport.job_rank(peer),
             )
 
     # -- the control plane --------------------------------------------------------------------------------
@@ -349,7 +385,8 @@ class Protocol(Traced):
             DisagreementError: the ranks met for different reasons.
         """
         self.finish()
-        message = json.dumps(record).encode()
+        signals = sorted(self.signals.raised)
+        message = json.dumps({**record, _SIGNALS: signals} if signals else record).encode()
         said = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         heard = self._meet_once(said[:_MAILBOX_BYTES], record)
         longest = max(int.from_bytes(part[:_LENGTH_BYTES], "little") for part in heard) + _LENGTH_BYTES
@@ -357,8 +394,9 @@ class Protocol(Traced):
             parts = self._meet_once(said[start : start + _MAILBOX_BYTES], record)
             heard = [before + part for before, part in zip(heard, parts, strict=True)]
         records: list[Record] = [json.loads(part[_LENGTH_BYTES:]) for part in heard]
+        self.signals.agreed.update(*(said.pop(_SIGNALS, ()) for said in records))
         records[self.transport.rank] = record
-        self._agree("kind", records)
+        self._agree({self.transport.job_rank(peer): r["kind"] for peer, r in enumerate(records)})
         return records
 
     def end_version(self, record: Record) -> list[Record]:
@@ -404,7 +442,7 @@ class Protocol(Traced):
         waiting = self.waiter.waiting_for
         mine = "does not wait" if waiting is None else f"is {waiting()}"
         place, report = self._hang_report.place(), self.peers.report()
-        return f"  This is rank {self.transport.rank}{place}; it {mine}.\n{report}"
+        return f"  This is rank {self._job_rank}{place}; it {mine}.\n{report}"
 
     def _meet_once(self, message: bytes, record: Record) -> list[bytes]:
         """Everybody's message, in rank order; none is longer than a mailbox."""
@@ -429,15 +467,16 @@ class Protocol(Traced):
             lambda: (
                 f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
             ),
-            peer,
+            self.transport.job_rank(peer),
         )
 
-    def _agree(self, key: str, records: Sequence[Record]) -> None:
-        mine = records[self.transport.rank][key]
-        for peer, record in enumerate(records):
-            if record[key] != mine:
+    def _agree(self, kinds: dict[int, Any]) -> None:
+        """Compare for what ranks (of the job) have come to this meeting."""
+        mine = kinds[self._job_rank]
+        for peer, kind in kinds.items():
+            if kind != mine:
                 raise DisagreementError(
-                    f"Rank {self.transport.rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at "
-                    f"{record[key]!r}. Every rank needs the same number of Lightning batches and optimizer steps; "
-                    "unequal work belongs inside a Minibatch (0 to k microbatches)."
+                    f"Rank {self._job_rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at {kind!r}. "
+                    "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
+                    "inside a Minibatch (0 to k microbatches)."
                 )

@@ -141,7 +141,7 @@ class WorkQueues:
             lambda: transport.try_lock(owner, lock),
             Cause.LOCK,
             lambda: f"waiting to look at the queue of {transport.describe(owner)}",
-            owner,
+            transport.job_rank(owner),
         )
         try:
             taken, queue = change(self._read(owner))
@@ -169,7 +169,7 @@ class WorkQueues:
                 lambda: transport.load_claim(peer) >> (2 * _BITS) >= self._number,
                 Cause.SETTLE,
                 lambda: f"waiting for {transport.describe(peer)} to begin the minibatch",
-                peer,
+                transport.job_rank(peer),
             )
 
         for peer in range(len(self._costs)):

@@ -235,9 +235,13 @@ class Transport(ABC):
     def dead_peers(self) -> list[int]:
         """Ranks known to have ended, in order or not. Cheap enough to call ten times a second."""
 
+    def job_rank(self, peer: int) -> int:
+        """The rank of a peer in the job, of which those who share windows may be a part."""
+        return peer
+
     def describe(self, peer: int) -> str:
         """How to call a peer in a message."""
-        return f"rank {peer}"
+        return f"rank {self.job_rank(peer)}"
 
 
 def check_message(spec: WindowSpec, message: bytes) -> None:

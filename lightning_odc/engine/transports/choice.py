@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,12 @@ def check_transport(transport: str, device_type: str, strategy: str = "ODCStrate
 
 
 def make_transport(
-    device: torch.device, rank: int, world_size: int, rendezvous: Rendezvous, group: Any
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    rendezvous: Rendezvous,
+    group: Any,
+    job_ranks: Sequence[int] | None = None,
 ) -> Transport:
     """A fresh, unopened transport for ranks on such devices.
 
@@ -44,9 +50,10 @@ def make_transport(
         world_size: of the group.
         rendezvous: exchanges small objects between all ranks of the group.
         group: process group of the ranks.
+        job_ranks: where these are a part of the job, their ranks in it, for messages.
     """
     if device.type == "cpu":
-        return SharedMemoryTransport(rank, world_size, rendezvous)
+        return SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
     from lightning_odc.engine.transports.symmetric import SymmetricDevice
 
-    return CudaTransport(rank, world_size, rendezvous, SymmetricDevice(device, group))
+    return CudaTransport(rank, world_size, rendezvous, SymmetricDevice(device, group), job_ranks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from lightning_odc.engine.transports.opening import together
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WindowError
 
+_Answer = TypeVar("_Answer")
+
 
 class CudaTransport(Transport):
     """One rank's view of all windows in device memory.
@@ -31,18 +34,27 @@ class CudaTransport(Transport):
         world_size: number of ranks.
         rendezvous: exchanges small objects between all ranks; used only while opening.
         device: that holds this rank's window.
+        job_ranks: where these are a part of the job, their ranks in it, for messages.
     """
 
     runs_ahead = True
     needs_locks = False
 
-    def __init__(self, rank: int, world_size: int, rendezvous: Rendezvous, device: Device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        rendezvous: Rendezvous,
+        device: Device,
+        job_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._rendezvous = rendezvous
         self._device = device
+        self._job_ranks = job_ranks or range(world_size)
         self._spec = WindowSpec(units=(), words=0)
-        self._control = SharedMemoryTransport(rank, world_size, rendezvous)
+        self._control = SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
         self._announcer: Announcer | None = None
         self._facts: list[DeviceFacts] = []
         self._shards: list[list[Tensor]] = []
@@ -54,17 +66,22 @@ class CudaTransport(Transport):
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
         dtypes = {unit.grad_dtype for unit in units if unit.grad_numel}
         reasons = self._rendezvous(self._device.why_not_atomic(dtypes))
-        found = [f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason]
+        found = [
+            f"{reason} (rank {rank})" for rank, reason in zip(self._job_ranks, reasons, strict=True) if reason
+        ]
         return found[0] if found else ""
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
         self._control.open(replace(spec, units=(), sources=1))
-        self._facts = together(self._rendezvous, self._device.facts, self.close)
-        together(self._rendezvous, lambda: preflight.check(self._facts, spec), self.close)
-        together(self._rendezvous, lambda: self._create(spec.data_bytes), self.close)
-        together(self._rendezvous, self._attach, self.close)
+        self._facts = self._together(self._device.facts)
+        self._together(lambda: preflight.check(self._facts, spec))
+        self._together(lambda: self._create(spec.data_bytes))
+        self._together(self._attach)
         self._announcer = Announcer(self._control.store, self._device.enter_thread)
+
+    def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
+        return together(self._rendezvous, part, self.close, self._job_ranks)
 
     def _create(self, size: int) -> None:
         try:
@@ -168,6 +185,9 @@ class CudaTransport(Transport):
 
     def dead_peers(self) -> list[int]:
         return self._control.dead_peers()
+
+    def job_rank(self, peer: int) -> int:
+        return self._job_ranks[peer]
 
     def describe(self, peer: int) -> str:
         return self._control.describe(peer)

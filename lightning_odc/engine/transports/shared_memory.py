@@ -12,6 +12,8 @@ import fcntl
 import os
 import secrets
 import select
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,6 +26,9 @@ from lightning_odc.errors import WindowError
 _SECRET_BYTES = 32
 
 
+_Answer = TypeVar("_Answer")
+
+
 class SharedMemoryTransport(Transport):
     """One process's view of all windows on this host.
 
@@ -31,12 +36,16 @@ class SharedMemoryTransport(Transport):
         rank: this process's rank.
         world_size: number of processes.
         rendezvous: exchanges small objects between all ranks; used only while opening.
+        job_ranks: where these are a part of the job, their ranks in it, for messages.
     """
 
-    def __init__(self, rank: int, world_size: int, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self, rank: int, world_size: int, rendezvous: Rendezvous, job_ranks: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._rendezvous = rendezvous
+        self._job_ranks = job_ranks or range(world_size)
         self._spec = WindowSpec(units=(), words=0)
         self._regions: dict[int, Region] = {}
         self._addresses: list[Address] = []
@@ -48,9 +57,12 @@ class SharedMemoryTransport(Transport):
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
         size = HEADER_BYTES + spec.total_bytes
-        secret = together(self._rendezvous, lambda: self._check(size), self.close)[0]
-        self._addresses = together(self._rendezvous, lambda: self._create(size, secret), self.close)
-        together(self._rendezvous, lambda: self._attach(size, secret), self.close)
+        secret = self._together(lambda: self._check(size))[0]
+        self._addresses = self._together(lambda: self._create(size, secret))
+        self._together(lambda: self._attach(size, secret))
+
+    def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
+        return together(self._rendezvous, part, self.close, self._job_ranks)
 
     def _check(self, size: int) -> bytes:
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
@@ -61,13 +73,13 @@ class SharedMemoryTransport(Transport):
 
     def _create(self, size: int, secret: bytes) -> Address:
         own = self._regions[self.rank] = Region.create(size)
-        own.write_header(secret, self.rank)
+        own.write_header(secret, self.job_rank(self.rank))
         return Address(host.boot_id(), os.getpid(), own.fd)
 
     def _attach(self, size: int, secret: bytes) -> None:
         for peer, address in enumerate(self._addresses):
             if peer != self.rank:
-                self._regions[peer] = Region.attach(peer, address, secret, size)
+                self._regions[peer] = Region.attach(self.job_rank(peer), address, secret, size)
                 self._pidfds[peer] = os.pidfd_open(address.pid)
             self._regions[peer].map_units(self._spec)
 
@@ -130,7 +142,7 @@ class SharedMemoryTransport(Transport):
         length = int.from_bytes(memory[start : start + 8], "little")
         if length > self._spec.mailbox_bytes:
             raise WindowError(
-                f"Rank {owner} posted a message of {length} bytes, more than its mailbox holds."
+                f"Rank {self.job_rank(owner)} posted a message of {length} bytes, more than its mailbox holds."
             )
         return bytes(memory[start + 8 : start + 8 + length])
 
@@ -147,5 +159,8 @@ class SharedMemoryTransport(Transport):
             poll.register(fd, select.POLLIN)
         return sorted(peers[fd] for fd, _ in poll.poll(0))
 
+    def job_rank(self, peer: int) -> int:
+        return self._job_ranks[peer]
+
     def describe(self, peer: int) -> str:
-        return f"rank {peer} (process {self._addresses[peer].pid})"
+        return f"rank {self.job_rank(peer)} (process {self._addresses[peer].pid})"
