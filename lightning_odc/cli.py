@@ -1,4 +1,4 @@
-"""The command line: ``lightning-odc demo`` and what it can be told."""
+"""The command line: ``lightning-odc demo``, ``lightning-odc bench``, and what they can be told."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_odc._version import __version__
+from lightning_odc.bench import command_line as bench_cli
 from lightning_odc.demo.options import (
     MODES,
     ORDERS,
@@ -52,9 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default that of the process.
 
     Returns:
-        The exit code: 0; 1 if the demo's losses disagree; 2 for options that cannot work; 130 after Ctrl-C.
+        The exit code: 0; 1 if the demo's losses disagree or a benchmark's rank failed; 2 for options that cannot work;
+        130 after Ctrl-C.
     """
-    parsed = vars(_build_parser().parse_args(arguments))
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = vars(_build_parser().parse_args(bench_cli.completed(given)))
     command = parsed.pop("command")
     try:
         return int(command(parsed))
@@ -90,6 +93,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(command=_demo)
     _add_demo_options(demo, DemoOptions())
+    bench_cli.add_parser(commands, _Parser)
     return parser
 
 

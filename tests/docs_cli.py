@@ -11,12 +11,18 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 
+MEASURES = {
+    "train": "Training under every communication and policy",
+    "sweep": "The paper's parametric study on emulated devices",
+    "comm": "Gather, accumulate and settle, beside the process group",
+    "engine": "The engine's own Python, and a busy owner",
+}
 BENCHES = {
+    "gpu": "The CUDA transport, beside plain copies and additions",
     "idle": "Idle time: is it true, what does measuring cost, how idle are ranks",
     "memory": "Memory per rank, beside the formula",
     "planner": "The planner: quality, speed, learning",
     "policies": "Communication and balancing on real training",
-    "primitives": "Reading shards and adding gradients, beside gloo and a plain copy",
 }
 
 _HEAD = """---
@@ -32,6 +38,8 @@ description: Every command of lightning-odc and its options, as the program itse
 def page() -> str:
     """The whole page."""
     parts = [_HEAD, _section("lightning-odc demo", "The demo", "lightning_odc.cli", ["demo"])]
+    for name, title in MEASURES.items():
+        parts.append(_section(f"lightning-odc bench {name}", title, "lightning_odc.cli", ["bench", name]))
     for name, title in BENCHES.items():
         parts.append(
             _section(f"python -m lightning_odc.bench.{name}", title, f"lightning_odc.bench.{name}", [])

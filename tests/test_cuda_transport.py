@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -20,6 +21,7 @@ from lightning_odc.engine.transports.announcer import Announcer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.engine.units import filled_like
 from lightning_odc.errors import ODCError, StaleShardError, WindowError
 from lightning_odc.sharding import mesh_for, shard_model
 from tests import test_parity as parity
@@ -212,7 +214,7 @@ def _trains(rank: int) -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = [
-            _train(rank, engine_on_a_fake_device(rank)),
+            _train(rank, engine_on_a_fake_device(rank), DeviceMesh.from_group(dist.group.WORLD, "cpu")),
             _train(rank, engine_on_a_fake_device(rank, deterministic=True)),
             _train(rank, engine_on_a_fake_device(rank, deterministic=True)),
             _train(rank, engine_on_a_fake_device(rank, why_not="no Triton")),
@@ -221,11 +223,11 @@ def _trains(rank: int) -> list[Any]:
     return [runs, told, _found_out(rank)]
 
 
-def _train(rank: int, engine: OnDemandEngine) -> dict[str, Any]:
+def _train(rank: int, engine: OnDemandEngine, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     """Uneven microbatches: rank 0 runs one of the six of every step, rank 1 the others."""
     torch.manual_seed(0)
     model = Net()
-    shard_model(model, mesh_for("cpu", 2))
+    shard_model(model, mesh or mesh_for("cpu", 2))
     engine.attach(model)
     optimizer = optimizer_of(model)
     for step in range(parity.STEPS):
@@ -239,6 +241,7 @@ def _train(rank: int, engine: OnDemandEngine) -> dict[str, Any]:
         optimizer.step()
         engine.publish()
     waits, traffic = engine.protocol.device_waits, engine.traffic
+    assert all(_is_made_alike(p) for p in model.parameters())
     result = {
         "parameters": full_parameters(model),
         "waits": waits,
@@ -248,6 +251,13 @@ def _train(rank: int, engine: OnDemandEngine) -> dict[str, Any]:
     engine.exchange("end", None)
     engine.close()
     return result
+
+
+def _is_made_alike(parameter: Any) -> bool:
+    """With ``cpu_offload`` a gradient is not on the device of its mesh, and is made in another way."""
+    made = filled_like(parameter, parameter.grad.to_local())
+    same = (made.shape, made.placements) == (parameter.grad.shape, parameter.grad.placements)
+    return same and torch.equal(made.to_local(), parameter.grad.to_local())
 
 
 def _found_out(rank: int) -> list[str]:

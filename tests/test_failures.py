@@ -89,8 +89,9 @@ def _saves_alone(rank: int, path: Path) -> None:
 def test_a_rank_that_saves_alone_is_told_what_it_waits_for(tmp_path):
     saving, other = try_ranks(_saves_alone, tmp_path / "some.ckpt", timeout=SECONDS)
     assert saving.exitcode == other.exitcode == 1
-    assert "waiting for rank 1 " in saving.error
-    assert "(trainer.save_checkpoint, which all ranks call together)" in saving.error
+    # From Lightning 2.6 on, the other one waits in a broadcast of Lightning's; before, both hear of it at once.
+    assert "Gave up after 2 s" in saving.error or "Rank 0 is at" in saving.error
+    assert "trainer.save_checkpoint, which all ranks call together" in saving.error
 
 
 ENDINGS = {"interrupted": KeyboardInterrupt(), "exits": SystemExit(3), "exits well": SystemExit(0)}

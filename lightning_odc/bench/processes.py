@@ -1,17 +1,179 @@
-"""Starting the ranks of a benchmark on this machine."""
+"""The ranks of a benchmark: processes on this machine that outlive a job, and none of which outlives its parent."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+_GRACE_SECONDS = 10.0
+
+Tell = Callable[[Any], None]
+
+
+class RankFailedError(RuntimeError):
+    """A rank raised or ended; the message is one line.
+
+    Attributes:
+        details: the traceback of the rank, if it had time for one.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class _Rank(NamedTuple):
+    """A process, the pipe to talk with it, and one whose end it takes for ours."""
+
+    process: BaseProcess
+    pipe: Connection
+    lifeline: Connection
+
+
+class Ranks:
+    """Processes with a gloo process group that run one function after another, all ranks together.
+
+    They are forked from a server that has imported everything once, so that many of them start in seconds. They ignore
+    Ctrl-C, which is for the parent, and end when it does, however that ends.
+
+    Args:
+        world_size: how many.
+        preload: modules that the server imports before it forks.
+        prepare: called with the rank in its process before the group is made.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        preload: Sequence[str] = (),
+        prepare: Callable[[int], None] | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self._prepare = prepare
+        self._preload = ["torch.distributed", "lightning_odc.bench.processes", *preload]
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._ranks: list[_Rank] = []
+
+    def __enter__(self) -> Ranks:
+        try:
+            self._start()
+        except BaseException as error:  # Ctrl-C while they start
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(self._preload)
+        self._scratch = tempfile.TemporaryDirectory(prefix="lightning-odc-")
+        store = str(Path(self._scratch.name) / "store")
+        for rank in range(self.world_size):
+            pipe, theirs = context.Pipe()
+            watched, lifeline = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(theirs, watched, rank, self.world_size, store, self._prepare),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            watched.close()
+            self._ranks.append(_Rank(process, pipe, lifeline))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for rank in self._ranks:
+                with suppress(OSError):  # it ended by itself
+                    rank.pipe.send(None)
+            for rank in self._ranks:
+                rank.process.join(_GRACE_SECONDS)
+        self.kill()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def kill(self) -> None:
+        """End all of them now. Idempotent."""
+        for rank in self._ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.pipe.close()
+            rank.lifeline.close()
+        self._ranks.clear()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process numbers, by rank."""
+        return [rank.process.pid or 0 for rank in self._ranks]
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, heard: Callable[[int, Any], None] | None = None
+    ) -> list[Any]:
+        """Call ``function(rank, world_size, *arguments)`` on every rank; returns what they returned, by rank.
+
+        Args:
+            function: of a module, not a closure.
+            *arguments: for it, picklable.
+            heard: given to the function as ``tell=...``: called here with rank and item for every ``tell(item)`` there.
+
+        Raises:
+            RankFailedError: a rank raised or ended. No rank can be used after that.
+        """
+        for rank in self._ranks:
+            with suppress(OSError):  # its end is found below
+                rank.pipe.send((function, arguments, heard is not None))
+        results: dict[int, Any] = {}
+        by_pipe = {rank.pipe: number for number, rank in enumerate(self._ranks)}
+        while by_pipe:
+            ready: list[Any] = wait(list(by_pipe))
+            for pipe in ready:
+                number = by_pipe[pipe]
+                kind, item = self._receive(number)
+                if kind == "told" and heard is not None:
+                    heard(number, item)
+                elif kind == "done":
+                    results[number] = item
+                    del by_pipe[pipe]
+        return [results[number] for number in range(self.world_size)]
+
+    def _receive(self, number: int) -> tuple[str, Any]:
+        rank = self._ranks[number]
+        try:
+            kind, item = rank.pipe.recv()
+        except (EOFError, OSError):
+            rank.process.join(_GRACE_SECONDS)
+            code = rank.process.exitcode
+            hint = " (a signal; -9 often means that memory was used up)" if (code or 0) < 0 else ""
+            raise RankFailedError(f"rank {number} ended with exit code {code}{hint}") from None
+        if kind == "failed":
+            line, details = item
+            raise RankFailedError(self._first_cause(number) or f"rank {number} failed: {line}", details)
+        return kind, item
+
+    def _first_cause(self, number: int) -> str:
+        """A rank that ended, and with that broke the one that failed; empty if there is none."""
+        ended = [
+            (other, rank.process.exitcode)
+            for other, rank in enumerate(self._ranks)
+            if other != number and rank.process.exitcode is not None
+        ]
+        return "rank {} ended with exit code {}".format(*ended[0]) if ended else ""
 
 
 def run_ranks(
@@ -25,44 +187,48 @@ def run_ranks(
     ``prepare(rank)``, if given, is called before the group is made.
 
     Raises:
-        SystemExit: if a rank ends early; the others are ended too.
+        SystemExit: if a rank fails; the others are ended too.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as scratch:
-        started = []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(sender, function, rank, world_size, str(Path(scratch) / "store"), arguments, prepare),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            started.append((process, receiver))
-        try:
-            return [receiver.recv() for _, receiver in started]
-        except EOFError:
-            raise SystemExit("A rank ended early; its error is above.") from None
-        finally:
-            for process, _ in started:
-                process.join(10)
-                process.kill()
+    try:
+        with Ranks(world_size, preload=[function.__module__], prepare=prepare) as ranks:
+            return ranks.call(function, *arguments)
+    except RankFailedError as error:
+        raise SystemExit(str(error)) from None
 
 
 def _rank_main(
-    sender: Connection,
-    function: Callable[..., Any],
+    pipe: Connection,
+    lifeline: Connection,
     rank: int,
     world_size: int,
     store: str,
-    arguments: Any,
     prepare: Callable[[int], None] | None,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     if prepare is not None:
         prepare(rank)
     torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    sender.send(function(rank, world_size, *arguments))
+    while (job := pipe.recv()) is not None:
+        function, arguments, telling = job
+        options = {"tell": partial(_tell, pipe)} if telling else {}
+        try:
+            pipe.send(("done", function(rank, world_size, *arguments, **options)))
+        except BaseException as error:
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            pipe.send(("failed", (line, "".join(traceback.format_exception(error)))))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _tell(pipe: Connection, item: Any) -> None:
+    pipe.send(("told", item))
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process when the parent, which holds the other end and never writes, is gone."""
+    with suppress(EOFError, OSError):
+        lifeline.recv()
+    os._exit(1)

@@ -99,11 +99,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_extra_packages() -> None:
-    """Raise :class:`OptionError` with the line that installs what is missing, if anything is."""
+def check_extra_packages(command: str = "demo") -> None:
+    """Raise :class:`OptionError` with the line that installs what is missing for a command, if anything is."""
     missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise OptionError(f'the demo needs {" and ".join(missing)}: pip install "lightning-odc[demo]"')
+        raise OptionError(f'the {command} needs {" and ".join(missing)}: pip install "lightning-odc[demo]"')
 
 
 def prepare_output(folder: Path) -> None:

@@ -224,14 +224,7 @@ class Unit:
             if parameter.grad is not None:
                 cast(DTensor, parameter.grad).to_local().add_(part, alpha=scale)
                 continue
-            parameter.grad = DTensor.from_local(
-                (part * scale).to(local.dtype),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            parameter.grad = _sharded_like(parameter, (part * scale).to(local.dtype))
 
     def describe(self) -> list[str]:
         """One line per parameter, for comparing ranks."""
@@ -268,6 +261,27 @@ def merge_groups(units: list[Unit], same_group: dict[int, int]) -> list[Unit]:
     for index, unit in enumerate(merged.values()):
         unit.index = index
     return list(merged.values())
+
+
+def _sharded_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """This rank's shard ``local`` as a part of something sharded like ``parameter``."""
+    if local.device.type != parameter.device_mesh.device_type:  # `from_local` would move it there
+        return filled_like(parameter, local)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def filled_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """The same, for shards that are not on the device of their mesh, as with ``cpu_offload``."""
+    whole = cast(DTensor, torch.empty_like(parameter.detach()))
+    whole.to_local().copy_(local)
+    return whole
 
 
 def _part_of(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:

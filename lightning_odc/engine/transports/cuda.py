@@ -116,8 +116,10 @@ class CudaTransport(Transport):
         self._streams.clear()
         self._shards.clear()
         self._accumulators.clear()
-        self._device.close()
-        self._control.close()
+        try:
+            self._device.close()
+        finally:
+            self._control.close()
 
     # -- data plane ---------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ outside of expandable segments and of every memory pool.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import tempfile
 from collections.abc import Hashable
@@ -34,9 +36,7 @@ class SymmetricDevice(Device):
         self._group = group
         self._own: Tensor | None = None
         self._handle: Any = None
-        self._atomic: set[torch.dtype] = (
-            set()
-        )  # dtypes of accumulators for which the kernel has proved itself
+        self._has_kernel = importlib.util.find_spec("triton") is not None
 
     def facts(self) -> DeviceFacts:
         properties = torch.cuda.get_device_properties(self._device)
@@ -97,7 +97,8 @@ class SymmetricDevice(Device):
 
     def close(self) -> None:
         if self._own is not None:
-            torch.cuda.synchronize(self._device)  # views of peers' memory end here
+            with contextlib.suppress(RuntimeError):  # a device that has failed is waited for by nobody
+                torch.cuda.synchronize(self._device)  # views of peers' memory end here
         self._handle = self._own = None
 
     def stream(self) -> Hashable:

@@ -1,0 +1,249 @@
+"""``lightning-odc bench comm``: reading, adding and settling beside the process group's collectives and a plain copy.
+
+Note [What a round times]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Every round does each exchange once, right after a barrier and in changing order, on all ranks at once, for one fp32
+unit of the given size. Without skew a round's time is that of its slowest rank. With skew rank ``r`` of ``W`` comes
+``skew * r / (W - 1)`` seconds later than the first, and a round's time is the mean over ranks of the time from a rank's
+own coming to its own leaving: whoever need not wait for latecomers is not charged for them.
+
+*Settle* is the meeting, taking the sums out, zeroing, writing the new shard and publishing it; beside it stands an
+all-reduce of the whole unit, which is what data parallel training without sharding does once per step. The plain
+operations run inside each process at the same time as its peers', so they share the memory's bandwidth, too.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+
+from lightning_odc.bench.options import CommOptions
+from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.demo.options import OptionError, prepare_output
+from lightning_odc.demo.report import write_atomically, write_json
+from lightning_odc.engine.collective import process_group_rendezvous
+from lightning_odc.engine.comm import all_gather, reduce_scatter
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.host import available_memory, gib
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+
+OPERATIONS = (
+    ("gather", "all-gather", "copy_"),
+    ("accumulate", "reduce-scatter", "add_"),
+    ("settle", "all-reduce", "copy_"),
+)
+"""Ours, the process group's, and the plain operation on the same bytes."""
+_WARM_UP = 2
+_BUFFERS = 3
+_PROCESS_BYTES = 150 * 2**20
+
+Seconds = dict[str, list[float]]
+
+
+def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: float) -> Seconds:
+    """Seconds of every round on this rank, by what was timed; the process group is up.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        unit_bytes: size of the whole (unsharded) fp32 unit.
+        rounds: how often.
+        skew: see Note [What a round times].
+    """
+    numel = max(unit_bytes // 4 // world_size, 1)
+    spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    protocol = Protocol(SharedMemoryTransport(rank, world_size, rendezvous), [spec], timeout=60)
+    protocol.open()
+    protocol.own_shard(0).fill_(rank)
+    protocol.publish(0)
+    late = skew * rank / max(world_size - 1, 1)
+    jobs = _jobs(protocol, rank, world_size, numel)
+    seconds: Seconds = {name: [] for name in jobs}
+    names = list(jobs)
+    for number in range(rounds + _WARM_UP):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            time.sleep(late)
+            begin = time.perf_counter()
+            jobs[name]()
+            if number >= _WARM_UP:
+                seconds[name].append(time.perf_counter() - begin)
+    dist.barrier()
+    jobs.clear()
+    protocol.close()
+    return seconds
+
+
+def _jobs(protocol: Protocol, rank: int, world_size: int, numel: int) -> dict[str, Callable[[], Any]]:
+    gathered, chunks = torch.zeros(world_size, numel), torch.ones(world_size, numel)
+    reduced, whole = torch.zeros(numel), torch.ones(world_size, numel)
+    peers = [peer for peer in range(world_size) if peer != rank] or [0]
+    segment = [Segment(0, 0, numel)]
+
+    def copy() -> None:
+        for peer in peers:
+            gathered[peer].copy_(whole[peer])
+
+    def add() -> None:
+        for peer in range(world_size):
+            gathered[peer].add_(chunks[peer])
+
+    def settle() -> None:
+        protocol.end_version({"kind": "settle"})
+        torch.mul(protocol.summed(0), 0.5, out=reduced)
+        protocol.clear(0)
+        protocol.next_version()
+        protocol.own_shard(0).copy_(reduced)
+        protocol.publish(0)
+
+    return {
+        "gather": lambda: protocol.gather(0, gathered),
+        "all-gather": lambda: all_gather(gathered.view(-1), gathered[rank]),
+        "copy_": copy,
+        "accumulate": lambda: protocol.accumulate(0, chunks, segment),
+        "reduce-scatter": lambda: reduce_scatter(reduced, chunks.view(-1)),
+        "add_": add,
+        "settle": settle,
+        "all-reduce": lambda: dist.all_reduce(whole),
+    }
+
+
+@dataclass
+class Result:
+    """One operation at one size.
+
+    Attributes:
+        ours: median seconds of the on-demand operation, with quartiles around it.
+        theirs: the same of the process group's.
+        plain: the same of the plain operation.
+        faster: theirs over ours, round by round, quartiles.
+        rate: bytes per second, ours: read from peers, added, or for *settle* those of the own shard.
+        of_copy: that rate as a part of the rate of the plain operation, round by round, median.
+    """
+
+    ranks: int
+    unit_bytes: int
+    operation: str
+    ours: list[float]
+    theirs: list[float]
+    plain: list[float]
+    faster: list[float]
+    rate: float
+    of_copy: float
+
+
+def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[Result]:
+    """One result per operation, see Note [What a round times]."""
+    combine: Callable[[Sequence[float]], float] = statistics.fmean if skew else max
+    rounds = {
+        name: [combine(of) for of in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]
+    }
+    world_size, results = len(by_rank), []
+    copied = unit_bytes * max(world_size - 1, 1) / world_size
+    moved = {"copy_": copied, "add_": unit_bytes, "accumulate": unit_bytes, "settle": unit_bytes / world_size}
+    moved["gather"] = unit_bytes * (world_size - 1) / world_size
+    for ours, theirs, plain in OPERATIONS:
+        share = moved[ours] / moved[plain]
+        of_copy = [share * copy / own for copy, own in zip(rounds[plain], rounds[ours], strict=True)]
+        faster = [other / own for other, own in zip(rounds[theirs], rounds[ours], strict=True)]
+        results.append(
+            Result(
+                ranks=len(by_rank),
+                unit_bytes=unit_bytes,
+                operation=ours,
+                ours=quartiles(rounds[ours]),
+                theirs=quartiles(rounds[theirs]),
+                plain=quartiles(rounds[plain]),
+                faster=quartiles(faster),
+                rate=moved[ours] / statistics.median(rounds[ours]),
+                of_copy=statistics.median(of_copy),
+            )
+        )
+    return results
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """First quartile, median, third quartile."""
+    return statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as Markdown."""
+    lines = [
+        "| ranks | unit | operation | time | bytes/s | of a plain copy's | the group's | faster than the group |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    names = {ours: theirs for ours, theirs, _ in OPERATIONS}
+    for one in results:
+        low, middle, high = one.faster
+        lines.append(
+            f"| {one.ranks} | {show_size(one.unit_bytes)} | {one.operation} | {1e3 * one.ours[1]:.3f} ms "
+            f"| {one.rate / 2**30:.2f} GiB/s | {100 * one.of_copy:.0f} % "
+            f"| {names[one.operation]} {1e3 * one.theirs[1]:.3f} ms | {middle:.2f}x [{low:.2f}, {high:.2f}] |"
+        )
+    return "\n".join(lines)
+
+
+def show_size(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+
+
+def run_comm(options: CommOptions) -> int:
+    """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+
+    Raises:
+        OptionError: the output folder cannot be written to, or memory does not suffice.
+    """
+    for ranks in options.ranks:
+        _check_memory(ranks, max(options.sizes))
+    if options.output is not None:
+        prepare_output(options.output)
+    console, errors = (Console(stderr=error, highlight=False, soft_wrap=True) for error in (False, True))
+    results: list[Result] = []
+    load, code = os.getloadavg()[0], 0
+    try:
+        for world_size in options.ranks:
+            with Ranks(world_size, ["lightning_odc.bench.comm"]) as processes:
+                title = f"{world_size} rank(s)"
+                for size in track(options.sizes, title, console=errors, transient=True, auto_refresh=False):
+                    by_rank = processes.call(time_unit, size, options.rounds, options.skew)
+                    results += summarize(by_rank, size, options.skew)
+    except RankFailedError as error:
+        errors.print(f"lightning-odc: {error}; what was measured before is kept", markup=False)
+        code = 1
+    except KeyboardInterrupt:
+        errors.print("lightning-odc: interrupted; what was measured before is kept")
+        code = 130
+    console.print(table(results) if results else "Nothing was measured.")
+    if options.output is not None and results:
+        from lightning_odc.bench.report import machine
+
+        given = asdict(options) | {"output": None}
+        record = {"options": given, "results": [asdict(one) for one in results], "machine": machine(load)}
+        write_json(options.output / "comm.json", record)
+        write_atomically(options.output / "comm.md", f"{table(results)}\n".encode())
+        console.print(f"files in {options.output}/: comm.json, comm.md")
+    return code
+
+
+def _check_memory(ranks: int, size: int) -> None:
+    """Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit."""
+    needed = ranks * (_BUFFERS * size + _PROCESS_BYTES) + 2 * size
+    free = available_memory()
+    if needed > free:
+        raise OptionError(
+            f"{ranks} ranks and a unit of {show_size(size)} need about {gib(needed)} GiB, and {gib(free)} GiB are "
+            "free: use fewer --ranks or smaller --sizes"
+        )

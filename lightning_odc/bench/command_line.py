@@ -1,0 +1,243 @@
+"""The parsers of ``lightning-odc bench``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning_odc.bench.options import (
+    COMMUNICATIONS,
+    COSTS,
+    DISTRIBUTIONS,
+    MODELS,
+    PAPER_MODELS,
+    POLICIES,
+    SWEEPS,
+    Combination,
+    CommOptions,
+    EngineOptions,
+    SweepOptions,
+    TrainOptions,
+    parse_size,
+)
+from lightning_odc.demo.options import check_extra_packages
+
+_WHAT = ("train", "sweep", "comm", "engine")
+
+_NUMBERS: dict[str, tuple[type, str]] = {
+    "ranks": (int, "processes, one rank each (2, or 8 emulated devices)"),
+    "samples_per_rank": (int, "samples of each rank in a minibatch, on average (8, emulated 4)"),
+    "minibatches": (int, "timed ones per run; one more goes before them, untimed"),
+    "repetitions": (int, "how often each combination trains the same minibatches, in turns"),
+    "max_length": (int, "longest sample in tokens: texts, files and data sets lose longer ones, named "
+        "distributions shrink (2048, emulated as they are)"),
+    "packing_ratio": (float, "most tokens of a microbatch, in lengths of the longest sample"),
+    "slow_rank": (float, "how many times slower the last rank is"),
+    "seconds_per_minibatch": (float, "of emulated devices; by default as long as it takes for sleeping to dominate"),
+    "seed": (int, "of weights, named distributions and the order of samples"),
+}  # fmt: skip
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but none where the help says what it depends on."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def completed(arguments: Sequence[str]) -> list[str]:
+    """The command line with ``train`` put in where only ``bench`` stands."""
+    if arguments[:1] == ["bench"] and arguments[1:2] not in ([[one] for one in (*_WHAT, "-h", "--help")]):
+        return ["bench", "train", *arguments[1:]]
+    return list(arguments)
+
+
+def add_parser(commands: Any, parser_class: Any) -> None:
+    """Add ``bench`` to the commands of the program."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure your model and data under every way to communicate and to balance",
+        description="Measure on this machine; without a further word: train.",
+    )
+    kinds = bench.add_subparsers(required=True, metavar="what", parser_class=parser_class)
+    _add_train(kinds)
+    _add_sweep(kinds)
+    _add_comm(kinds)
+    _add_engine(kinds)
+
+
+def _add_train(kinds: Any) -> None:
+    train = kinds.add_parser(
+        "train",
+        help="train under combinations of communication and balancing, in turns",
+        description="Train one model on the same minibatches under combinations of communication and balancing, in "
+        "turns; show times with confidence intervals, speed-ups split into causes, idle time and memory.",
+        formatter_class=_Formatter,
+    )
+    train.set_defaults(command=_train)
+    _add_output(train)
+    train.add_argument(
+        "--runs",
+        nargs="+",
+        metavar="C+P",
+        help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}",
+    )
+    train.add_argument(
+        "--emulate",
+        action="store_true",
+        help="layers sleep as long as a cost model says: many ranks on few cores",
+    )
+    train.add_argument(
+        "--model",
+        metavar="M",
+        help=f"one of {', '.join(MODELS)} (emulated: {', '.join(PAPER_MODELS)}), or a Hugging Face config.json",
+    )
+    train.add_argument(
+        "--lengths",
+        metavar="L",
+        help=f"one of {', '.join(DISTRIBUTIONS)}; a .txt, .json or .jsonl file of lengths or token ids; or the folder "
+        "of a data set",
+    )
+    train.add_argument("--cost", metavar="C", help=f"what the planner is told, one of {', '.join(COSTS)}")
+    for name, (kind, text) in _NUMBERS.items():
+        letter = "N" if kind is int else "X"
+        train.add_argument(_flag(name), type=kind, metavar=letter, help=text)
+    train.set_defaults(**{one.name: one.default for one in fields(TrainOptions)})
+
+
+def _add_sweep(kinds: Any) -> None:
+    defaults = SweepOptions()
+    sweep = kinds.add_parser(
+        "sweep",
+        help="the paper's parametric study on emulated devices",
+        description="Vary devices, minibatch size, longest sample and packing ratio on emulated devices, one at a "
+        "time, and show the speed-up beside its bound and the paper's; balanced is the control with equal lengths.",
+        formatter_class=_Formatter,
+    )
+    sweep.set_defaults(command=_sweep)
+    sweep.add_argument(
+        "sweeps", nargs="*", metavar="sweep", help=f"among {', '.join(SWEEPS)}; by default all"
+    )
+    _add_output(sweep)
+    sweep.add_argument(
+        "--minibatches", type=int, default=defaults.minibatches, metavar="N", help="timed ones per setting"
+    )
+    sweep.add_argument(
+        "--most-ranks", type=int, default=defaults.most_ranks, metavar="N", help="leave out larger ones"
+    )
+    sweep.add_argument(
+        "--seconds-per-minibatch", type=float, metavar="X", help=_NUMBERS["seconds_per_minibatch"][1]
+    )
+
+
+def _add_comm(kinds: Any) -> None:
+    comm = kinds.add_parser(
+        "comm",
+        help="gather, accumulate and settle beside the process group's collectives",
+        description="Time gather, accumulate and settle beside all-gather, reduce-scatter and all-reduce of the "
+        "process group, and beside a plain copy of the same bytes on this machine.",
+        formatter_class=_Formatter,
+    )
+    comm.set_defaults(command=_comm)
+    _add_output(comm)
+    defaults = CommOptions()
+    comm.add_argument(
+        "--ranks", nargs="+", type=int, default=defaults.ranks, metavar="N", help="processes, 1 to 16"
+    )
+    comm.add_argument(
+        "--sizes",
+        nargs="+",
+        metavar="S",
+        default=("4K", "64K", "1M", "16M", "64M"),
+        help="of the whole fp32 unit, 4K to 256M",
+    )
+    comm.add_argument("--rounds", type=int, default=defaults.rounds, metavar="N", help="timed rounds")
+    comm.add_argument(
+        "--skew",
+        type=float,
+        default=defaults.skew,
+        metavar="S",
+        help="seconds by which the last rank comes later than the first one, the others evenly between",
+    )
+
+
+def _add_engine(kinds: Any) -> None:
+    defaults = EngineOptions()
+    engine = kinds.add_parser(
+        "engine",
+        help="what the engine's Python costs, and what adding into a busy owner costs the owner",
+        description="Time the engine's own Python per microbatch and unit, and the work of an owner while peers add "
+        "gradients into its accumulator.",
+        formatter_class=_Formatter,
+    )
+    engine.set_defaults(command=_engine)
+    _add_output(engine)
+    engine.add_argument(
+        "--peers",
+        nargs="+",
+        type=int,
+        default=defaults.peers,
+        metavar="N",
+        help="how many add into the owner",
+    )
+    engine.add_argument(
+        "--mib", type=int, default=defaults.mib, metavar="N", help="of the gradients they add"
+    )
+    engine.add_argument("--rounds", type=int, default=defaults.rounds, metavar="N", help="timed rounds")
+
+
+def _add_output(parser: Any) -> None:
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=TrainOptions.output,
+        metavar="DIR",
+        help="folder for JSON, Markdown and pictures",
+    )
+
+
+def _train(parsed: dict[str, Any]) -> int:
+    """``lightning-odc bench train``."""
+    runs = parsed.pop("runs")
+    chosen = None if runs is None else tuple(map(Combination.parse, runs))
+    options = TrainOptions(**parsed, runs=chosen)
+    check_extra_packages("benchmark")
+    # The heavy imports wait until the options are right.
+    from lightning_odc.bench.train import run_train
+
+    return run_train(options)
+
+
+def _sweep(parsed: dict[str, Any]) -> int:
+    """``lightning-odc bench sweep``."""
+    options = SweepOptions(**{**parsed, "sweeps": tuple(parsed["sweeps"]) or SWEEPS})
+    check_extra_packages("benchmark")
+    from lightning_odc.bench.sweeps import run_sweep
+
+    return run_sweep(options)
+
+
+def _comm(parsed: dict[str, Any]) -> int:
+    """``lightning-odc bench comm``."""
+    sizes = tuple(map(parse_size, parsed.pop("sizes")))
+    options = CommOptions(**{**parsed, "ranks": tuple(parsed["ranks"]), "sizes": sizes})
+    check_extra_packages("benchmark")
+    from lightning_odc.bench.comm import run_comm
+
+    return run_comm(options)
+
+
+def _engine(parsed: dict[str, Any]) -> int:
+    """``lightning-odc bench engine``."""
+    options = EngineOptions(**{**parsed, "peers": tuple(parsed["peers"])})
+    check_extra_packages("benchmark")
+    from lightning_odc.bench.engine_costs import run_engine
+
+    return run_engine(options)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,248 @@
+"""``lightning-odc bench engine``: what the engine's Python costs, and what adding into a busy owner costs the owner.
+
+Note [The engine's own Python]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A stack of tiny layers, each a unit, runs microbatches with the on-demand engine and, in turns, with comm objects that
+do nothing, so that ``fully_shard``'s own work cancels out. The shards have a few bytes, so copying them takes no time
+worth mentioning. Processor time counts, which neither sleeping waits nor other programs enter. The difference per unit
+and microbatch (two gathers and one accumulate) is the engine's.
+
+Note [A busy owner]
+~~~~~~~~~~~~~~~~~~~
+Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things without a pause:
+nothing; add gradients into accumulators of their own, in private memory; add the same gradients into rank 0's
+accumulator. The second takes the same bandwidth but leaves the owner's memory alone, so what the third adds to it is
+the cost of being added to. By the clock, more ranks than cores compete for the cores, which is no cost of adding; the
+owner's processor time leaves that out and keeps what the memory makes slower.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+
+from lightning_odc._compat import comms_of
+from lightning_odc.bench.options import EngineOptions
+from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.results import Interval, bootstrap, median_interval
+from lightning_odc.demo.options import prepare_output
+from lightning_odc.demo.report import write_json
+from lightning_odc.engine.collective import process_group_rendezvous
+from lightning_odc.engine.comm import AccumulateComm, GatherComm, set_comms
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.units import find_units
+from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+
+_UNITS = 32
+_BLOCK = 20
+WORK = ("alone", "peers add elsewhere", "peers add into it")
+
+
+Spent = tuple[float, float]
+"""Seconds by the clock, and of processor time."""
+
+
+class Scale(nn.Module):
+    """The smallest unit: one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def engine_python(rank: int, world_size: int, blocks: int) -> dict[str, list[float]]:
+    """Microseconds per unit and microbatch of every block of microbatches: with the engine, and with nothing.
+
+    See Note [The engine's own Python].
+    """
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(Scale() for _ in range(_UNITS)))
+    policy = precision_policy(None, None, True)
+    shard_model(model, mesh_for("cpu", world_size), mixed_precision=policy)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    engine = OnDemandEngine(
+        lambda: SharedMemoryTransport(rank, world_size, rendezvous), rendezvous, timeout=60
+    )
+    engine.attach(model)
+    units = [unit.modules for unit in find_units(model)]
+    comms = [_comms_of(modules[0]) for modules in units]
+    nothing = GatherComm(lambda *_: None), AccumulateComm(lambda *_: None)
+    taken: dict[str, list[float]] = {"engine": [], "nothing": []}
+    for number in range(blocks + 1):
+        for name in taken:
+            for modules, (gather, accumulate) in zip(units, comms, strict=True):
+                set_comms(modules, *((gather, accumulate) if name == "engine" else nothing))
+            seconds = _run_block(model)
+            if number:
+                taken[name].append(1e6 * seconds / (_BLOCK * _UNITS))
+        dist.barrier()
+    assert engine.traffic.reads > blocks * _BLOCK * _UNITS, "the one-sided path was not taken"
+    engine.settle([])
+    engine.publish()
+    engine.close()
+    return taken
+
+
+def _comms_of(module: Any) -> tuple[Any, Any]:
+    found = comms_of(module)
+    assert found is not None
+    return found
+
+
+def _run_block(model: nn.Module) -> float:
+    """Seconds of processor time of some microbatches."""
+    dist.barrier()
+    begin = time.thread_time()
+    for _ in range(_BLOCK):
+        model(torch.ones(8)).sum().backward()
+    return time.thread_time() - begin
+
+
+def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, list[Spent]]:
+    """On rank 0 what its work took in every round, by what the peers do; nothing on others.
+
+    See Note [A busy owner].
+    """
+    torch.set_num_threads(1)
+    numel = mib * 2**20 // 4
+    spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    protocol = Protocol(SharedMemoryTransport(rank, world_size, rendezvous), [spec], timeout=60)
+    protocol.open()
+    own, gradients = torch.zeros(numel), torch.ones(numel)
+    seconds: dict[str, list[Spent]] = {name: [] for name in WORK}
+    for number in range(rounds + 1):
+        for turn, name in enumerate(WORK):
+            dist.barrier()
+            mark = 2 * (number * len(WORK) + turn) + 1
+            if rank == 0:
+                protocol.transport.store(0, mark)  # the first control word: nobody meets here
+                spent = _work()
+                protocol.transport.store(0, mark + 1)
+                if number:
+                    seconds[name].append(spent)
+            else:
+                _disturb(protocol, name, mark + 1, own, gradients)
+    dist.barrier()
+    protocol.close()
+    return seconds
+
+
+def _work() -> Spent:
+    left, right = torch.ones(768, 768), torch.ones(768, 768)
+    begin, processor = time.perf_counter(), time.thread_time()
+    for _ in range(12):
+        left = left @ right / 768
+    return time.perf_counter() - begin, time.thread_time() - processor
+
+
+def _disturb(protocol: Protocol, name: str, until: int, own: Tensor, gradients: Tensor) -> None:
+    """Do what peers do until rank 0 says that it is done."""
+    transport = protocol.transport
+    segment = [Segment(0, 0, gradients.numel())]
+    while transport.load(0, 0) < until:
+        if name == WORK[0]:
+            time.sleep(0.001)
+        elif name == WORK[1]:
+            own.add_(gradients)
+        elif transport.try_lock(0, 0):
+            try:
+                transport.add(0, 0, gradients, segment)
+            finally:
+                transport.unlock(0, 0)
+
+
+def run_engine(options: EngineOptions) -> int:
+    """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+
+    Raises:
+        OptionError: the output folder cannot be written to.
+    """
+    if options.output is not None:
+        prepare_output(options.output)
+    console, errors = (Console(stderr=error, highlight=False, soft_wrap=True) for error in (False, True))
+    load, code = os.getloadavg()[0], 0
+    found: dict[str, Any] = {}
+    try:
+        with Ranks(2, ["lightning_odc.bench.engine_costs"]) as ranks:
+            found["python"] = _python_row(ranks.call(engine_python, options.rounds))
+        console.print(python_sentence(found["python"]))
+        found["busy owner"] = []
+        for peers in options.peers:
+            with Ranks(peers + 1, ["lightning_odc.bench.engine_costs"]) as ranks:
+                seconds = ranks.call(busy_owner, options.mib, options.rounds)[0]
+            found["busy owner"].append({"peers": peers, **_slower(seconds)})
+    except RankFailedError as error:
+        errors.print(f"lightning-odc: {error}; what was measured before is kept", markup=False)
+        code = 1
+    except KeyboardInterrupt:
+        errors.print("lightning-odc: interrupted; what was measured before is kept")
+        code = 130
+    console.print(table(found.get("busy owner", [])))
+    if options.output is not None and found:
+        from lightning_odc.bench.report import machine
+
+        write_json(options.output / "engine.json", {**found, "machine": machine(load)})
+        console.print(f"files in {options.output}/: engine.json")
+    return code
+
+
+def _python_row(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+    """Microseconds, means over ranks."""
+    ranks = [
+        [mine - none for mine, none in zip(taken["engine"], taken["nothing"], strict=True)]
+        for taken in by_rank
+    ]
+    differences = [statistics.fmean(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+    without = statistics.median(one for taken in by_rank for one in taken["nothing"])
+    return {"microseconds": median_interval(differences), "fully_shard_microseconds": without}
+
+
+def python_sentence(row: dict[str, Any]) -> str:
+    """For people."""
+    low, middle, high = row["microseconds"]
+    return (
+        f"The engine's own Python: {middle:.1f} us [{low:.1f}, {high:.1f}] per microbatch and unit, beside "
+        f"{row['fully_shard_microseconds']:.1f} us that `fully_shard` takes."
+    )
+
+
+def _slower(spent: dict[str, list[Spent]]) -> dict[str, Any]:
+    """How many times longer the owner's work takes than alone: by processor time, and the last by the clock."""
+    alone, elsewhere, into = (spent[name] for name in WORK)
+
+    def over(slow: list[Spent], fast: list[Spent], which: int) -> Interval:
+        pairs = [(one[which], other[which]) for one, other in zip(slow, fast, strict=True)]
+        return bootstrap(pairs, lambda drawn: drawn[..., 0].sum(-1) / drawn[..., 1].sum(-1))
+
+    found = {"elsewhere": over(elsewhere, alone, 1), "into": over(into, alone, 1)}
+    return {**found, "into_by_the_clock": over(into, alone, 0)}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """How much longer a busy owner takes, as Markdown."""
+    lines = [
+        "| peers | peers add elsewhere | peers add into it | the same by the clock |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        cells = [
+            f"x{middle:.2f} [{low:.2f}, {high:.2f}]"
+            for low, middle, high in (row["elsewhere"], row["into"], row["into_by_the_clock"])
+        ]
+        lines.append(f"| {row['peers']} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,193 @@
+"""Where the samples of a benchmark come from: real text, a file, a data set, or a named distribution.
+
+Note [Named distributions]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+The data sets of the paper are not shipped. What is published about their lengths is a mean and, for one of them, the
+longest: LongAlign 16.5K tokens on average and at most 64K, SWE-Smith 34.7K, answers on AIME about 9K (*Revisiting
+Parameter Server in LLM Post-Training*, arXiv 2601.19362). The named distributions are lognormal with these means, cut
+at the longest: ``sigma`` 0.75, which for LongAlign gives about the idle shares that the paper reports, and for the
+other two the longest (64K, 32K) is an assumption as well. They are approximations of lengths, nothing else is.
+With a shorter ``--max-length`` all lengths shrink in proportion, so that the shape stays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, find_lengths
+from lightning_odc.demo.corpus import encode, read_corpus
+from lightning_odc.demo.options import OptionError
+
+_DRAWN = 4096
+_SIGMA = 0.75
+_TEXT_CAP = 2048
+_COLUMNS = ("length", "num_tokens", "n_tokens")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is known of a data set's lengths, in tokens: see Note [Named distributions]."""
+
+    mean: float
+    longest: int
+
+
+PUBLISHED = {
+    "longalign": Published(16_500, 65_536),
+    "swesmith": Published(34_700, 65_536),
+    "aime": Published(9_000, 32_768),
+}
+
+
+class Samples(Sequence[Tensor]):
+    """Token ids by index, made when they are asked for.
+
+    Args:
+        lengths: of every sample.
+        source: what they are, for people.
+        text: the tokens of a sample; by default random ones, the same on all ranks.
+        vocabulary: random tokens are below it.
+    """
+
+    def __init__(
+        self,
+        lengths: LengthArray,
+        source: str,
+        text: Callable[[int], Tensor] | None = None,
+        vocabulary: int = 256,
+    ) -> None:
+        self.lengths = lengths
+        self.source = source
+        self._text = text
+        self._vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._text is not None:
+            return self._text(int(index))
+        generator = torch.Generator().manual_seed(int(index))
+        return torch.randint(self._vocabulary, (int(self.lengths[index]),), generator=generator)
+
+
+def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
+    """The samples that ``--lengths`` names.
+
+    Args:
+        name: a distribution, a file, or the folder of a data set.
+        max_length: samples longer than that are left out of texts, files and data sets; named distributions shrink.
+        seed: of named distributions.
+
+    Raises:
+        OptionError: it cannot be read, or nothing is left.
+    """
+    if name in ("stdlib", "equal"):
+        return _text(max_length or _TEXT_CAP, name == "equal")
+    if name in PUBLISHED:
+        return Samples(draw(name, _DRAWN, max_length, seed), f"{name}, lognormal by its published statistics")
+    lengths = _read(Path(name))
+    kept = lengths[lengths <= max_length] if max_length else lengths
+    if not len(kept):
+        raise OptionError(f"--lengths {name}: no sample has at most --max-length {max_length} tokens")
+    left_out = f", {len(lengths) - len(kept)} longer ones left out" if len(kept) < len(lengths) else ""
+    return Samples(kept, f"{len(kept)} lengths from {Path(name).name}{left_out}")
+
+
+def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> LengthArray:
+    """Lengths from a named distribution, int64 ``[count]``, see Note [Named distributions].
+
+    Args:
+        name: one of `PUBLISHED`.
+        count: how many.
+        longest: to shrink all lengths to, in tokens; by default the published one.
+        seed: of the draw.
+    """
+    known = PUBLISHED[name]
+    location = _location(known.mean / known.longest, _SIGMA)
+    normal = statistics.NormalDist(location, _SIGMA)
+    # Another stream than the loader's shuffle, which would otherwise sort what it is given.
+    below = np.random.default_rng([seed, len(PUBLISHED)]).random(count) * normal.cdf(0.0)
+    shares = np.exp([normal.inv_cdf(max(float(value), 1e-12)) for value in below])
+    return np.maximum(np.rint(shares * (longest or known.longest)), 1).astype(np.int64)
+
+
+def _location(mean: float, sigma: float) -> float:
+    """Location of the lognormal whose mean, cut at 1, is ``mean``, by bisection."""
+    low, high = -20.0, 20.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        normal = statistics.NormalDist()
+        cut = normal.cdf(-middle / sigma)
+        above = math.exp(middle + sigma**2 / 2) * normal.cdf(-middle / sigma - sigma) / max(cut, 1e-300)
+        low, high = (middle, high) if above < mean else (low, middle)
+    return low
+
+
+def _text(max_length: int, equal: bool) -> Samples:
+    corpus = read_corpus(max_length)
+    if equal:
+        from lightning_odc.demo.corpus import equal_pieces
+
+        corpus = equal_pieces(corpus)
+    source = f"{len(corpus.samples)} {'equal pieces' if equal else 'functions and classes'} of the standard library"
+    return Samples(np.array(corpus.lengths), source, lambda index: encode(corpus.samples[index]), 258)
+
+
+def _read(path: Path) -> LengthArray:
+    """Lengths from a file of numbers, a file of records, or the folder of a data set."""
+    try:
+        found = _from_folder(path) if path.is_dir() else _from_file(path)
+        lengths = np.asarray(found, dtype=np.float64)
+    except (OSError, ValueError, TypeError, LengthsUnknownError) as error:
+        reason = " ".join(str(error).split())
+        raise OptionError(f"--lengths {path}: {reason}") from error
+    if lengths.ndim != 1 or not len(lengths) or (lengths < 1).any() or (lengths % 1).any():
+        raise OptionError(f"--lengths {path}: expected whole numbers of at least 1, one per sample")
+    return lengths.astype(np.int64)
+
+
+def _from_file(path: Path) -> Any:
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return [_length_of(json.loads(line)) for line in text.splitlines() if line.strip()]
+    if path.suffix == ".json":
+        return [_length_of(item) for item in json.loads(text)]
+    return [float(word) for word in text.replace(",", " ").split()]
+
+
+def _length_of(record: Any) -> float:
+    """Of a number, or of a record with ``input_ids`` or a column that says it."""
+    if not isinstance(record, dict):
+        return float(record)
+    if "input_ids" in record:
+        return len(record["input_ids"])
+    for column in _COLUMNS:
+        if column in record:
+            return float(record[column])
+    raise ValueError(
+        f"a record has no 'input_ids' and none of {', '.join(_COLUMNS)}, only {', '.join(sorted(record))}"
+    )
+
+
+def _from_folder(path: Path) -> LengthArray:
+    try:
+        from datasets import load_from_disk  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise ValueError(
+            "reading the folder of a data set needs the package datasets: pip install datasets"
+        ) from None
+    data = load_from_disk(str(path))
+    if hasattr(data, "keys"):
+        data = data[next(iter(data.keys()))]
+    return find_lengths(data).values

@@ -1,0 +1,235 @@
+"""The models of a benchmark: a small table of our own, or a Hugging Face configuration from a file."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+)
+
+from lightning_odc.balance import PolynomialCost, transformer
+from lightning_odc.balance.costs import Cost, resolve_cost
+from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
+from lightning_odc.demo.corpus import VOCABULARY
+from lightning_odc.demo.options import HEAD_SIZE, OptionError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lightning_odc.callbacks.watch import Watch
+
+_CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
+SIZES = {"tiny": (2, 64), "demo": (4, 256), "small": (6, 384), "wide": (2, 768)}
+"""Decoder layers and width of our own models: Llamas that read bytes."""
+
+FITTED = {
+    "1.5b": PolynomialCost(quadratic=1.982122 / 32_000**2, linear=2.611821 / 32_000),
+    "7b": PolynomialCost(quadratic=4.348357 / 32_000**2, linear=8.768377 / 32_000),
+}
+"""What the paper's code fitted to its models' microbatches, arXiv 2601.19362."""
+
+
+def find_config(name: str, max_length: int) -> PretrainedConfig:
+    """The configuration of a causal language model.
+
+    Args:
+        name: one of `SIZES`, or a ``config.json`` as Hugging Face writes it.
+        max_length: the longest sample in tokens.
+
+    Raises:
+        OptionError: the file is no configuration, or not of a causal language model.
+    """
+    if name in SIZES:
+        layers, width = SIZES[name]
+        return LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=width * 5 // 2,
+            num_hidden_layers=layers,
+            num_attention_heads=width // HEAD_SIZE,
+            num_key_value_heads=width // HEAD_SIZE,
+            max_position_embeddings=max_length,
+            use_cache=False,
+        )
+    config = _read_config(Path(name))
+    heads = [name for name in config.architectures or () if name.endswith(_CAUSAL_HEADS)]
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (config.architectures and not heads):
+        raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")
+    config.use_cache = False
+    return config
+
+
+def _read_config(path: Path) -> PretrainedConfig:
+    try:
+        raw = json.loads(path.read_text())
+        return AutoConfig.for_model(raw.pop("model_type"), **raw)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise OptionError(f"--model {path}: not a configuration: {' '.join(str(error).split())}") from error
+    except (KeyError, ValueError) as error:
+        reason = (
+            'it has no "model_type"' if isinstance(error, KeyError) else " ".join(str(error).split())[:120]
+        )
+        raise OptionError(f"--model {path}: not a configuration that transformers knows: {reason}") from error
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Of the model that a configuration describes, without making it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def planned_cost(name: str, config: PretrainedConfig) -> Any:
+    """What ``--cost`` means for a model on this machine's CPUs, where attention runs over whole microbatches."""
+    if name != "model":
+        return name
+    with suppress(ValueError):
+        return transformer(config, dense=True)
+    return "quadratic_dense"
+
+
+def emulated_cost(name: str) -> Cost:
+    """What a microbatch of an emulated model costs, by a fit of the paper or by the FLOPs of a configuration.
+
+    Raises:
+        OptionError: the file is no configuration, or FLOPs of such a model are not known.
+    """
+    if name in FITTED:
+        return FITTED[name]
+    try:
+        return resolve_cost(transformer(_read_config(Path(name))))
+    except ValueError as error:
+        raise OptionError(f"--model {name}: {' '.join(str(error).split())}") from error
+
+
+class BenchModule(LightningModule):
+    """A model whose loss is a sum with a count, weighted exactly by the strategy.
+
+    Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the share by itself and reduces once.
+
+    Args:
+        by_hand: the strategy does not unroll a `Minibatch`.
+
+    Attributes:
+        loss_sum: of the microbatches since `take_loss`.
+        tokens: predicted in them.
+        watch: told about the one backward pass that reduces, under ``ddp``.
+    """
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.loss_sum = 0.0
+        self.tokens = 0
+        self.watch: Watch | None = None
+
+    def compute(self, microbatch: Any) -> tuple[Tensor, int]:
+        """Summed loss of a microbatch, and how many tokens it is a sum over."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any] | None:
+        if not self.automatic_optimization:
+            self._run_by_hand(batch)
+            return None
+        loss, count = self.compute(batch)
+        self._count(loss, count)
+        return {"loss": loss, "num_items": count}
+
+    def take_loss(self) -> tuple[float, int]:
+        """``(loss_sum, tokens)`` since the last call, and start again from zero."""
+        taken = self.loss_sum, self.tokens
+        self.loss_sum, self.tokens = 0.0, 0
+        return taken
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def _count(self, loss: Tensor, count: int) -> None:
+        self.loss_sum += float(loss.detach())
+        self.tokens += count
+
+    def _run_by_hand(self, share: list[tuple[Any, float]]) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for number, (microbatch, weight) in enumerate(share):
+            loss, count = self.compute(microbatch)
+            self._count(loss * bool(weight), count if weight else 0)
+            mean = loss * (weight / max(count, 1) / len(share))
+            if number < len(share) - 1:
+                self.lag_backward(
+                    mean
+                )  # DDP reduces in the pass that `manual_backward` announces, and in no other
+            else:
+                self._reduce(mean)
+        optimizer.step()
+
+    def _reduce(self, loss: Tensor) -> None:
+        if self.watch is not None:
+            self.watch.begin_batch()
+            self.watch.before_backward()
+        self.manual_backward(loss)
+        if self.watch is not None:
+            self.watch.after_backward()
+
+    def lag_backward(self, loss: Tensor) -> None:
+        """A backward pass without reduction."""
+        loss.backward()
+
+
+class CausalModel(BenchModule):
+    """A causal language model over packed samples.
+
+    Args:
+        config: of the model, randomly initialised.
+        seed: of the weights.
+        slowness: 1.5 for a device that is 1.5 times slower: it sleeps after each pass.
+        by_hand: the strategy does not unroll a `Minibatch`.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, seed: int, slowness: float = 1.0, by_hand: bool = False
+    ) -> None:
+        super().__init__(by_hand)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        self.slowness = slowness
+
+    def compute(self, microbatch: PackedBatch) -> tuple[Tensor, int]:
+        begin = time.thread_time()
+        targets = microbatch["labels"][0, 1:]
+        # `use_cache=False`: see Note [Packed samples do not see each other].
+        output = self.model(
+            input_ids=microbatch["input_ids"], position_ids=microbatch["position_ids"], use_cache=False
+        )
+        logits = output.logits[0, :-1].float()
+        loss = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        self._lag(begin)
+        return loss, int((targets != IGNORE_INDEX).sum())
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        begin = time.thread_time()
+        super().backward(loss, *args, **kwargs)
+        self._lag(begin)
+
+    def lag_backward(self, loss: Tensor) -> None:
+        begin = time.thread_time()
+        super().lag_backward(loss)
+        self._lag(begin)
+
+    def _lag(self, begin: float) -> None:
+        if self.slowness > 1:
+            time.sleep((self.slowness - 1) * (time.thread_time() - begin))

@@ -1,0 +1,38 @@
+"""Pictures of benchmarks: a bar for each combination, a line for each sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from lightning_odc.bench.results import Row
+from lightning_odc.demo.pictures import COLOURS
+
+_GREY = "#8c8c8c"
+
+
+def rows_picture(rows: Sequence[Row]) -> Figure:
+    """Seconds per minibatch with intervals; the hatched part is waiting."""
+    figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, row in enumerate(rows):
+        low, middle, high = row.seconds
+        colour = COLOURS.get(row.combination.communication, _GREY)
+        axes.barh(place, middle, color=colour, alpha=0.6)
+        axes.barh(
+            place,
+            middle * row.idle,
+            left=middle * (1 - row.idle),
+            color="none",
+            hatch="///",
+            edgecolor="white",
+        )
+        axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
+        if row.speed_up is not None:
+            axes.annotate(f" x{row.speed_up[1]:.2f}", (high, place), va="center")
+    axes.set_yticks(range(len(rows)), [str(row.combination) for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds per minibatch (median, 95 % interval; hatched: waiting for others)")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -1,0 +1,203 @@
+"""What a training benchmark says: text, Markdown, JSON and a picture."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import lightning
+import torch
+import transformers
+from rich.console import Console
+
+from lightning_odc._version import __version__
+from lightning_odc.bench.lengths import Samples
+from lightning_odc.bench.options import TrainOptions
+from lightning_odc.bench.results import (
+    Interval,
+    Row,
+    Run,
+    Split,
+    baseline_of,
+    loss_difference,
+    splits,
+    summarize,
+)
+from lightning_odc.demo.options import available_cores
+from lightning_odc.demo.report import length_facts, write_atomically, write_json
+
+MIB = 2**20
+LOSS_TOLERANCE = 1e-5
+"""Relative; as in the demo, whose comment derives it."""
+
+
+class Outcome:
+    """Everything a run has to say, also when it was cut short.
+
+    Args:
+        options: filled in.
+        samples: what is trained on.
+
+    Attributes:
+        runs: as far as they came.
+        failure: one line, if it was cut short.
+        details: the traceback of the rank that failed.
+        overhead: seconds of a minibatch in which nobody sleeps; emulated devices only.
+        seconds_per_cost: the unit of time of emulated devices.
+    """
+
+    def __init__(self, options: TrainOptions, samples: Samples) -> None:
+        self.options = options
+        self.samples = samples
+        self.runs: list[Run] = []
+        self.failure = self.details = ""
+        self.overhead = 0.0
+        self.seconds_per_cost = 1.0
+        self.load = os.getloadavg()[0]
+
+    @property
+    def introduction(self) -> str:
+        """What is about to be measured."""
+        options = self.options
+        facts = ", ".join(
+            f"{name} {value:,.0f}" for name, value in length_facts(self.samples.lengths.tolist()).items()
+        )
+        devices = f"{options.ranks} {'emulated devices' if options.emulate else 'ranks'}"
+        return (
+            f"model {options.model} on {devices}, {options.samples_per_rank} samples per rank and minibatch; "
+            f"{self.samples.source} (tokens: {facts}); {options.repetitions} repetitions of {options.minibatches} "
+            f"minibatches, the combinations in turns"
+        )
+
+    @property
+    def rows(self) -> list[Row]:
+        """One per combination."""
+        return summarize(self.runs, available_cores())
+
+    @property
+    def text(self) -> str:
+        """Table and sentences, as Markdown."""
+        rows = self.rows
+        if not rows:
+            return "Nothing was measured."
+        parts = [table(rows), "", *(sentence(split) for split in splits(self.runs))]
+        difference = loss_difference(self.runs)
+        verdict = "losses agree" if difference <= LOSS_TOLERANCE else "LOSSES DIFFER"
+        parts.append(f"{verdict}: largest relative difference {difference:.1e}")
+        if self.options.emulate:
+            parts.append(self._emulation(rows))
+        if self.load > 0.5 * available_cores():
+            parts.append(f"The machine was busy before (load {self.load:.1f}): expect uneven times.")
+        if self.failure:
+            parts.append(f"Cut short: {self.failure}")
+        return "\n".join(parts)
+
+    def _emulation(self, rows: Sequence[Row]) -> str:
+        slowest = max(row.seconds[1] for row in rows)
+        return (
+            f"Without any sleep a minibatch takes up to {self.overhead:.3f} s, {100 * self.overhead / slowest:.1f} % "
+            f"of one with it; cores were busy for at most {100 * max(row.processor for row in rows):.0f} % of the time."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of ``bench.json``."""
+        given = asdict(self.options)
+        given |= {"runs": [str(run) for run in self.options.runs or ()], "output": None}
+        return {
+            "options": given,
+            "lengths": {
+                "source": self.samples.source,
+                "tokens": length_facts(self.samples.lengths.tolist()),
+            },
+            "baseline": str(baseline_of([row.combination for row in self.rows])) if self.rows else None,
+            "rows": [row.record() for row in self.rows],
+            "splits": [split.record() for split in splits(self.runs)],
+            "loss_difference": loss_difference(self.runs),
+            "overhead_seconds": self.overhead,
+            "seconds_per_cost": self.seconds_per_cost,
+            "cut_short": self.failure or None,
+            "error": self.details or None,
+            "runs": [_run_record(run) for run in self.runs if run.count],
+            "machine": machine(self.load),
+        }
+
+    def write_files(self, console: Console) -> None:
+        """Write ``bench.json``, ``bench.md`` and ``bench.png`` into the output folder, if there is one."""
+        folder = self.options.output
+        if folder is None or not self.runs:
+            return
+        write_json(folder / "bench.json", self.as_dict())
+        write_atomically(folder / "bench.md", f"{self.introduction}\n\n{self.text}\n".encode())
+        names = ["bench.json", "bench.md"]
+        if self.rows:
+            from lightning_odc.bench.pictures import rows_picture
+            from lightning_odc.demo.pictures import write_picture
+
+            write_picture(folder / "bench.png", rows_picture(self.rows))
+            names.append("bench.png")
+        console.print(f"files in {folder}/: {', '.join(names)}")
+
+
+def machine(load: float) -> dict[str, Any]:
+    """What JSON files say about where they come from."""
+    return {
+        "system": platform.platform(),
+        "cores": available_cores(),
+        "load_before": load,
+        "lightning-odc": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _run_record(run: Run) -> dict[str, Any]:
+    return {
+        "combination": str(run.combination),
+        "repetition": run.repetition,
+        "seconds": [run.seconds(index) for index in range(run.count)],
+        "idle": [[one.idle for one in run.of(index)] for index in range(run.count)],
+        "losses": [run.loss(index) for index in range(run.count)],
+        "bounds": run.bounds,
+        "totals": [asdict(one) for one in run.totals],
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    emulated = any(row.efficiency is not None for row in rows)
+    heads = ["communication", "policy", "s/minibatch [95 %]", "speed-up [95 %]", "idle", "over bound"]
+    heads += ["bound / measured"] if emulated else ["settle + publish", "peak memory", "window"]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for row in rows:
+        low, middle, high = row.seconds
+        cells = [*row.combination, f"{middle:.3f} [{low:.3f}, {high:.3f}]"]
+        cells.append("-" if row.speed_up is None else show_ratio(row.speed_up))
+        cells += [f"{100 * value:z.1f} %" for value in (row.idle, row.over_bound)]
+        if emulated:
+            cells.append("-" if row.efficiency is None else f"{100 * row.efficiency:.1f} %")
+        else:
+            cells.append(f"{100 * row.settling:.2f} %")
+            cells += [f"{size / MIB:.0f} MiB" if size else "-" for size in (row.peak_bytes, row.window_bytes)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def show_ratio(ratio: Interval) -> str:
+    """A ratio with its interval."""
+    low, middle, high = ratio
+    return f"x{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def sentence(split: Split) -> str:
+    """A split for people."""
+    start = f"- {split.fast} over {split.slow}: {show_ratio(split.total)}"
+    if len(split.factors) < 2:
+        return start
+    return f"{start} = " + ", times ".join(
+        f"{name} x{factor[1]:.3f} [{factor[0]:.3f}, {factor[2]:.3f}]" for name, factor in split.factors
+    )

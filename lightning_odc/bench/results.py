@@ -1,0 +1,315 @@
+"""From what ranks told during a benchmark to medians, intervals, and speed-ups split into causes: pure functions.
+
+Note [Confidence intervals]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every run trains on the same minibatches, so what is compared is pairs: the same minibatch of the same repetition under
+two combinations. A speed-up is the ratio of the two sums of times over all pairs. Its interval, and that of a median,
+is the middle 95 % of what 2000 bootstrap resamples of the pairs (of the times) give; the generator's seed is fixed, so
+that the same file gives the same table. With few pairs such intervals are too narrow rather than too wide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lightning_odc.bench.options import PAPERS_OWN, Combination
+from lightning_odc.callbacks.step_numbers import Meeting, waits_in_meetings
+
+WARM_UP = 1
+RESAMPLES = 2000
+Interval = tuple[float, float, float]
+"""Low end, value, high end."""
+Key = tuple[int, int]
+"""Repetition and minibatch."""
+
+
+@dataclass
+class MinibatchRecord:
+    """One minibatch on one rank.
+
+    Attributes:
+        seconds: from its start to the start of the next one.
+        waits: seconds of waiting for others, by cause.
+        loss_sum: of this rank's tokens.
+        tokens: predicted on this rank.
+        settling: seconds of own work in settle and publish.
+        processor: seconds of processor time, all threads.
+        meetings: when this rank entered and left each collective.
+    """
+
+    seconds: float
+    waits: dict[str, float]
+    loss_sum: float
+    tokens: int
+    settling: float = 0.0
+    processor: float = 0.0
+    meetings: list[Meeting] = field(default_factory=list)
+
+    @property
+    def idle(self) -> float:
+        """All waiting."""
+        return sum(self.waits.values())
+
+
+@dataclass
+class Totals:
+    """What a rank says at the end of a run.
+
+    Attributes:
+        peak_bytes: largest private memory, 0 where the kernel does not tell.
+        window_bytes: of its window.
+        stolen: microbatches of others that it ran.
+    """
+
+    peak_bytes: int = 0
+    window_bytes: int = 0
+    stolen: int = 0
+
+
+@dataclass
+class Run:
+    """All minibatches of one combination in one repetition, as far as it came.
+
+    Attributes:
+        ranks: by rank, what it told.
+        totals: by rank; empty if the run did not end.
+        bounds: seconds of each minibatch without any communication, if they are known (emulated devices).
+    """
+
+    combination: Combination
+    repetition: int
+    ranks: list[list[MinibatchRecord]]
+    totals: list[Totals] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Minibatches that every rank has told of."""
+        return min(map(len, self.ranks), default=0)
+
+    @property
+    def timed(self) -> range:
+        """Those that count."""
+        return range(WARM_UP, self.count)
+
+    def of(self, index: int) -> list[MinibatchRecord]:
+        """One minibatch on every rank."""
+        return [rank[index] for rank in self.ranks]
+
+    def seconds(self, index: int) -> float:
+        """Time of a minibatch by rank 0's clock, whose spans have no gaps."""
+        return self.ranks[0][index].seconds
+
+    def loss(self, index: int) -> float:
+        """Mean loss per token over all ranks."""
+        of_ranks = self.of(index)
+        return sum(one.loss_sum for one in of_ranks) / max(sum(one.tokens for one in of_ranks), 1)
+
+    def resolve(self, index: int) -> None:
+        """Replace the meetings of a minibatch by the waits in them, which only all ranks together tell."""
+        of_ranks = self.of(index)
+        if any(one.meetings for one in of_ranks):
+            waited = waits_in_meetings([one.meetings for one in of_ranks], common_clock=True)
+            for one, seconds in zip(of_ranks, waited or (), strict=False):
+                one.waits["collective"] = seconds
+                one.meetings = []
+
+
+@dataclass
+class Row:
+    """What one combination measured over all repetitions; shares are parts of all ranks' time.
+
+    Attributes:
+        seconds: per minibatch: the median, with its interval.
+        speed_up: over the baseline, with its interval; ``None`` without common minibatches.
+        idle: share of waiting.
+        over_bound: time over the busy time of the busiest rank, minus 1.
+        settling: share of settle and publish, waiting left out.
+        processor: share of the machine's cores that was busy.
+        peak_bytes: of the rank that took most, its window left out.
+        window_bytes: of its window.
+        efficiency: time without any communication, by the cost model, over time; emulated devices only.
+        stolen: microbatches per minibatch that another rank ran than was planned.
+        minibatches: how many were timed.
+        total: seconds of all of them.
+    """
+
+    combination: Combination
+    seconds: Interval
+    speed_up: Interval | None
+    idle: float
+    over_bound: float
+    settling: float
+    processor: float
+    peak_bytes: int
+    window_bytes: int
+    efficiency: float | None
+    stolen: float
+    minibatches: int
+    total: float
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"combination": str(self.combination)}
+
+
+@dataclass
+class Split:
+    """A speed-up as a product.
+
+    Attributes:
+        slow: divided by
+        fast: is the speed-up.
+        total: of all factors.
+        factors: name of the cause, and its factor with an interval.
+    """
+
+    slow: Combination
+    fast: Combination
+    total: Interval
+    factors: list[tuple[str, Interval]]
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"slow": str(self.slow), "fast": str(self.fast), "factors": dict(self.factors)}
+
+
+def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interval:
+    """See Note [Confidence intervals].
+
+    Args:
+        values: ``[n]`` or ``[n, k]``.
+        statistic: of an array ``[..., n]`` or ``[..., n, k]``, over ``n``.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    value = float(statistic(array))
+    if len(array) < 2:
+        return value, value, value
+    drawn = np.random.default_rng(0).integers(len(array), size=(RESAMPLES, len(array)))
+    low, high = np.quantile(statistic(array[drawn]), [0.025, 0.975])
+    return float(low), value, float(high)
+
+
+def median_interval(seconds: Sequence[float]) -> Interval:
+    """The median with its interval."""
+    return bootstrap(seconds, lambda drawn: np.median(drawn, axis=-1))
+
+
+def ratio_interval(slow: dict[Key, float], fast: dict[Key, float]) -> Interval | None:
+    """Sum of the slow times over sum of the fast ones, over the minibatches that both have."""
+    pairs = [(slow[key], fast[key]) for key in slow if key in fast]
+    if not pairs:
+        return None
+    return bootstrap(pairs, lambda drawn: drawn[..., 0].sum(-1) / drawn[..., 1].sum(-1))
+
+
+def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
+    """Seconds of every timed minibatch of a combination."""
+    return {
+        (run.repetition, index): run.seconds(index)
+        for run in runs
+        if run.combination == combination
+        for index in run.timed
+    }
+
+
+def baseline_of(combinations: Sequence[Combination]) -> Combination:
+    """What speed-ups are over: the paper's baseline if it is there, then ours, else the first."""
+    wanted = [Combination("collective", policy) for policy in (PAPERS_OWN, "lb_micro")]
+    return next((one for one in wanted if one in combinations), combinations[0])
+
+
+def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
+    """One row per combination of which something was measured."""
+    measured = [run for run in runs if run.timed]
+    order = list(dict.fromkeys(run.combination for run in measured))
+    if not order:
+        return []
+    slow = times(measured, baseline_of(order))
+    return [
+        _row(one, [run for run in measured if run.combination == one], slow, times(measured, one), cores)
+        for one in order
+    ]
+
+
+def _row(
+    combination: Combination, runs: list[Run], slow: dict[Key, float], own: dict[Key, float], cores: int
+) -> Row:
+    span = idle = busiest = settling = processor = bound = 0.0
+    world_size = len(runs[0].ranks)
+    for run in runs:
+        for index in run.timed:
+            of_ranks = run.of(index)
+            span += run.seconds(index)
+            idle += sum(one.idle for one in of_ranks)
+            busiest += max(one.seconds - one.idle for one in of_ranks)
+            settling += sum(one.settling for one in of_ranks)
+            processor += sum(one.processor for one in of_ranks)
+            bound += run.bounds[index] if run.bounds else 0.0
+    ended = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
+    stolen = [sum(one.stolen for one in run.totals) / run.count for run in runs if run.totals]
+    return Row(
+        combination=combination,
+        seconds=median_interval(list(own.values())),
+        speed_up=ratio_interval(slow, own),
+        idle=idle / (world_size * span),
+        over_bound=span / busiest - 1,
+        settling=settling / (world_size * span),
+        processor=processor / (cores * span),
+        peak_bytes=int(statistics.median(one.peak_bytes for one in ended)) if ended else 0,
+        window_bytes=ended[0].window_bytes if ended else 0,
+        efficiency=bound / span if bound else None,
+        stolen=statistics.fmean(stolen) if stolen else 0.0,
+        minibatches=len(own),
+        total=span,
+    )
+
+
+def splits(runs: Sequence[Run]) -> list[Split]:
+    """The speed-up of every on-demand combination over the baseline, as a product of causes."""
+    order = list(dict.fromkeys(run.combination for run in runs if run.timed))
+    if not order:
+        return []
+    slow = baseline_of(order)
+    found = [_split(runs, order, slow, fast) for fast in order if fast.communication == "on_demand"]
+    return [split for split in found if split is not None]
+
+
+def _split(
+    runs: Sequence[Run], order: list[Combination], slow: Combination, fast: Combination
+) -> Split | None:
+    """The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured."""
+    lockstep, on_demand = (Combination(one, slow.policy) for one in ("lockstep", "on_demand"))
+    chain = [(slow, "")]
+    if lockstep in order and slow.communication == "collective":
+        chain.append((lockstep, "cheaper bytes"))
+    if on_demand in order and on_demand != fast:
+        chain.append((on_demand, "fewer waits" if len(chain) > 1 else "communication"))
+        chain.append((fast, "balancing"))
+    elif on_demand == fast:
+        chain.append((fast, "fewer waits" if len(chain) > 1 else "communication"))
+    else:
+        chain.append((fast, "fewer waits and balancing" if len(chain) > 1 else "communication and balancing"))
+    total = ratio_interval(times(runs, slow), times(runs, fast))
+    links = [
+        (name, ratio_interval(times(runs, one), times(runs, other)))
+        for (one, _), (other, name) in itertools.pairwise(chain)
+    ]
+    if total is None or len(chain) < 2 or slow == fast:
+        return None
+    return Split(slow, fast, total, [(name, factor) for name, factor in links if factor is not None])
+
+
+def loss_difference(runs: Sequence[Run]) -> float:
+    """The largest relative difference between the losses of one minibatch under any two combinations."""
+    losses: dict[int, list[float]] = {}
+    for run in runs:
+        for index in range(run.count):
+            losses.setdefault(index, []).append(run.loss(index))
+    return max(((max(of) - min(of)) / max(abs(min(of)), 1e-12) for of in losses.values()), default=0.0)

@@ -1,0 +1,197 @@
+"""``lightning-odc bench sweep``: the paper's parametric study on emulated devices, beside what the paper published."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from lightning_odc.bench import training
+from lightning_odc.bench.options import PAPERS_OWN, Combination, SweepOptions, TrainOptions
+from lightning_odc.bench.report import Outcome, machine, show_ratio
+from lightning_odc.bench.results import Interval, Row, loss_difference, ratio_interval, times
+from lightning_odc.bench.train import check, measure
+from lightning_odc.demo.options import prepare_output
+from lightning_odc.demo.report import write_atomically, write_json
+
+BASELINE = Combination("collective", PAPERS_OWN)
+OWN_BASELINE = Combination("collective", "lb_micro")
+BEST = Combination("on_demand", "lb_mini")
+RUNS = (BASELINE, OWN_BASELINE, Combination("on_demand", PAPERS_OWN), BEST)
+ARITHMETIC = 100
+GOLDEN = TrainOptions(
+    output=None,
+    runs=RUNS,
+    emulate=True,
+    model="1.5b",
+    lengths="longalign",
+    ranks=8,
+    samples_per_rank=4,
+    repetitions=1,
+)
+"""The paper's setting: 1.5B, LongAlign 64K, 8 devices, 4 samples per device, packing ratio 1."""
+
+VALUES: dict[str, tuple[str, Sequence[Any]]] = {
+    "devices": ("ranks", (2, 4, 8, 16, 32)),
+    "minibatch": ("samples_per_rank", (1, 2, 4, 8)),
+    "length": ("max_length", (8192, 16384, 32768, 65536, 131072)),
+    "packing": ("packing_ratio", (1.0, 2.0, 4.0, 8.0)),
+    "balanced": ("ranks", (2, 4, 8)),
+}
+"""What each sweep varies; the last one is the control, whose samples have one length."""
+
+PUBLISHED: dict[tuple[str, Any], str] = {
+    ("devices", 8): "1.34",
+    ("devices", 32): "higher than with 8",
+    ("minibatch", 1): "1.00",
+    ("minibatch", 4): "1.34",
+    ("length", 8192): "about 1.25",
+    ("length", 65536): "1.34",
+    ("length", 131072): "about 1.35",
+    ("packing", 1.0): "1.34",
+    ("packing", 8.0): "about 1.15",
+}
+"""Speed-up of ODC LB-Mini over Collective LB-Micro in the paper (arXiv 2601.19362): numbers from its text and tables,
+"about" where they are read off a plot, within 5 points."""
+
+
+@dataclass
+class Cell:
+    """One setting of a sweep.
+
+    Attributes:
+        speed_up: `BEST` over `BASELINE`, measured.
+        over_own: `BEST` over `OWN_BASELINE`, measured.
+        bound: the same ratio as `speed_up` for the very same minibatches, if communication took no time.
+        long_bound: the same over 100 minibatches.
+        efficiency: of every combination, time without communication over measured time.
+        idle: of every combination, measured.
+    """
+
+    sweep: str
+    value: Any
+    speed_up: Interval
+    over_own: Interval
+    bound: float
+    long_bound: float
+    efficiency: dict[str, float]
+    idle: dict[str, float]
+    overhead_seconds: float
+    seconds_per_minibatch: float
+    processor: float
+    loss_difference: float
+    load: float
+
+
+def run_sweep(options: SweepOptions) -> int:
+    """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+
+    Raises:
+        OptionError: the output folder cannot be written to.
+    """
+    if options.output is not None:
+        prepare_output(options.output)
+    console, code = Console(highlight=False, soft_wrap=True), 0
+    cells: list[Cell] = []
+    load = os.getloadavg()[0]
+    for sweep, value, setting in settings(options):
+        outcome = Outcome(setting, training.cached_samples(setting))
+        check(setting)
+        code = measure(outcome)
+        if code:
+            break
+        cells.append(cell(sweep, value, outcome))
+        console.print(f"{sweep} {value}: {show_ratio(cells[-1].speed_up)}, bound {cells[-1].bound:.3f}")
+        if options.output is not None:
+            record = {"cells": [asdict(one) for one in cells], "machine": machine(load)}
+            write_json(options.output / "sweep.json", record)
+            write_atomically(options.output / "sweep.md", f"{tables(cells)}\n".encode())
+    console.print(f"\n{tables(cells)}")
+    return code
+
+
+def settings(options: SweepOptions) -> list[tuple[str, Any, TrainOptions]]:
+    """Sweep, value and options of every cell."""
+    golden = replace(
+        GOLDEN, minibatches=options.minibatches, seconds_per_minibatch=options.seconds_per_minibatch
+    )
+    found = []
+    for sweep in options.sweeps:
+        name, values = VALUES[sweep]
+        base = replace(golden, lengths="equal", max_length=2048) if sweep == "balanced" else golden
+        found += [
+            (sweep, value, replace(base, **{name: value}).filled())
+            for value in values
+            if name != "ranks" or value <= options.most_ranks
+        ]
+    return found
+
+
+def cell(sweep: str, value: Any, outcome: Outcome) -> Cell:
+    """What one setting measured."""
+    rows = {row.combination: row for row in outcome.rows}
+    best, slow = rows[BEST], rows[BASELINE]
+    assert best.speed_up is not None
+    long = [training.mean_bound(outcome.options, one, ARITHMETIC) for one in (BASELINE, BEST)]
+    return Cell(
+        sweep=sweep,
+        value=value,
+        speed_up=best.speed_up,
+        over_own=_over(outcome, OWN_BASELINE),
+        bound=_bound(slow) / _bound(best),
+        long_bound=long[0] / long[1],
+        efficiency={str(one): row.efficiency or 0.0 for one, row in rows.items()},
+        idle={str(one): row.idle for one, row in rows.items()},
+        overhead_seconds=outcome.overhead,
+        seconds_per_minibatch=best.seconds[1],
+        processor=max(row.processor for row in rows.values()),
+        loss_difference=loss_difference(outcome.runs),
+        load=outcome.load,
+    )
+
+
+def _over(outcome: Outcome, slow: Combination) -> Interval:
+    ratio = ratio_interval(times(outcome.runs, slow), times(outcome.runs, BEST))
+    assert ratio is not None
+    return ratio
+
+
+def _bound(row: Row) -> float:
+    """Seconds without communication over all minibatches of a row."""
+    assert row.efficiency is not None
+    return row.efficiency * row.total
+
+
+def tables(cells: Sequence[Cell]) -> str:
+    """One Markdown table per sweep."""
+    parts = []
+    for sweep in dict.fromkeys(one.sweep for one in cells):
+        parts += [f"### {sweep}", "", table([one for one in cells if one.sweep == sweep]), ""]
+    return "\n".join(parts)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """The settings of one sweep as Markdown."""
+    heads = [
+        cells[0].sweep,
+        "speed-up [95 %]",
+        "same plans, no communication",
+        "100 minibatches, no communication",
+    ]
+    heads += ["paper", "bound / measured: on demand", "collective", "over our lb_micro"]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for one in cells:
+        paper = PUBLISHED.get((one.sweep, one.value), "-")
+        cells_of = [
+            f"{one.value:g}",
+            show_ratio(one.speed_up),
+            f"x{one.bound:.3f}",
+            f"x{one.long_bound:.3f}",
+            paper,
+        ]
+        cells_of += [f"{100 * one.efficiency[str(run)]:.1f} %" for run in (BEST, BASELINE)]
+        lines.append(f"| {' | '.join([*cells_of, show_ratio(one.over_own)])} |")
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""``lightning-odc bench train``: the combinations in turns, with what was measured kept whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lightning_odc.bench import training
+from lightning_odc.bench.emulation import seconds_per_cost
+from lightning_odc.bench.models import count_parameters, emulated_cost, find_config
+from lightning_odc.bench.options import TrainOptions
+from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.report import Outcome
+from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run
+from lightning_odc.demo.options import OptionError, prepare_output
+from lightning_odc.engine.transports.host import available_memory, gib
+
+PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")
+_PROCESS_BYTES = 150 * 2**20
+_STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published shard and accumulator
+_SILENT_MINIBATCHES = 2
+
+Advance = Callable[[str], None]
+
+
+def run_train(options: TrainOptions) -> int:
+    """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+
+    Raises:
+        OptionError: the options cannot work.
+    """
+    options = options.filled()
+    check(options)
+    if options.output is not None:
+        prepare_output(options.output)
+    console = Console(highlight=False, soft_wrap=True)
+    outcome = Outcome(options, training.cached_samples(options))
+    console.print(outcome.introduction)
+    code = measure(outcome)
+    console.print(outcome.text)
+    outcome.write_files(console)
+    return code
+
+
+def measure(outcome: Outcome, console: Console | None = None) -> int:
+    """Fill the outcome as far as it goes; returns the exit code, with a line on stderr if it is not 0."""
+    options = outcome.options
+    assert options.ranks is not None
+    errors = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        with _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
+            _run_all(outcome, ranks, advance)
+    except RankFailedError as error:
+        outcome.failure, outcome.details = str(error), error.details
+        errors.print(f"lightning-odc: {error}; what was measured before is kept", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        outcome.failure = "interrupted"
+        errors.print("lightning-odc: interrupted; what was measured before is kept")
+        return 130
+    return 0
+
+
+def _run_all(outcome: Outcome, ranks: Ranks, advance: Advance) -> None:
+    options = outcome.options
+    assert options.runs is not None
+    if options.emulate:
+        outcome.overhead, outcome.seconds_per_cost = _calibrate(options, ranks, advance)
+    for repetition in range(options.repetitions):
+        for combination in options.runs:
+            title = f"{combination} {repetition + 1}/{options.repetitions}"
+            run = Run(combination, repetition, [[] for _ in range(ranks.world_size)])
+            if options.emulate:
+                bounds = training.planned_bounds(options, combination, WARM_UP + options.minibatches)
+                run.bounds = [cost * outcome.seconds_per_cost for cost in bounds]
+            outcome.runs.append(run)
+            heard = partial(_hear, run, partial(advance, title))
+            run.totals = ranks.call(training.fit, options, combination, outcome.seconds_per_cost, heard=heard)
+
+
+def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRecord) -> None:
+    """A rank has ended a minibatch."""
+    before = run.count
+    run.ranks[rank].append(record)
+    for index in range(before, run.count):
+        run.resolve(index)
+        advance()
+
+
+def _calibrate(options: TrainOptions, ranks: Ranks, advance: Advance) -> tuple[float, float]:
+    """Seconds of a minibatch in which nobody sleeps, and the unit of time: see Note [Emulated devices]."""
+    from dataclasses import replace
+
+    assert options.runs is not None
+    short = replace(options, minibatches=_SILENT_MINIBATCHES)
+    overheads = []
+    for combination in options.runs:
+        run = Run(combination, 0, [[] for _ in range(ranks.world_size)])
+        heard = partial(_hear, run, partial(advance, f"{combination} without sleep"))
+        ranks.call(training.fit, short, combination, 0.0, heard=heard)
+        overheads.append(statistics.median(run.seconds(index) for index in run.timed))
+    cost = training.mean_bound(options, options.runs[-1], WARM_UP + options.minibatches)
+    return max(overheads), seconds_per_cost(max(overheads), cost, options.seconds_per_minibatch)
+
+
+def check(options: TrainOptions) -> None:
+    """What needs to look at models, lengths and memory.
+
+    Raises:
+        OptionError: they cannot work.
+    """
+    assert options.ranks is not None
+    assert options.model is not None
+    assert options.samples_per_rank is not None
+    samples = training.cached_samples(options)
+    needed = options.ranks * options.samples_per_rank
+    if needed > len(samples):
+        raise OptionError(
+            f"a minibatch of {options.ranks} ranks x {options.samples_per_rank} samples is more than the "
+            f"{len(samples)} there are"
+        )
+    if options.emulate:
+        emulated_cost(options.model)
+        _check_memory(options.ranks, _PROCESS_BYTES)
+        return
+    config = find_config(options.model, int(samples.lengths.max()))
+    most_tokens = int(options.packing_ratio * samples.lengths.max())
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and samples.lengths.max() > limit:
+        raise OptionError(
+            f"--max-length {int(samples.lengths.max())} is more than the {limit} positions of --model {options.model}"
+        )
+    parameters = count_parameters(config)
+    state = (
+        parameters * _STATE_BYTES // options.ranks + parameters * 4
+    )  # the whole model once, before it is sharded
+    logits = 3 * 4 * most_tokens * int(getattr(config, "vocab_size", 0))
+    if any(run.communication == "ddp" for run in options.runs or ()):
+        state = parameters * 4 * 5
+    _check_memory(options.ranks, _PROCESS_BYTES + state + logits)
+
+
+def _check_memory(ranks: int, each: int) -> None:
+    free = available_memory()
+    if ranks * each > free:
+        raise OptionError(
+            f"--ranks {ranks} need about {gib(ranks * each)} GiB ({gib(each)} each), and {gib(free)} GiB are free: "
+            "use fewer ranks, a smaller --model, or a shorter --max-length"
+        )
+
+
+@contextlib.contextmanager
+def _progress(options: TrainOptions) -> Iterator[Advance]:
+    """One bar over everything; yields the function that moves it by one minibatch."""
+    assert options.runs is not None
+    each = (WARM_UP + options.minibatches) * options.repetitions
+    silent = (WARM_UP + _SILENT_MINIBATCHES) * options.emulate
+    columns: list[Any] = [BarColumn(24), MofNCompleteColumn(), TextColumn("left:"), TimeRemainingColumn()]
+    columns.append(TextColumn("{task.description}"))
+    # Drawn when a minibatch ends, not by a thread that would run beside the measured work.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("starting", total=(each + silent) * len(options.runs))
+        progress.refresh()
+        yield lambda title: progress.update(task, advance=1, description=title, refresh=True)

@@ -1,0 +1,281 @@
+"""What one rank does in a training benchmark: a fit of one combination, told minibatch by minibatch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_odc import BalancedDataLoader, ODCStrategy
+from lightning_odc.balance import with_speeds
+from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
+from lightning_odc.balance.planner import Planner
+from lightning_odc.bench.emulation import SleepingModel, collate_by
+from lightning_odc.bench.lengths import Samples, find_samples
+from lightning_odc.bench.models import BenchModule, CausalModel, emulated_cost, find_config, planned_cost
+from lightning_odc.bench.options import EQUAL_COUNTS, PAPERS_OWN, Combination, TrainOptions
+from lightning_odc.bench.processes import Tell
+from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
+from lightning_odc.callbacks.gradients import GradientWatch
+from lightning_odc.callbacks.watches import MeetingTracer
+from lightning_odc.data.loader import Microbatch
+from lightning_odc.data.packing import pack_samples
+from lightning_odc.data.plan import Recipe
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    options: TrainOptions,
+    combination: Combination,
+    seconds_per_cost: float,
+    *,
+    tell: Tell,
+) -> Totals:
+    """Train one combination on this rank; tells a `MinibatchRecord` after each minibatch.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        options: filled in.
+        combination: how.
+        seconds_per_cost: unit of time of emulated devices.
+        tell: takes the records.
+    """
+    _quieten()
+    _begin_memory()
+    by_hand = combination.communication == "ddp"
+    slowness = options.slow_rank if rank == world_size - 1 else 1.0
+    loader = make_loader(options, combination, world_size, rank, seconds_per_cost)
+    module: BenchModule
+    if options.emulate:
+        module = SleepingModel(slowness, by_hand)
+    else:
+        assert options.model is not None
+        config = find_config(options.model, int(cached_samples(options).lengths.max()))
+        module = CausalModel(config, options.seed, slowness, by_hand)
+    recorder = MinibatchRecorder(tell)
+    trainer = _trainer(combination, world_size, WARM_UP + options.minibatches, recorder)
+    trainer.fit(module, ByHand(loader) if by_hand else loader)
+    return recorder.totals
+
+
+class ByHand:
+    """The microbatches of a minibatch as one batch, a list, for a strategy that knows no `Minibatch`.
+
+    Args:
+        loader: with ``unroll=True``.
+    """
+
+    def __init__(self, loader: BalancedDataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[tuple[Any, float]]]:
+        share = []
+        for item in self._loader:
+            assert isinstance(item, Microbatch)
+            share.append((item.batch, item.weight))
+            if item.last:
+                yield share
+                share = []
+
+
+@functools.lru_cache(maxsize=1)
+def _samples(lengths: str, max_length: int | None, seed: int, emulate: bool) -> Samples:
+    found = find_samples(lengths, max_length, seed)
+    if emulate:
+        values = found.lengths
+        return Samples(values, found.source, lambda index: torch.tensor([values[index]]))
+    return found
+
+
+def cached_samples(options: TrainOptions) -> Samples:
+    """The samples of a benchmark; only their lengths where devices are emulated."""
+    assert options.lengths is not None
+    return _samples(options.lengths, options.max_length, options.seed, options.emulate)
+
+
+def make_loader(
+    options: TrainOptions, combination: Combination, world_size: int, rank: int, seconds_per_cost: float = 1.0
+) -> BalancedDataLoader:
+    """The loader of one rank; all combinations have the same minibatches in the same order."""
+    samples = cached_samples(options)
+    assert options.model is not None
+    longest = int(samples.lengths.max())
+    if options.emulate:
+        cost = emulated_cost(options.model)
+        planned: Any = cost if options.cost == "model" else options.cost
+        collate: Any = collate_by(cost, seconds_per_cost)
+    else:
+        planned, collate = planned_cost(options.cost, find_config(options.model, longest)), pack_samples
+    loader = BalancedDataLoader(
+        samples,
+        lengths=samples.lengths,
+        minibatch_size=options.samples_per_rank or 1,
+        max_tokens=int(options.packing_ratio * longest),
+        policy="lb_micro" if combination.policy == PAPERS_OWN else combination.policy,
+        cost=planned,
+        weighting="token" if options.emulate else "next_token",
+        collate_fn=collate,
+        shuffle=True,
+        drop_last=True,
+        seed=options.seed,
+        unroll=combination.communication == "ddp",
+        num_replicas=world_size,
+        rank=rank,
+    )
+    if combination.policy == PAPERS_OWN:
+        loader.recipe = PapersRecipe(**{one.name: getattr(loader.recipe, one.name) for one in fields(Recipe)})
+    return loader
+
+
+class PapersRecipe(Recipe):
+    """A recipe whose ``lb_micro`` is the paper's."""
+
+    def planner(self, num_replicas: int, longest: int | None = None) -> Planner:
+        return replace(super().planner(num_replicas, longest), align=False)
+
+
+def planned_bounds(options: TrainOptions, combination: Combination, count: int) -> list[float]:
+    """For the first ``count`` minibatches the cost of the very plan that is run, if communication took no time.
+
+    Collectives wait in every microbatch for the slowest rank, on demand a step takes as long as its busiest rank
+    (Eq. 1 of the paper and what follows it).
+    """
+    assert options.ranks is not None
+    assert options.model is not None
+    loader = make_loader(options, combination, options.ranks, 0)
+    speeds = [1.0] * (options.ranks - 1) + [1 / options.slow_rank]
+    lengths, cost = cached_samples(options).lengths, with_speeds(emulated_cost(options.model), speeds)
+    meets = combination.communication in ("collective", "lockstep")
+    evaluate = collective_cost if meets and combination.policy in EQUAL_COUNTS else on_demand_cost
+    plans = (loader.plan(step % len(loader), epoch=step // len(loader)) for step in range(count))
+    return [evaluate(plan.microbatches, lengths, cost) for plan in plans]
+
+
+def mean_bound(options: TrainOptions, combination: Combination, count: int) -> float:
+    """Mean of `planned_bounds`."""
+    return float(np.mean(planned_bounds(options, combination, count)))
+
+
+class MinibatchRecorder(Callback):
+    """Tells of every minibatch after it has ended.
+
+    Args:
+        tell: takes a `MinibatchRecord`.
+
+    Attributes:
+        totals: after the fit.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self.totals = Totals()
+        self._tell = tell
+        self._began: float | None = None
+        self._before: tuple[dict[str, float], float, float] = ({}, 0.0, 0.0)
+        self._done: MinibatchRecord | None = None
+        self._ended = 0.0
+        self._meetings: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(pl_module, BenchModule)
+        if not isinstance(strategy, ODCStrategy):
+            self._meetings = pl_module.watch = GradientWatch(pl_module, strategy.root_device)
+        elif strategy.communication == "collective" and trainer.world_size > 1:
+            self._meetings = MeetingTracer()
+            strategy.engine.listen(self._meetings)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._close(trainer, time.monotonic())
+        self._began = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        assert isinstance(pl_module, BenchModule)
+        loss_sum, tokens = pl_module.take_loss()
+        self._done = MinibatchRecord(0.0, {}, loss_sum, tokens)
+        self._ended = time.monotonic()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # After the last minibatch there is no next start: its span ends with it.
+        self._close(trainer, self._ended)
+        strategy = trainer.strategy
+        if isinstance(strategy, ODCStrategy):
+            strategy.engine.unlisten(self._meetings)
+            self.totals.window_bytes = strategy.engine.window_bytes
+            self.totals.stolen = getattr(strategy.engine, "stolen", 0)
+        elif isinstance(self._meetings, GradientWatch):
+            self._meetings.release()
+        self.totals.peak_bytes = _peak_private()
+
+    def _close(self, trainer: Trainer, now: float) -> None:
+        """End the running minibatch, if there is one, at ``now``."""
+        waits, settling, processor = after = self._books(trainer)
+        meetings = [] if self._meetings is None else self._meetings.take_meetings()
+        if self._began is not None and self._done is not None:
+            before, done = self._before, self._done
+            done.seconds = now - self._began
+            done.waits = {cause: seconds - before[0].get(cause, 0.0) for cause, seconds in waits.items()}
+            done.settling, done.processor = settling - before[1], processor - before[2]
+            done.meetings = meetings
+            self._tell(done)
+        self._before = after
+
+    def _books(self, trainer: Trainer) -> tuple[dict[str, float], float, float]:
+        """Seconds so far: of waiting by cause, of settling, of processor time."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, ODCStrategy):
+            return {}, 0.0, time.process_time()
+        engine = strategy.engine
+        waits = {str(cause): seconds for cause, seconds in engine.waits.items()}
+        return waits, engine.seconds.get("settle_and_publish", 0.0), time.process_time()
+
+
+def _trainer(combination: Combination, world_size: int, steps: int, recorder: Callback) -> Trainer:
+    communication: Any = combination.communication
+    strategy: Any = "ddp" if communication == "ddp" else ODCStrategy(communication=communication)
+    return Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=steps,
+        callbacks=[recorder],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _quieten() -> None:
+    """Lightning's hints are for the reader of a training script, which this is not."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+
+def _begin_memory() -> None:
+    """Give back what earlier runs have freed, and let the kernel forget the peak so far."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_private() -> int:
+    """Peak of this process's memory without windows and files, in bytes; these two only grow during a run."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {name: int(status[name].split()[0]) for name in ("VmHWM", "RssShmem", "RssFile") if name in status}
+    return max(kib.get("VmHWM", 0) - kib.get("RssShmem", 0) - kib.get("RssFile", 0), 0) * 1024

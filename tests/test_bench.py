@@ -1,0 +1,271 @@
+"""``lightning-odc bench``: real ranks on tiny models, what is kept when a run is cut short, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from lightning_odc import cli
+from lightning_odc.bench.processes import RankFailedError, Ranks
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--model",
+    "tiny",
+    "--max-length",
+    "128",
+    "--samples-per-rank",
+    "3",
+    "--minibatches",
+    "2",
+    "--repetitions",
+    "1",
+]
+
+
+def bench(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run ``lightning-odc bench`` here, with ranks of its own; exit code and ``bench.json``."""
+    code = cli.main(["bench", *arguments, "--output", str(output)])
+    return code, json.loads((output / "bench.json").read_text())
+
+
+def test_real_ranks_train_every_combination_on_the_same_minibatches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        "ddp+lb_micro",
+        "collective+lb_micro",
+        "lockstep+lb_micro",
+        "on_demand+lb_micro",
+        "on_demand+steal",
+    ]
+    code, found = bench(tmp_path, *TINY, "--runs", *runs)
+    assert code == 0
+    rows = {row["combination"]: row for row in found["rows"]}
+    assert list(rows) == runs
+    assert {row["minibatches"] for row in rows.values()} == {2}
+    # Losses of fp32 sums in different orders; a wrong weight under any combination is off by 1e-4 and more.
+    assert found["loss_difference"] < 1e-6
+    assert found["baseline"] == "collective+lb_micro"
+    assert rows["collective+lb_micro"]["window_bytes"] == 0
+    assert rows["on_demand+steal"]["window_bytes"] > 0  # the one-sided path
+    assert all(0 < row["settling"] < 1 for name, row in rows.items() if name != "ddp+lb_micro")
+    assert all(row["peak_bytes"] > 2**24 for row in rows.values())
+    assert rows["lockstep+lb_micro"]["idle"] > 0
+    assert rows["ddp+lb_micro"]["idle"] > 0
+    (split,) = [one for one in found["splits"] if one["fast"] == "on_demand+lb_micro"]
+    factors = [factor[1] for factor in split["factors"].values()]
+    assert list(split["factors"]) == ["cheaper bytes", "fewer waits"]
+    assert factors[0] * factors[1] == pytest.approx(split["total"][1])
+    assert "| ddp | lb_micro |" in (tmp_path / "bench.md").read_text()
+    assert (tmp_path / "bench.png").stat().st_size > 1000
+    assert "losses agree" in capsys.readouterr().out
+
+
+def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> None:
+    runs = ["collective+lb_micro_paper", "on_demand+lb_mini"]
+    short = ["--minibatches", "2", "--repetitions", "1", "--seconds-per-minibatch", "0.6"]
+    code, found = bench(tmp_path, "--emulate", "--ranks", "4", "--runs", *runs, *short)
+    assert code == 0
+    for row in found["rows"]:
+        assert 0 < row["efficiency"] < 1  # never faster than without communication
+    for run in found["runs"]:
+        for seconds, bound, idle in zip(run["seconds"], run["bounds"], run["idle"], strict=True):
+            assert seconds > bound > 0
+            assert max(idle) > 0
+    assert found["loss_difference"] < 1e-6
+    assert found["overhead_seconds"] > 0
+    slow, fast = (sum(run["bounds"]) for run in found["runs"])
+    assert slow > fast
+
+
+def _raise_on_one(rank: int, world_size: int, *, tell: Any) -> int:
+    tell(rank)
+    if rank == 1:
+        raise ValueError("no\nluck")
+    time.sleep(60)
+    return rank
+
+
+def _end_one(rank: int, world_size: int) -> int:
+    if rank == 1:
+        os._exit(7)
+    time.sleep(60)
+    return rank
+
+
+def test_a_rank_that_fails_is_one_line_and_leaves_no_process() -> None:
+    heard: list[tuple[int, Any]] = []
+    with Ranks(2) as ranks:
+        pids = ranks.pids
+        with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: no luck$"):
+            ranks.call(_raise_on_one, heard=lambda rank, item: heard.append((rank, item)))
+        ranks.kill()
+    assert (1, 1) in heard
+    with Ranks(2) as ranks:
+        pids += ranks.pids
+        with pytest.raises(RankFailedError, match=r"^rank 1 ended with exit code 7$"):
+            ranks.call(_end_one)
+        ranks.kill()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "lightning_odc", "bench", *arguments, "--output", str(output)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that live."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def children_mapping_a_window(session: int) -> list[int]:
+    """Ranks that train: they have a window."""
+    found = []
+    for pid in members(session):
+        try:
+            if "memfd:lightning-odc" in Path(f"/proc/{pid}/maps").read_text():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("how", ["interrupt", "kill"])
+def test_what_was_measured_is_kept_when_a_run_is_cut_short(how: str, tmp_path: Path) -> None:
+    runs = ["--minibatches", "40", "--repetitions", "1", "--runs", "collective+lb_micro", "on_demand+lb_mini"]
+    process = start(tmp_path, *["--model", "tiny", "--max-length", "128", "--samples-per-rank", "2"], *runs)
+    session = process.pid
+    try:
+        deadline = time.monotonic() + 100
+        # Only the second combination has windows: by then the first one has ended.
+        while not (ranks := children_mapping_a_window(session)) and time.monotonic() < deadline:
+            assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
+            time.sleep(0.02)
+        assert len(ranks) >= 1
+        if how == "interrupt":
+            os.killpg(session, signal.SIGINT)  # as a terminal does
+        else:
+            os.kill(ranks[0], signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (130 if how == "interrupt" else 1)
+    assert err.strip().splitlines()[-1].startswith("lightning-odc: ")
+    assert "Traceback" not in err
+    assert "what was measured before is kept" in err
+    assert "| collective | lb_micro |" in out
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["rows"][0]["minibatches"] == 40
+    assert found["cut_short"]
+    while members(session) and time.monotonic() < deadline:  # the server of the ranks follows its parent
+        time.sleep(0.05)
+    assert members(session) == []
+
+
+def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"bench comm --ranks 1 2 --sizes 4K --rounds 2 --skew 0.01 --output {tmp_path}"
+    assert cli.main(line.split()) == 0
+    results = json.loads((tmp_path / "comm.json").read_text())["results"]
+    assert [(one["ranks"], one["operation"]) for one in results] == [
+        (ranks, operation) for ranks in (1, 2) for operation in ("gather", "accumulate", "settle")
+    ]
+    late = {one["operation"]: one for one in results if one["ranks"] == 2}
+    # The second rank comes 10 ms late: a collective keeps the first one waiting, 5 ms on average; a gather does not.
+    assert late["gather"]["theirs"][1] > 0.0045 > late["gather"]["ours"][1]
+    assert late["settle"]["ours"][1] > 0.0045  # it is a meeting
+    assert cli.main(f"bench engine --peers 1 --mib 1 --rounds 2 --output {tmp_path}".split()) == 0
+    found = json.loads((tmp_path / "engine.json").read_text())
+    assert found["python"]["fully_shard_microseconds"] > 0
+    assert [row["peers"] for row in found["busy owner"]] == [1]
+    assert "The engine's own Python" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--runs on_demand+fast", "is unknown: write communication+policy"),
+        ("--runs collective+lb_mini", "collective would hang; use on_demand+lb_mini or collective+lb_micro"),
+        ("--runs ddp+steal", "would hang"),
+        ("--runs on_demand+steal on_demand+steal", "names a combination twice"),
+        ("--ranks 1000", "--ranks 1000 is too many for"),
+        ("--emulate --ranks 1000", "--ranks 1000 is too many: the most is 64"),
+        ("--emulate --ranks 64 --samples-per-rank 4096", "is more than the 4096 there are"),
+        ("--model big", "--model 'big' is neither a file nor one of demo, tiny, small, wide"),
+        ("--model 1.5b", "can be emulated: --emulate"),
+        ("--model {t5}", "t5 is not a causal language model"),
+        ("--model {bert}", "bert is not a causal language model"),
+        ("--model {nothing}", 'it has no "model_type"'),
+        ("--model {words}", "not a configuration"),
+        ("--model {huge}", "GiB are free: use fewer ranks, a smaller --model"),
+        ("--emulate --model {t5}", "has experts or an encoder"),
+        ("--lengths nowhere", "--lengths 'nowhere' is neither a file or folder nor one of stdlib"),
+        ("--lengths {words}", "could not convert string to float"),
+        ("--lengths {negative}", "expected whole numbers of at least 1"),
+        ("--lengths {records}", "a record has no 'input_ids'"),
+        ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
+        ("--cost fitted", "collectives and ddp do not have"),
+        ("--cost dear", "--cost 'dear' is unknown"),
+        ("--minibatches 0", "--minibatches 0: use 1 or more"),
+        ("--slow-rank 0.5", "--slow-rank 0.5: use 1 or more"),
+        ("--output {words}", "File exists"),
+        ("sweep colours", "sweep 'colours' is unknown: choose from devices"),
+        ("comm --sizes many", "'many' is no size: write 4K"),
+        ("comm --ranks 17", "--ranks 17: use 1 to 16"),
+        ("comm --ranks 16 --sizes 1G --rounds 1", "GiB are free: use fewer --ranks or smaller --sizes"),
+        ("engine --peers 0", "--peers: use 1 to 15"),
+    ],
+)
+def test_bad_options_get_one_line(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge = {"hidden_size": 131072, "num_hidden_layers": 2, "num_attention_heads": 1024, "vocab_size": 1000}
+    files = {
+        "t5": json.dumps({"model_type": "t5"}),
+        "bert": json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}),
+        "nothing": "{}",
+        "words": "these are words",
+        "negative": "3 -4",
+        "records": '[{"text": "abc"}]',
+        "long": "5000 6000",
+        "huge": json.dumps({"model_type": "llama", "max_position_embeddings": 4096, **huge}),
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.json" if text[0] in "[{" else tmp_path / name).write_text(text)
+    paths = {name: tmp_path / (f"{name}.json" if text[0] in "[{" else name) for name, text in files.items()}
+    assert cli.main(["bench", *line.format(**paths).split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("lightning-odc: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
