@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
+from lightning_odc.checkpoint_io import WholeCheckpointIO
 
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
 TRANSPORTS = ("auto", "shared_memory")
@@ -64,7 +65,7 @@ def check_balance(balance: str | None, communication: str, deterministic: bool =
 
 def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
     """Refuse a plugin that would not be used."""
-    if state_dict_type == "sharded" and type(checkpoint_io) is not TorchCheckpointIO:
+    if state_dict_type == "sharded" and type(checkpoint_io) is not WholeCheckpointIO:
         raise ValueError(
             'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
             f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "
