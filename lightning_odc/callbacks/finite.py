@@ -115,5 +115,7 @@ class FiniteCheck(Callback):
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
     """Modules whose parameters are gathered together, by name; outer ones first."""
-    found = {name: child for name, child in module.named_modules() if isinstance(child, FSDPModule)}
+    found: dict[str, nn.Module] = {
+        name: child for name, child in module.named_modules() if isinstance(child, FSDPModule)
+    }
     return found or {"": module}
