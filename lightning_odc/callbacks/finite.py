@@ -115,7 +115,6 @@ class FiniteCheck(Callback):
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
     """Modules whose parameters are gathered together, by name; outer ones first."""
-    found: dict[str, nn.Module] = {
-        name: child for name, child in module.named_modules() if isinstance(child, FSDPModule)
-    }
+    names = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
+    found = {name: module.get_submodule(name) for name in names}
     return found or {"": module}
