@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format docs site-browser notebooks clean distclean
+.PHONY: help install demo test test-gpu bench-gpu check format docs site-browser notebooks clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,17 @@ demo: $(STAMP) ## train a small language model with collectives, then on demand,
 
 test: $(STAMP) ## run the tests; ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(ARGS)
+
+# A machine with GPUs has a Python of its own as a rule, with the torch that fits its driver: `make test-gpu PYTHON=python3`
+# takes that one, and needs no .venv. Without PYTHON= it is the one in .venv.
+GPU_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
+GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+
+test-gpu: $(GPU_STAMP) ## run the tests that need a GPU, and keep what they say for the docs; PYTHON=python3 without .venv
+	timeout 480 $(GPU_PYTHON) -m pytest tests/gpu --gpu-report docs/data/gpu-tests.json $(ARGS)
+
+bench-gpu: $(GPU_STAMP) ## measure the CUDA transport, for the docs; PYTHON=python3 without .venv
+	timeout 480 $(GPU_PYTHON) -m lightning_odc.bench.gpu --json docs/data/gpu-bench.json $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .

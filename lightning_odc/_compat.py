@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
+_lightning_signals: Any = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")
 
 #: What a strategy's launcher must be, for the Trainer and for Fabric.
 Launcher = _Launcher
@@ -107,6 +109,11 @@ def forward_redirection() -> Callable[..., Any]:
     return redirect
 
 
+def is_policy(policy: Any) -> bool:
+    """Whether this is one of torch's policy objects, which have a common class without a public name."""
+    return hasattr(policy, "_run_policy")
+
+
 def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:
     """The modules that one of torch's policy objects (``CustomPolicy`` and the like) selects."""
     return list(policy._run_policy(root, set(), {}))
@@ -148,6 +155,47 @@ def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
     """
     dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.reduce_dtype
     return dtype
+
+
+def symmetric_backend(device: torch.device) -> str | None:
+    """What provides symmetric memory on devices of this type: ``"CUDA"`` unless somebody chose otherwise.
+
+    Why (this and the next three): torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other
+    way to map the memory of another process's GPU without compiling something. The names and arguments used here are
+    the same from torch 2.9 to 2.13.
+    """
+    return _symmetric_memory().get_backend(device)
+
+
+def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes that a group can map, straight from the driver.
+
+    Why: the module's own ``empty`` takes them from a memory pool of torch's caching allocator in newer versions, which
+    keeps them after they are freed.
+    """
+    memory: Any = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
+    return memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+
+
+def symmetric_rendezvous(own: torch.Tensor, group: Any) -> Any:
+    """Map what every rank of ``group`` passes; the handle has ``rank``, ``world_size`` and ``get_buffer``.
+
+    Views from ``handle.get_buffer(rank, sizes, dtype)`` do not keep the mapping alive, the handle does.
+    """
+    return _symmetric_memory().rendezvous(own, group)
+
+
+def cuda_driver_version() -> str:
+    """Which CUDA the installed driver knows, as in ``12.8``.
+
+    Why: the message for a driver that is too old has to say which one it is.
+    """
+    number = int(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else 0
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _symmetric_memory() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:
@@ -296,3 +344,14 @@ def set_epoch_value(results: Any, at: EpochValue, device: torch.device) -> str |
     else:
         item._computed = at.metric.compute()
     return key if is_new else None
+
+
+def handlers_of_lightning() -> dict[int, Callable[[int, Any], Any]]:
+    """The handlers that a running trainer has set, by signal.
+
+    Why: they call collectives wherever the signal finds a rank. Handlers of the user's own are not to be touched, and
+    nothing public tells them apart.
+    """
+    found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    ours = _lightning_signals._HandlersCompose
+    return {number: handler for number, handler in found.items() if isinstance(handler, ours)}

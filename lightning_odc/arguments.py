@@ -6,17 +6,23 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_odc import _compat, nodes
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
+from lightning_odc.checkpoint_io import WholeCheckpointIO
+from lightning_odc.data.plan import Recipe
 
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
-TRANSPORTS = ("auto", "shared_memory")
+TRANSPORTS = ("auto", "shared_memory", "cuda")
 STATE_DICT_TYPES = ("full", "sharded")
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Policies that give every rank the same number of microbatches.
 EQUAL_COUNTS = ("lb_micro", "local_sort")
+#: How to balance where nothing is said.
+BALANCE_DEFAULTS = {"max_tokens": None, "cost": "quadratic", "length_fn": None, "weighting": "token"}
 #: Arguments of FSDP1 that mean nothing here but do no harm.
 IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
 
@@ -36,12 +42,31 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
             'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
             'sharding_strategy="FULL_SHARD".'
         )
-    if "HYBRID" in name or device_mesh is not None:
-        raise ValueError(
-            f'Hybrid sharding (sharding_strategy="{name}", device_mesh={device_mesh!r}) is not part of this version: '
-            'use sharding_strategy="FULL_SHARD" within one node.'
-        )
     check_choice("sharding_strategy", name, SHARDING_STRATEGIES)
+    if device_mesh is None:
+        return
+    nodes.check_mesh_argument(device_mesh)
+    if name not in nodes.WITHIN_NODE:
+        raise ValueError(
+            f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
+            'replicates the model along the first. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
+        )
+
+
+def check_policy(argument: str, policy: Any) -> None:
+    """Refuse what does not say which modules are meant.
+
+    Raises:
+        TypeError: showing the ways to say it.
+    """
+    if policy is None or callable(policy) or _compat.is_policy(policy):
+        return
+    if isinstance(policy, set) and policy and all(isinstance(kind, type) for kind in policy):
+        return
+    raise TypeError(
+        f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
+        f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
+    )
 
 
 def check_balance(balance: str | None, communication: str, deterministic: bool = False) -> None:
@@ -49,22 +74,45 @@ def check_balance(balance: str | None, communication: str, deterministic: bool =
     if balance is None:
         return
     check_choice("balance", balance, POLICIES)
-    if communication != "on_demand" and balance not in EQUAL_COUNTS:
+    _check_policy("balance", balance, communication, deterministic)
+
+
+def check_loader(recipe: Recipe, communication: str, deterministic: bool, world_size: int) -> None:
+    """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
+    check_cost(recipe.cost, communication, deterministic)
+    if world_size > 1:
+        _check_policy("policy", recipe.policy, communication, deterministic)
+
+
+def _check_policy(argument: str, policy: str, communication: str, deterministic: bool) -> None:
+    if communication != "on_demand" and policy not in EQUAL_COUNTS:
         raise ValueError(
-            f'ODCStrategy(balance="{balance}") gives ranks different numbers of microbatches, which '
-            f'communication="{communication}" cannot run: use communication="on_demand", or balance="lb_micro".'
+            f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
+            f'ODCStrategy(communication="{communication}") cannot run: use communication="on_demand", or '
+            f'{argument}="lb_micro".'
         )
-    if deterministic and balance == "steal":
+    if deterministic and policy == "steal":
         raise ValueError(
-            'ODCStrategy(balance="steal", deterministic=True) contradicts itself: who ran a microbatch decides the '
-            'order of sums, and stealing decides it by time. Use balance="lb_mini" with deterministic=True (the same '
-            "plan without stealing), or drop deterministic=True."
+            f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
+            f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
+            "deterministic=True (the same plan without stealing), or drop deterministic=True."
+        )
+
+
+def warn_of_idle_options(options: Mapping[str, Any]) -> None:
+    """Say which options of balancing were given although nothing is balanced."""
+    given = [f"{name}=..." for name, value in options.items() if value != BALANCE_DEFAULTS[name]]
+    if given:
+        rank_zero_warn(
+            f"ODCStrategy({', '.join(given)}) has no effect without a policy: write "
+            f'ODCStrategy(balance="lb_mini", {", ".join(given)}). What a BalancedDataLoader needs to know, it is told '
+            "itself."
         )
 
 
 def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
     """Refuse a plugin that would not be used."""
-    if state_dict_type == "sharded" and type(checkpoint_io) is not TorchCheckpointIO:
+    if state_dict_type == "sharded" and type(checkpoint_io) is not WholeCheckpointIO:
         raise ValueError(
             'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
             f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "

@@ -6,65 +6,16 @@ swaps in and out its own shards, which also takes a ``world_size``-th of the mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_odc import _compat
-
-
-class _Before(Callback):
-    """Lets callbacks that change the model at the end of an evaluation find its shards. The first of all callbacks."""
-
-    def __init__(self, reshard: Callable[[], None]) -> None:
-        self._reshard = reshard
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reshard()
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reshard()
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reshard()
-
-
-class _After(Callback):
-    """Publishes what callbacks write into the model when an evaluation begins. The last of all callbacks."""
-
-    def __init__(self, publish: Callable[[], None]) -> None:
-        self._publish = publish
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._publish()
-
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._publish()
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._publish()
-
-
-@contextmanager
-def surrounded(
-    trainer: pl.Trainer, reshard: Callable[[], None], publish: Callable[[], None]
-) -> Iterator[None]:
-    """Put callbacks of ours before and after those of a trainer, for a while."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    own = (_Before(reshard), _After(publish))
-    callbacks[:] = [own[0], *callbacks, own[1]]
-    try:
-        yield
-    finally:
-        callbacks[:] = [callback for callback in callbacks if callback not in own]
 
 
 def averages(trainer: pl.Trainer) -> list[nn.Module]:

@@ -22,7 +22,7 @@ from lightning_odc import _compat, arguments
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.choice import check_transport, make_transport
 from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.sharding import mesh_for, shard_model
 
@@ -104,11 +104,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        if self.root_device.type != "cpu" and self.communication != "collective":
-            raise ValueError(
-                f"On-demand communication between {self.root_device.type} devices is not part of this version. Use "
-                'Fabric(strategy="odc", accelerator="cpu", devices=2).'
-            )
+        if self.communication != "collective":
+            check_transport("auto", self.root_device.type, "ODCFabricStrategy")
         if "OMP_NUM_THREADS" not in os.environ and self.root_device.type == "cpu":
             torch.set_num_threads(max(len(os.sched_getaffinity(0)) // self.num_processes, 1))
         super().setup_environment()
@@ -164,7 +161,9 @@ class ODCFabricStrategy(ModelParallelStrategy):
         if self.communication == "collective":
             return CollectiveEngine(self.world_size, rendezvous)
         return OnDemandEngine(
-            lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
+            lambda: make_transport(
+                self.root_device, self.global_rank, self.world_size, rendezvous, dist.group.WORLD
+            ),
             rendezvous,
             timeout=self._waits_until,
             deterministic=self.deterministic,

@@ -12,15 +12,19 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, averaging, checkpoint, sharded_checkpoint
+from lightning_odc import _compat, arguments, averaging, checkpoint, nodes, sharded_checkpoint
+from lightning_odc.checkpoint_io import WholeCheckpointIO
+from lightning_odc.engine.layout import Layout
 from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.materialize import Unfilled, materialize
 from lightning_odc.precision import ODCPrecision
@@ -37,6 +41,8 @@ class ShardedStrategy(FSDPStrategy):
         precision_plugin: as in ``FSDPStrategy``.
         timeout: as in ``FSDPStrategy``.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
+        sharding_strategy: by its name in FSDP.
+        device_mesh: under hybrid sharding, how ranks are laid out.
         **kwargs: other arguments of ``FSDPStrategy``.
     """
 
@@ -46,9 +52,23 @@ class ShardedStrategy(FSDPStrategy):
         precision_plugin: Precision | None,
         timeout: timedelta | None,
         state_dict_type: Literal["full", "sharded"],
+        sharding_strategy: Any,
+        device_mesh: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(precision_plugin=None, timeout=timeout, state_dict_type=state_dict_type, **kwargs)
+        name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+        within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
+        super().__init__(
+            precision_plugin=None,
+            timeout=timeout,
+            state_dict_type=state_dict_type,
+            sharding_strategy=cast(Any, within_node),
+            **kwargs,
+        )
+        self.sharding_strategy = ShardingStrategy[name]
+        self.device_mesh = device_mesh
+        self._reshard_after_forward = within_node == "FULL_SHARD"
+        self._mesh: DeviceMesh | None = None
         self.state_dict_type = state_dict_type
         self.timeout = timeout or DEFAULT_TIMEOUT
         self.precision_plugin = precision_plugin
@@ -74,6 +94,20 @@ class ShardedStrategy(FSDPStrategy):
         cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
 
     @property
+    def checkpoint_io(self) -> Any:
+        """What reads and writes full checkpoints: a plugin of the user's, or our own instead of Lightning's."""
+        found = super().checkpoint_io
+        if type(found) is TorchCheckpointIO:
+            found = self.checkpoint_io = WholeCheckpointIO()
+        elif isinstance(found, AsyncCheckpointIO):
+            found.checkpoint_io = WholeCheckpointIO()
+        return found
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        cast(property, FSDPStrategy.checkpoint_io).__set__(self, plugin)
+
+    @property
     def _on_demand(self) -> bool:
         """Whether gradients are summed by other means than ``fully_shard``'s own, in a dtype of their own."""
         return False
@@ -96,6 +130,7 @@ class ShardedStrategy(FSDPStrategy):
         arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         self._share_cores()
         super().setup_environment()
+        self._mesh = None
 
     def _share_cores(self) -> None:
         """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
@@ -104,21 +139,45 @@ class ShardedStrategy(FSDPStrategy):
             self._on_teardown.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(max(cores // self.num_processes, 1))
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Over which ranks ``fully_shard`` shards: what to pass as ``mesh`` when calling it in ``configure_model``.
+
+        One dimension: all ranks, or under hybrid sharding those of this node, since what happens between nodes is left
+        to the engine; or two, ``(replicate, shard)``, if ``fully_shard`` itself communicates. Needs the process group.
+        """
+        if self._mesh is None:
+            if self._layout is None:
+                self._mesh = mesh_for(self.root_device.type, self.world_size)
+            else:
+                mesh = nodes.mesh_of(self._layout, self.root_device.type)
+                self._mesh = mesh["shard"] if self._on_demand else mesh
+        return self._mesh
+
+    @property
+    def _layout(self) -> Layout | None:
+        """Rows and columns of ranks; ``None`` if all of them are one row."""
+        if self.sharding_strategy.name not in nodes.WITHIN_NODE:
+            return None
+        layout = nodes.layout_of(self.device_mesh, self.num_nodes, self.world_size, self.global_rank)
+        return layout if len(layout.rows) > 1 else None
+
     def _shard_in_place(self, model: nn.Module) -> nn.Module:
         """Shard the model and give values to what was made on the meta device."""
         if not isinstance(model, FSDPModule):
             _compat.wrap_checkpointed(model, self)
         self._shard(model, announce=True)
+        nodes.check_shards(model, self.shard_mesh)
         self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
         return model
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
         shard_model(
             model,
-            mesh_for(self.root_device.type, self.world_size),
+            self.shard_mesh,
             wrap_policy=self.kwargs.get("auto_wrap_policy"),
             mixed_precision=self._mixed_precision_policy(),
-            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            reshard_after_forward=self._reshard_after_forward,
             cpu_offload=self.cpu_offload.offload_params,
             announce=announce,
         )
@@ -142,9 +201,9 @@ class ShardedStrategy(FSDPStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         with wrapping_shards(
-            mesh_for(self.root_device.type, self.world_size),
+            self.shard_mesh,
             mixed_precision=self._mixed_precision_policy(),
-            reshard_after_forward=self.sharding_strategy.name == "FULL_SHARD",
+            reshard_after_forward=self._reshard_after_forward,
             cpu_offload=self.cpu_offload.offload_params,
         ):
             yield

@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,11 +20,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 from lightning_odc import _compat
 
-WrapPolicy = Callable[..., bool]
+#: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
+#: (Spelt out, since LightningCLI reads from it what a YAML file may say.)
+WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module, bool, int], bool] | ModuleWrapPolicy | CustomPolicy
 
 
 def shard_model(
@@ -58,8 +61,8 @@ def shard_model(
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         _refuse_ties(model, targets)
-        if announce and wrap_policy is None:
-            rank_zero_info(_choice(targets))
+        if announce:
+            _announce(wrap_policy, targets)
         for module in targets:
             fully_shard(module, **options)
     if not isinstance(model, FSDPModule):
@@ -147,6 +150,17 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def _announce(policy: Any, targets: list[nn.Module]) -> None:
+    """Say what the default policy has chosen, and that the user's has chosen nothing."""
+    if policy is None:
+        rank_zero_info(_choice(targets))
+    elif not targets:
+        rank_zero_warn(
+            f"auto_wrap_policy={policy!r} selects no module, so the whole model is one unit, which every rank reads at "
+            "once. Name classes that the model has, or leave the policy out: then its repeated blocks become units."
+        )
+
+
 def _choice(blocks: list[nn.Module]) -> str:
     """What the default policy says about its choice."""
     if not blocks:
@@ -167,10 +181,16 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
-    """The 1-D mesh over all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """The 1-D mesh over all ranks.
 
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    A job of GPUs that chose gloo means it, as ranks that share one GPU do, which NCCL refuses: torch before 2.12 would
+    make a group of NCCL for the mesh.
+    """
+    names = ("shard",)
+    if device_type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
+    return init_device_mesh(device_type, (world_size,), mesh_dim_names=names)
 
 
 def precision_policy(
@@ -184,7 +204,7 @@ def precision_policy(
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=None if on_demand else reduce_dtype)
 
 
-def _by_callable(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+def _by_callable(root: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Ask a policy as FSDP does: may I go down here, and shall this module with what is left be a unit?"""
     chosen: list[nn.Module] = []
     seen: set[int] = set()

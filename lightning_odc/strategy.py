@@ -17,10 +17,11 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, averaging
+from lightning_odc import _compat, arguments, nodes
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -34,14 +35,19 @@ from lightning_odc.engine.collective import (
     single_process,
 )
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.layout import Layout
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.choice import check_transport, make_transport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.materialize import check_filled
 from lightning_odc.model_checks import refuse_layers
+from lightning_odc.outermost import surrounded
 from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
+from lightning_odc.sharding import WrapPolicy
+from lightning_odc.signals import HeldSignals
 from lightning_odc.training import Training
 
 #: How long ranks wait before they say where they are.
@@ -74,11 +80,14 @@ class ODCStrategy(ShardedStrategy):
         activation_checkpointing: as in ``FSDPStrategy``.
         activation_checkpointing_policy: as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
+            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) does so inside every node, on demand, and sums gradients
+            over nodes once per minibatch; it is the way to use several nodes.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        device_mesh: reserved for hybrid sharding, which this version does not have.
+        device_mesh: for hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
+            ``(num_nodes, devices per node)``.
         communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
             the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
-        transport: ``"auto"`` or ``"shared_memory"``.
+        transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
         deterministic: sum gradients in rank order, so that runs are bit-equal; takes ``world_size`` accumulators.
         accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
         balance: how to level the work over ranks: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
@@ -111,11 +120,11 @@ class ODCStrategy(ShardedStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
-        cpu_offload: Any = None,
-        mixed_precision: Any = None,
-        auto_wrap_policy: Any = None,
-        activation_checkpointing: Any = None,
-        activation_checkpointing_policy: Any = None,
+        cpu_offload: bool | CPUOffload | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
+        activation_checkpointing_policy: WrapPolicy | None = None,
         sharding_strategy: Any = "FULL_SHARD",
         state_dict_type: Literal["full", "sharded"] = "full",
         device_mesh: Any = None,
@@ -136,6 +145,8 @@ class ODCStrategy(ShardedStrategy):
         arguments.check_choice("transport", transport, arguments.TRANSPORTS)
         arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
         arguments.check_sharding(sharding_strategy, device_mesh)
+        arguments.check_policy("auto_wrap_policy", auto_wrap_policy)
+        arguments.check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         arguments.check_balance(balance, communication, deterministic)
         arguments.check_hang_report(hang_report_after)
         arguments.check_cost(cost if balance else None, communication, deterministic)
@@ -154,6 +165,7 @@ class ODCStrategy(ShardedStrategy):
             activation_checkpointing=activation_checkpointing,
             activation_checkpointing_policy=activation_checkpointing_policy,
             sharding_strategy=sharding_strategy,
+            device_mesh=device_mesh,
             state_dict_type=state_dict_type,
         )
         self.communication = communication
@@ -168,6 +180,8 @@ class ODCStrategy(ShardedStrategy):
             "length_fn": length_fn,
             "weighting": weighting,
         }
+        if balance is None:
+            arguments.warn_of_idle_options(self._balance_options)
         self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
@@ -175,6 +189,7 @@ class ODCStrategy(ShardedStrategy):
         self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
+        self._signals: HeldSignals | None = None
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -205,7 +220,10 @@ class ODCStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         self._check_devices()
+        nodes.check_nodes(self.sharding_strategy.name, self.num_nodes, self.communication)
         super().setup_environment()
+        if self._layout is not None:
+            nodes.check_row(self._layout, self.communication)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -223,7 +241,12 @@ class ODCStrategy(ShardedStrategy):
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(
-            averaging.surrounded(trainer, self.engine.reshard, self.publish_parameters)
+            surrounded(
+                trainer,
+                reshard=self.engine.reshard,
+                publish=self.publish_parameters,
+                fail=self.on_exception,
+            )
         )
         self.barrier()
         if fitting:
@@ -241,14 +264,37 @@ class ODCStrategy(ShardedStrategy):
         rendezvous = process_group_rendezvous(dist.group.WORLD)
         if self.communication == "collective":
             return CollectiveEngine(self.world_size, rendezvous)
+        options: dict[str, Any] = {
+            "deterministic": self.deterministic,
+            "lockstep": self.communication == "lockstep",
+            "accumulator_dtype": self.accumulator_dtype,
+            "hang_report": self._make_hang_report(),
+        }
+        if self._layout is not None:
+            return self._make_hybrid_engine(self._layout, rendezvous, options)
         return OnDemandEngine(
-            lambda: SharedMemoryTransport(self.global_rank, self.world_size, rendezvous),
+            lambda: make_transport(
+                self.root_device, self.global_rank, self.world_size, rendezvous, dist.group.WORLD
+            ),
             rendezvous,
             timeout=self.timeout.total_seconds(),
-            deterministic=self.deterministic,
-            lockstep=self.communication == "lockstep",
-            accumulator_dtype=self.accumulator_dtype,
-            hang_report=self._make_hang_report(),
+            **options,
+        )
+
+    def _make_hybrid_engine(self, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]) -> Engine:
+        assert self.cluster_environment is not None
+        within = process_group_rendezvous(self.shard_mesh.get_group())
+        place = layout.row.index(self.global_rank)
+        return nodes.make_hybrid_engine(
+            lambda: make_transport(
+                self.root_device, place, len(layout.row), within, self.shard_mesh.get_group(), layout.row
+            ),
+            rendezvous,
+            layout,
+            main_address=self.cluster_environment.main_address,
+            device=self.root_device,
+            timeout=self.timeout,
+            **options,
         )
 
     def _make_hang_report(self) -> HangReport | None:
@@ -269,12 +315,8 @@ class ODCStrategy(ShardedStrategy):
         return self.communication != "collective" and self.world_size > 1
 
     def _check_devices(self) -> None:
-        if self._device_type() == "cpu" or self.communication == "collective":
-            return
-        raise ValueError(
-            f"On-demand communication between {self._device_type()} devices is not part of this version. Use "
-            'Trainer(strategy="odc", accelerator="cpu", devices=2), or ODCStrategy(communication="collective").'
-        )
+        if self.communication != "collective":
+            check_transport(self.transport, self._device_type())
 
     def teardown(self) -> None:
         self._give_values_back()
@@ -285,20 +327,24 @@ class ODCStrategy(ShardedStrategy):
             if engine is not None and not self._failed:
                 # Without this, a rank that leaves early can abort the others' process group.
                 engine.exchange("end of the run", None)
+                if self._signals is not None:
+                    self._signals.deliver()
         finally:
+            self._signals = None
             if engine is not None:
                 engine.close()
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
         super().on_exception(exception)
-        if self._engine is None:
-            return
+        if self._engine is None or self._failed:
+            return  # peers are told once: by the first of all callbacks, before Lightning comes here
+        self._failed = True
         text = "".join(traceback.format_exception(exception))
         prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
         trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
-        if trouble:
+        own = "".join(traceback.format_exception_only(exception)).rstrip()
+        if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
             exception.add_note(f"This followed from something else. {trouble}")
             prefix = FOLLOWED
         self._engine.fail(prefix + text)
@@ -410,6 +456,7 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
+        self._hold_signals()
         self._training.compare_batches()
         self.publish_parameters()
 
@@ -446,6 +493,7 @@ class ODCStrategy(ShardedStrategy):
     def _begin_evaluation(self) -> None:
         check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
+        self._hold_signals()
         self.publish_parameters()
 
     def _redirect(
@@ -456,6 +504,13 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         with context(), self.engine.traced("forward", step=name):
             return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def _hold_signals(self) -> None:
+        """As soon as the trainer has set its handlers. See Note [Signals wait for a meeting]."""
+        if self._signals is None and isinstance(self._engine, OnDemandEngine):
+            assert self.lightning_module is not None
+            self._signals = HeldSignals(self._engine.protocol.signals)
+            self._on_teardown.enter_context(self._signals.held(self.lightning_module.trainer))
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -470,9 +525,12 @@ class ODCStrategy(ShardedStrategy):
                     dataloader, self.world_size, self.global_rank, self.balance, self._balance_options
                 )
             except LengthsUnknownError as error:
-                rank_zero_warn(f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}")
+                rank_zero_warn(
+                    f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}\n"
+                    f"    ODCStrategy(balance={self.balance!r}, length_fn=lambda sample: len(...), ...)"
+                )
         if isinstance(dataloader, BalancedDataLoader):
-            arguments.check_cost(dataloader.recipe.cost, self.communication, self.deterministic)
+            arguments.check_loader(dataloader.recipe, self.communication, self.deterministic, self.world_size)
             dataloader.minibatches_per_step = module.trainer.accumulate_grad_batches
         return dataloader
 
@@ -522,6 +580,11 @@ class ODCStrategy(ShardedStrategy):
             yield
         finally:
             self._reduce_locally = before
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is not None and not self._failed:
+            self._engine.come_to("trainer.save_checkpoint, which all ranks call together")
+        return super().lightning_module_state_dict()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""

@@ -18,6 +18,7 @@ MEASURES = {
     "engine": "The engine's own Python, and a busy owner",
 }
 BENCHES = {
+    "gpu": "The CUDA transport, beside plain copies and additions",
     "idle": "Idle time: is it true, what does measuring cost, how idle are ranks",
     "memory": "Memory per rank, beside the formula",
     "planner": "The planner: quality, speed, learning",

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import os
+import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +25,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from tests.modules import ListDataset, TokenModule, token_batches, trainer
+from lightning_odc.checkpoint_io import WholeCheckpointIO
+from tests.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.ranks import Outcome, try_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +38,16 @@ VICTIM = 1  # saves no checkpoint itself; see `victim_of`
 STEP = 2
 STEPS = 4
 
-FAULTS = ("killed", "segfault", "exits", "raises", "interrupted", "terminated")
+FAULTS = (
+    "killed",
+    "segfault",
+    "exits",
+    "out of memory",
+    "raises",
+    "interrupted",
+    "terminated",
+    "terminated alone",
+)
 PLACES = (
     "loading data",
     "forward",
@@ -46,7 +58,12 @@ PLACES = (
     "publishing",
     "validation",
     "saving a checkpoint",
+    "checkpoint not yet in place",
 )
+WRITING = PLACES[-2:]  # done by rank 0
+
+#: A disk that is full hurts where something is written.
+DISK_FULL = ("disk full", "saving a checkpoint")
 
 
 class InjectedError(Exception):
@@ -54,24 +71,42 @@ class InjectedError(Exception):
 
 
 def strike(fault: str, folder: Path) -> None:
-    """What happens to the victim; schedulers and launchers terminate all ranks together."""
-    if fault == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "segfault":
-        ctypes.string_at(0)
-    elif fault == "exits":
-        os._exit(7)
-    elif fault == "raises":
+    """What happens to the victim."""
+    name, *details = fault.split() if fault.startswith("stopped") else [fault]
+    if name == "raises":
         raise InjectedError("on purpose")
-    elif fault == "interrupted":
+    if name == "interrupted":
         raise KeyboardInterrupt
-    elif fault == "terminated":
-        for note in folder.glob("*.pid"):
-            os.kill(int(note.read_text()), signal.SIGTERM)
-    elif fault == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    else:
-        raise AssertionError(fault)
+    strikes: dict[str, Callable[..., Any]] = {
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "segfault": lambda: ctypes.string_at(0),
+        "exits": lambda: os._exit(7),
+        "terminated": lambda: terminate_all(folder),
+        "terminated alone": lambda: os.kill(os.getpid(), signal.SIGTERM),
+        "out of memory": use_up_memory,
+        "disk full": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY)),
+        "stopped": stop_for,
+    }
+    strikes[name](*details)
+
+
+def terminate_all(folder: Path) -> None:
+    """As schedulers and launchers do."""
+    for note in folder.glob("*.pid"):
+        os.kill(int(note.read_text()), signal.SIGTERM)
+
+
+def use_up_memory() -> None:
+    """As much as this process may have, and more."""
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+    torch.empty(1 << 34, dtype=torch.uint8)
+
+
+def stop_for(seconds: str, then: str) -> None:
+    """Stop this process; after ``seconds`` somebody else sends it ``then``, the name of a signal."""
+    helper = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{then} {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    helper.wait()
 
 
 class Trap(Callback):
@@ -84,7 +119,9 @@ class Trap(Callback):
 
     def visit(self, place: str) -> None:
         """Called wherever a fault may happen."""
-        if place == self.place and self.step >= STEP and not self.sprung:
+        if self.fault.startswith("slow") and place == self.place:
+            time.sleep(float(self.fault.split()[1]))  # every time
+        elif place == self.place and self.step >= STEP and not self.sprung:
             self.sprung = True
             self.note.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
             strike(self.fault, self.note.parent)
@@ -102,6 +139,7 @@ class Trap(Callback):
         protocol.transport.add = self.before("adding, lock held", protocol.transport.add)
         protocol.end_version = self.before("before the meeting", protocol.end_version)
         protocol.publish = self.before("publishing", protocol.publish)
+        os.fsync = self.before("checkpoint not yet in place", os.fsync)
         trainer.optimizers[0].register_step_pre_hook(lambda *_: self.visit("optimizer step"))
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -134,8 +172,8 @@ class Batches(ListDataset):
             yield batch
 
 
-class TrappedIO(TorchCheckpointIO):
-    """Strikes while the file is being written: after the state is known, before it is complete."""
+class TrappedIO(WholeCheckpointIO):
+    """Strikes after the state is known, before anything of it is written."""
 
     def __init__(self, trap: Trap) -> None:
         self.trap = trap
@@ -147,11 +185,11 @@ class TrappedIO(TorchCheckpointIO):
 
 def victim_of(place: str) -> int:
     """Rank 0 writes checkpoints."""
-    return 0 if place == "saving a checkpoint" else VICTIM
+    return 0 if place in WRITING else VICTIM
 
 
-def train(rank: int, fault: str, place: str, folder: str, timeout: float) -> int:
-    """One rank's training; returns the number of optimizer steps."""
+def train(rank: int, fault: str, place: str, folder: str, timeout: float, **strategy: Any) -> str:
+    """One rank's training; returns a digest of the parameters at the end."""
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     trap = Trap(fault, place, Path(folder) / "struck.json") if rank == victim_of(place) else None
     counts = [3, 2, 1][rank]
@@ -167,11 +205,22 @@ def train(rank: int, fault: str, place: str, folder: str, timeout: float) -> int
         timeout=timedelta(seconds=timeout),
         default_root_dir=folder,
         **options,
+        **strategy,
     )
     data = torch.utils.data.DataLoader(Batches(batches, trap), batch_size=None)
     validation = torch.utils.data.DataLoader(ListDataset(token_batches([4])), batch_size=None)
-    fit.fit(Module(trap), data, validation)
-    return int(fit.global_step)
+    module = Module(trap)
+    try:
+        fit.fit(module, data, validation)
+    finally:
+        Path(folder, f"{rank}.ended").touch()
+    assert fit.global_step == STEPS
+    return digest(full_parameters(module))
+
+
+def digest(parameters: dict[str, Tensor]) -> str:
+    """The same for parameters that are equal bit by bit."""
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters.values())).hexdigest()
 
 
 @dataclass
@@ -215,7 +264,7 @@ def attempt(fault: str, place: str, timeout: float = 15.0, patience: float = 60.
         leftovers = [
             f.name
             for f in Path(folder).iterdir()
-            if f.suffix not in (".ckpt", ".json", ".pid") and f.is_file()
+            if f.suffix not in (".ckpt", ".json", ".pid", ".ended") and f.is_file()
         ]
         assert not leftovers, leftovers
         return _result(fault, place, outcomes, ended - struck, len(files))
@@ -244,7 +293,7 @@ def table(results: list[Result]) -> str:
 def _cell(result: Result | None) -> str:
     if result is None:
         return ""
-    everybody = result.fault == "terminated"  # nobody survived, so there is nobody to be named
+    everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is nobody to be named
     return f"{result.seconds:.1f} s" + (
         "" if everybody or result.named == result.survivors else " (not named)"
     )
@@ -253,7 +302,8 @@ def _cell(result: Result | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Try everything; print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, metavar="FAULT")
+    known = (*FAULTS, DISK_FULL[0])
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=known, metavar="FAULT")
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, metavar="PLACE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all that is known here")
     options = parser.parse_args(arguments)

@@ -28,8 +28,12 @@ from tests.ranks import run_ranks
         ),
         ({"state_dict_type": "half"}, r"state_dict_type='half'\) is not known"),
         ({"sharding_strategy": "NO_SHARD"}, r'has nothing to read on demand: use Trainer\(strategy="ddp"\)'),
-        ({"sharding_strategy": "HYBRID_SHARD"}, r'use sharding_strategy="FULL_SHARD"'),
-        ({"device_mesh": (2, 2)}, r'use sharding_strategy="FULL_SHARD"'),
+        ({"device_mesh": (2, 2)}, r'Write sharding_strategy="HYBRID_SHARD"'),
+        (
+            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (4,)},
+            r"device_mesh=\(nodes, ranks per node\)",
+        ),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": 4}, r"device_mesh=\(nodes, ranks per node\)"),
         ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
         (
             {"balance": "steal", "deterministic": True},
@@ -46,6 +50,15 @@ def test_unknown_values(options, message):
 def test_values_that_contradict_each_other_only_together():
     ODCStrategy(balance="steal")
     ODCStrategy(balance="lb_mini", deterministic=True)
+
+
+@pytest.mark.parametrize("argument", ["auto_wrap_policy", "activation_checkpointing_policy"])
+@pytest.mark.parametrize(
+    "policy", [[torch.nn.LSTM], {"torch.nn.LSTM"}, set(), torch.nn.LSTM(1, 1).bias, "LSTM"]
+)
+def test_policies_that_do_not_say_which_modules(argument, policy):
+    with pytest.raises(TypeError, match=rf"Write a set of their classes, {argument}=\{{Block\}}"):
+        ODCStrategy(**{argument: policy})
 
 
 def test_arguments_of_fsdp1_without_meaning_are_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,8 @@ def _fit_all(rank: int) -> list[str]:
         with pytest.raises((ValueError, TypeError)) as error:
             t.fit(Padded(), LOADERS[name]())
         messages.append(str(error.value))
+        # Both ranks make the mistake: neither is told that it followed from something else.
+        assert not any("followed" in note for note in getattr(error.value, "__notes__", []))
     return messages
 
 
@@ -116,6 +119,40 @@ def test_each_mistake_has_one_clear_error_on_every_rank(messages, number):
         assert re.search(f"(?s){CASES[number][2]}", by_case[number]), by_case[number]
 
 
+def _explicit(rank: int) -> list[str]:
+    """Loaders that would train until ranks have unequal counts, or until somebody steals, are refused before."""
+    messages = []
+    for policy, options in (
+        ("lb_mini", {"communication": "collective"}),
+        ("steal", {"communication": "lockstep"}),
+        ("steal", {"deterministic": True}),
+    ):
+        own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy=policy, collate_fn=pad)
+        module, t = Padded(), trainer(2, **options)
+        with pytest.raises(ValueError, match="policy=") as error:
+            t.fit(module, own)
+        assert module.sizes == []
+        messages.append(str(error.value))
+    return messages
+
+
+def test_an_explicit_loader_that_the_strategy_cannot_run():
+    for collective, lockstep, deterministic in run_ranks(_explicit):
+        assert 'policy="lb_mini" gives ranks different numbers' in collective
+        assert 'use communication="on_demand", or policy="lb_micro"' in collective
+        assert 'policy="steal" gives ranks different numbers' in lockstep
+        assert 'Use policy="lb_mini" with deterministic=True' in deterministic
+
+
+def test_options_without_a_policy_are_said_to_do_nothing():
+    with pytest.warns(UserWarning, match=r'write ODCStrategy\(balance="lb_mini", max_tokens=..., cost=...\)'):
+        ODCStrategy(max_tokens=64, cost="tokens")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ODCStrategy(balance="lb_mini", max_tokens=64)
+        ODCStrategy()
+
+
 def _elsewhere(rank: int, strategy: str) -> str:
     own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
     with pytest.raises(TypeError) as error:
@@ -127,5 +164,6 @@ def _elsewhere(rank: int, strategy: str) -> str:
 def test_unequal_counts_under_a_strategy_that_runs_collectives(strategy):
     (message,) = run_ranks(_elsewhere, strategy, world_size=1)
     assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
+    assert 'BalancedDataLoader(..., policy="lb_micro", unroll=True)' in message
     with pytest.raises(ValueError, match='Write policy="lb_micro"'):
         BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", unroll=True)

@@ -105,7 +105,8 @@ def test_where_nothing_can_be_learnt(options, message):
     with pytest.raises(ValueError, match=message):
         ODCStrategy(cost=FittedCost(2), **options)
     ODCStrategy(cost=FittedCost(2).snapshot(), **options)
-    ODCStrategy(cost="fitted", **{**options, "balance": None})
+    with pytest.warns(UserWarning, match="no effect without a policy"):
+        ODCStrategy(cost="fitted", **{**options, "balance": None})
 
 
 def _explicit(rank: int) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -205,3 +208,48 @@ def test_what_the_launcher_of_notebooks_relies_on():
     assert hasattr(FSDPStrategy(), "_launcher")
     assert hasattr(ModelParallelStrategy, "_configure_launcher")
     assert hasattr(ModelParallelStrategy(None), "_backward_sync_control")  # type: ignore[arg-type]
+
+
+class Handled(BoringModel):
+    """Looks for the trainer's handlers while it trains."""
+
+    def on_train_start(self) -> None:
+        self.found = set(_compat.handlers_of_lightning())
+
+
+def test_the_trainers_signal_handlers_are_known():
+    module = Handled()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 1}
+    Trainer(accelerator="cpu", devices=1, barebones=False, enable_model_summary=False, **options).fit(module)
+    assert module.found == {signal.SIGTERM}
+    assert _compat.handlers_of_lightning() == {}
+
+
+def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
+    memory = _compat._symmetric_memory()
+    assert list(inspect.signature(memory.get_backend).parameters) == ["device"]
+    assert list(inspect.signature(memory.rendezvous).parameters) == ["tensor", "group"]
+    handle = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
+    # Compiled functions: their first line of documentation is their signature.
+    first, second = handle.empty_strided_p2p.__doc__, handle.get_buffer.__doc__
+    assert re.search(
+        r"\(size: .*, stride: .*, dtype: torch.dtype, device: torch.device, group_name: .* = None", first
+    )
+    assert re.search(r"\(self: .*, rank: .*, sizes: .*, dtype: torch.dtype, storage_offset: .* = 0\)", second)
+    assert isinstance(handle.rank, property) and isinstance(handle.world_size, property)
+    if not torch.backends.cuda.is_built():  # in a build for CPUs nothing is registered
+        assert _compat.symmetric_backend(torch.device("cuda", 0)) is None
+    assert re.fullmatch(r"\d+\.\d", _compat.cuda_driver_version())
+
+
+def test_gpus_are_asked_for_their_facts_by_public_names():
+    for name in (
+        "mem_get_info",
+        "memory_reserved",
+        "memory_allocated",
+        "can_device_access_peer",
+        "empty_cache",
+    ):
+        assert callable(getattr(torch.cuda, name))
+    assert "blocking" in inspect.signature(torch.cuda.Event.__new__).parameters
+    assert torch.cuda.Stream.__hash__ is not None

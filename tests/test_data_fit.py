@@ -15,8 +15,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
 
 from lightning_odc.balance import POLICIES
@@ -352,6 +353,57 @@ def test_unrolled_microbatches_under_ddp_give_the_gradient_of_the_minibatch():
     for parameters, steps in results:
         assert steps == 5 * EPOCHS
         assert_same(parameters, full_parameters(module))
+
+
+class SteppingRows(RowsModule):
+    """Steps at the end of every minibatch, however many microbatches are in it; for its gradient, not in proportion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.since = 0
+        self.weights: list[float] = []
+
+    def training_step(self, batch: Microbatch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.weights.append(batch.weight)
+        self.since += 1
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch.last:
+            for parameter in self.parameters():
+                parameter.grad /= self.since
+            optimizer.step()
+            optimizer.zero_grad()
+            self.since = 0
+
+
+class ShardedRows(SteppingRows):
+    """A user's own ``fully_shard``."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for block in self.net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def fit_unrolled(rank: int) -> list[Any]:
+    results = []
+    sharding = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    for module, strategy in ((SteppingRows(), "ddp"), (ShardedRows(), sharding)):
+        fitter = trainer(2, strategy=strategy, max_epochs=EPOCHS, reload_dataloaders_every_n_epochs=1)
+        fitter.fit(module, loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True))
+        results.append((full_parameters(module), module.weights, fitter.global_step))
+    return results
+
+
+def test_unequal_minibatches_under_collectives_step_where_they_end():
+    by_rank = run_ranks(fit_unrolled)
+    for (parameters, first, steps), (_, second, _) in zip(*by_rank, strict=True):
+        assert steps == STEPS * EPOCHS
+        assert len(first) == len(second) > steps
+        assert 0.0 in first + second, "a last minibatch of three samples needs one of weight zero"
+        assert_same(parameters, reference())
 
 
 def fit_minibatches_under_ddp(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -170,6 +171,19 @@ def test_a_data_set_that_transforms_its_samples_is_looked_through():
 def test_nested_rows_in_a_column_are_not_mistaken_for_tokens():
     nested = HuggingFace({"input_ids": [torch.ones(1, 3), torch.ones(1, 2)]}, form=None)
     assert find_lengths(nested, cache_dir=False).values.tolist() == [3, 2]
+
+
+def test_looking_that_takes_long_shows_how_far_it_is(monkeypatch):
+    shown, bar = io.StringIO(), lengths_module.tqdm
+
+    def patient(items: Any, **options: Any) -> Any:
+        assert 0 < options["delay"] <= 5  # what takes no time shows nothing
+        return bar(items, **{**options, "delay": 0, "mininterval": 0, "file": shown})
+
+    monkeypatch.setattr(lengths_module, "tqdm", patient)
+    find_lengths(Samples(ROWS), cache_dir=False)
+    assert "Lengths of samples" in shown.getvalue()
+    assert "5/5" in shown.getvalue()
 
 
 def test_looking_leaves_random_numbers_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from itertools import islice
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_default_collate_says_what_to_do_about_unequal_lengths():
     with pytest.raises(RuntimeError) as caught:
         list(loader(collate_fn=None))
     assert any("pack_samples" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_padding_beyond_the_cap_is_said_once(multiple):
+    def pad(samples: list[Tensor]) -> Tensor:
+        longest = -(-max(map(len, samples)) // multiple) * multiple
+        return torch.stack([torch.nn.functional.pad(one, (0, longest - len(one))) for one in samples])
+
+    with pytest.warns(
+        UserWarning, match=r"(?s)collate_fn pads: .*max_tokens=50.*pack_samples.*local_sort"
+    ) as said:
+        assert any(batch.numel() > 50 for share in loader(collate_fn=pad) for batch in share)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"collate_fn": pack_samples}, {"collate_fn": list}, {"collate_fn": torch.stack, "policy": "local_sort"}],
+    ids=["packs", "list", "alone"],
+)
+def test_what_does_not_pad_is_not_warned_of(options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(loader(**options))
+        list(loader(Rows([25] * 8), collate_fn=torch.stack))  # equal samples fill the cap, and no more
 
 
 def test_the_largest_microbatch_is_the_longest_sample_by_default():

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_odc import Minibatch
@@ -53,6 +54,44 @@ def test_a_rank_that_raises_stops_the_others_with_its_error(at):
     assert "PeerFailedError: Rank 1 failed, so rank 0 stops too. Its error was:" in survivor.error
     assert "ValueError: no such token" in survivor.error
     assert survivor.exitcode == failed.exitcode == 1
+
+
+def _raises_and_saves(rank: int, directory: str) -> None:
+    options = {"enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(directory, "last")]}
+    fit(rank, Raises(rank, 4), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)], **options)
+
+
+def test_callbacks_that_save_when_a_rank_has_failed(tmp_path):
+    survivor, failed = try_ranks(_raises_and_saves, str(tmp_path), timeout=SECONDS)
+    assert "ValueError: no such token" in failed.error
+    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in survivor.error
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 1
+    assert saved["state_dict"].keys() == TokenModule().state_dict().keys()
+
+
+class SavesAlone(TokenModule):
+    """As with strategies that do not shard, where it is right."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.trainer.save_checkpoint(self.path)
+
+
+def _saves_alone(rank: int, path: Path) -> None:
+    fit(rank, SavesAlone(path), token_batches([5, 9, 4]), timeout=timedelta(seconds=2))
+
+
+def test_a_rank_that_saves_alone_is_told_what_it_waits_for(tmp_path):
+    saving, other = try_ranks(_saves_alone, tmp_path / "some.ckpt", timeout=SECONDS)
+    assert saving.exitcode == other.exitcode == 1
+    # From Lightning 2.6 on, the other one waits in a broadcast of Lightning's; before, both hear of it at once.
+    assert "Gave up after 2 s" in saving.error or "Rank 0 is at" in saving.error
+    assert "trainer.save_checkpoint, which all ranks call together" in saving.error
 
 
 ENDINGS = {"interrupted": KeyboardInterrupt(), "exits": SystemExit(3), "exits well": SystemExit(0)}

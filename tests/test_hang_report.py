@@ -136,6 +136,23 @@ def test_a_wait_that_ended_well_makes_it_more_patient(capsys):
     assert err.count("the wait is over, training goes on") == 1
 
 
+def test_no_wait_is_over_that_was_not_reported(capsys):
+    waits, looks = iter([0.05, 0.0, -1e-6, 0.01]), []
+
+    def longest_wait() -> float:
+        looks.append(next(waits, 0.0))
+        return looks[-1]
+
+    report = HangReport(0.1, None, 0)
+    report.start(longest_wait, str)
+    deadline = time.monotonic() + 10
+    while len(looks) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    report.stop()
+    assert len(looks) >= 5
+    assert capsys.readouterr().err == ""
+
+
 def test_files_of_several_reports_are_kept(tmp_path: Path) -> None:
     report = HangReport(1.0, tmp_path / "new", 1)
     report.tell("first")

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import SimpleProfiler
@@ -23,7 +24,7 @@ from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.channels import NoteChannel
 from lightning_odc.callbacks.idle_summary import IdleSummary
-from lightning_odc.callbacks.meter import sample_count
+from lightning_odc.callbacks.meter import StepMeter
 from lightning_odc.callbacks.step_numbers import (
     IdleCause,
     StepNumbers,
@@ -31,7 +32,10 @@ from lightning_odc.callbacks.step_numbers import (
     waits_in_broadcasts,
     waits_in_meetings,
 )
+from lightning_odc.data.counts import sample_count, token_count
+from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
+from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance
 from tests.modules import TokenModule, loader, trainer
 from tests.ranks import run_ranks, try_ranks
@@ -242,6 +246,35 @@ def test_recorder_and_monitor_at_once(tmp_path):
         assert steps[step]["idle/fraction"] > 0
 
 
+class Meetings(Callback):
+    """How often the ranks met from each step to the next."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.last = 0
+
+    def on_train_batch_end(self, fitting: Any, *_: Any) -> None:
+        now = fitting.strategy.engine.protocol.transport.load(fitting.global_rank, Word.MEETING)
+        self.counts.append(now - self.last)
+        self.last = now
+
+
+def _meetings(rank: int, directory: Any) -> Any:
+    counts = []
+    for watching in ([], [DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(directory)]):
+        meetings = Meetings()
+        fitting = trainer(2, callbacks=[*watching, meetings], logger=Memory())
+        fitting.fit(Sleeper("items"), loader([Minibatch([microbatch(0)])] * STEPS))
+        counts.append(meetings.counts)
+    return counts
+
+
+def test_watching_adds_no_meeting_to_a_step(tmp_path):
+    for alone, watched in run_ranks(_meetings, tmp_path):
+        assert len(alone) == STEPS and alone[1] > 0
+        assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
+
+
 # -- what else takes time ------------------------------------------------------------------------------------
 
 
@@ -413,11 +446,44 @@ def test_waiting_that_cannot_be_seen_is_not_guessed():
     assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & set(values)
 
 
+def _tensor_parallel(rank: int) -> Any:
+    monitor, strategy = (
+        DeviceIdleMonitor(every_n_steps=1),
+        ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    )
+    trainer(2, callbacks=[monitor], strategy=strategy).fit(Sharded("mean"), loader([microbatch(0)] * STEPS))
+    return monitor.complete, monitor.last_step
+
+
+def test_tensor_parallel_collectives_are_not_seen():
+    for complete, values in run_ranks(_tensor_parallel):
+        assert not complete
+        assert values["microbatches"] == 2
+        assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(values)
+
+
 def test_ranks_that_cannot_be_compared():
     (said, values), (silence, _) = run_ranks(_seen_in_part, False)
     assert (values, silence) == ({}, [])
     assert len(said) == 1
     assert "does nothing under DDPStrategy: its ranks have no process group with gloo" in said[0]
+
+
+def _many_batches(rank: int) -> Any:
+    seen = []
+    for how in ({"accumulate_grad_batches": 30}, {"callbacks": [GradientAccumulationScheduler({0: 30})]}):
+        monitor = DeviceIdleMonitor(every_n_steps=1)
+        callbacks = [monitor, *how.pop("callbacks", [])]
+        fitting = trainer(2, strategy="ddp", logger=Memory(), callbacks=callbacks, **how)
+        fitting.fit(Sleeper("mean"), loader([microbatch(0)] * 30))
+        seen.append((fitting.global_step, monitor.complete, monitor.last_step))
+    return seen
+
+
+def test_steps_of_many_batches_are_seen_whole():
+    for step, complete, values in run_ranks(_many_batches)[0]:
+        assert (step, complete, values["microbatches"]) == (1, True, 60)
+        assert "idle/fraction" in values and "idle/collective_seconds" in values
 
 
 class Broken(Sleeper):
@@ -539,7 +605,27 @@ def test_a_note_that_is_read_twice_counts_once():
     assert channel.receive() == []
 
 
-def test_samples_are_counted_in_packed_rows_too():
-    assert sample_count(pack_samples([[1, 2], [3], [4, 5, 6]])) == 3
+class Strange:
+    @property
+    def input_ids(self) -> Tensor:
+        raise KeyError("no business of yours")
+
+
+def test_samples_are_counted_wherever_they_are():
+    packed = pack_samples([[1, 2], [3], [4, 5, 6]])
+    assert sample_count(packed) == 3
+    assert sample_count(Microbatch(packed, weight=1.0, last=True)) == 3
     assert sample_count({"input_ids": torch.ones(5, 7)}) == 5
+    assert sample_count(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == 2
     assert sample_count(("text", torch.tensor(1))) is None
+    assert sample_count([1, torch.ones(2)]) is None  # plain values are not looked through
+    assert sample_count(Strange()) is token_count(Strange()) is None
+
+
+def test_a_share_that_comes_as_a_whole_is_counted_as_a_whole():
+    meter = StepMeter(dict)
+    meter.resume()
+    meter.count(Minibatch([pack_samples([[1, 2], [3]]), pack_samples([[4, 5, 6]])]))
+    meter.count(Minibatch([]))
+    step = meter.end_step()
+    assert (step.microbatches, step.samples, step.tokens) == (2, 3, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import Counter
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import ODCStrategy
+from tests.models import Net
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks
 from tests.test_gradients import Sgd
@@ -142,6 +144,46 @@ def test_modules_made_in_the_trainers_context():
             assert finite
 
 
+class MadeInPlace(Placed):
+    """Makes its net in ``configure_model``, which Lightning calls in the trainer's context, and may compile a block."""
+
+    def __init__(self, device: str | None, compiled: bool) -> None:
+        super().__init__()
+        self.device_of_net, self.compiled, self.is_made = device, compiled, False
+        del self.net
+
+    def configure_model(self) -> None:
+        if not self.is_made:
+            self.is_made = True
+            with nullcontext() if self.device_of_net is None else torch.device(self.device_of_net):
+                self.net = Net()
+            self.made = self.net.head.weight.device.type, self.net.head.weight.dtype
+            if self.compiled:
+                self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")  # type: ignore[assignment]
+
+
+def _configure(rank: int) -> Any:
+    found = {}
+    for precision in ("32-true", "16-true", "bf16-true"):
+        for device in (None, "meta"):
+            module = MadeInPlace(device, compiled=precision == "bf16-true")
+            trainer(2, precision=precision, max_steps=1).fit(module, _batches(rank))
+            finite = all(bool(value.isfinite().all()) for value in full_parameters(module).values())
+            found[precision, device] = module.made, module.placed, module.computed_in, finite
+    return found
+
+
+def test_modules_made_in_configure_model():
+    dtypes = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+    for found in run_ranks(_configure):
+        assert len(found) == 6
+        for (precision, device), (made, placed, computed_in, finite) in found.items():
+            dtype = dtypes[precision]
+            assert made == (device or "cpu", dtype)
+            assert placed == ("cpu", dtype) and computed_in == {dtype}
+            assert finite
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +270,7 @@ def _state(row: list[str]) -> str:
 
 
 def test_every_test_that_the_table_names_exists():
-    named = [name for row in _rows() for name in re.findall(r"`(test_\w+)::(test_\w+)`", row[2])]
+    named = [name for row in _rows() for name in re.findall(r"`(test_\w+)::(\w+)`", row[2])]
     assert len(named) > 30
     for module, name in named:
         assert f"def {name}(" in (TESTS / f"{module}.py").read_text(), f"{module}::{name}"

@@ -5,6 +5,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_odc import Minibatch
+from lightning_odc.data.minibatch import Origin
 
 
 def test_it_is_a_sequence_of_microbatches():
@@ -32,6 +33,15 @@ def test_lightnings_collection_helpers_keep_weights_and_plan():
     assert isinstance(halved, Minibatch)
     assert [batch["x"].dtype for batch in halved] == [torch.float16] * 2
     assert (halved.weights, halved.plan) == ([1.0, 2.0], "p")
+
+
+def test_pinning_reaches_every_tensor_and_keeps_the_rest(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 10)  # real pinning takes a GPU
+    share = Minibatch([{"x": torch.tensor(1), "n": 3}, (torch.tensor(2), "text")], weights=[1, 2], plan="p")
+    share.origin = Origin([])
+    pinned = share.pin_memory()
+    assert pinned.microbatches == [{"x": torch.tensor(11), "n": 3}, (torch.tensor(12), "text")]
+    assert (pinned.weights, pinned.plan, pinned.origin) == ([1.0, 2.0], "p", share.origin)
 
 
 @pytest.mark.parametrize(

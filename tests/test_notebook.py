@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbclient
-import nbformat
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -20,6 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lightning_odc  # noqa: F401 - registers the strategy
 from tests.models import WIDTH, Block
 from tests.test_parity import assert_same
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import AllShares
@@ -190,6 +191,46 @@ def test_stealing_within_accumulated_minibatches():
     results = run_ranks(_fit, (1, 5), 1, "items", 2)
     assert len(results[1]["seen"]) < 15
     assert_same(results[0]["parameters"], _reference([[0, 1], [2]]))
+
+
+class Counting(Slow):
+    """Its gradient counts tokens: whole numbers, whose sums are exact in every order."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds, "items")
+        self.table = nn.Embedding(11, 3)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)  # sleeps and logs
+        return {"loss": self.table(batch).sum(), "num_items": batch.numel() - 1}
+
+
+def _count(rank: int) -> list[tuple[dict[str, Tensor], list[int], float]]:
+    """With one slow rank, with the other, and without stealing in the fixed order of sums."""
+    results = []
+    for slow_rank in (0, 1, None):
+        torch.manual_seed(0)
+        module = Counting(0.01 if rank == slow_rank else 0.0)
+        t = trainer(2, deterministic=slow_rank is None)
+        planned = shares(rank, (3, 3))
+        for share in planned:
+            share.all_shares = None if slow_rank is None else share.all_shares
+        t.fit(module, loader(planned))
+        results.append((full_parameters(module), module.seen, t.callback_metrics["tokens"].item()))
+    return results
+
+
+def test_whoever_ran_what_the_bits_are_those_of_the_fixed_order_where_sums_are_exact():
+    first, second = run_ranks(_count)
+    ran = [[len(of_rank[case][1]) for of_rank in (first, second)] for case in range(3)]
+    assert ran[0][0] < 9 < ran[0][1] and ran[1][1] < 9 < ran[1][0], f"each was helped by the other: {ran}"
+    assert ran[2] == [9, 9]
+    for parameters, _, tokens in first:
+        assert all(torch.equal(value, first[2][0][name]) for name, value in parameters.items())
+        assert tokens == first[2][2]
+    torch.manual_seed(0)
+    before = full_parameters(Counting(0.0))
+    assert not torch.equal(first[0][0]["table.weight"], before["table.weight"])
 
 
 def _reference(windows: list[list[int]]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +24,8 @@ from lightning_odc.callbacks.chrome_trace import from_chrome_trace, to_chrome_tr
 from lightning_odc.callbacks.clocks import Passage, place_clocks
 from lightning_odc.callbacks.files import read_regular, write_whole
 from lightning_odc.callbacks.gantt import timelines_figure
-from lightning_odc.callbacks.microbatches import token_count
 from lightning_odc.callbacks.spans import RankTimeline, merge
+from lightning_odc.data.counts import token_count
 from lightning_odc.engine.tracing import Span
 from tests.modules import TokenModule, loader, trainer
 from tests.ranks import run_ranks, try_ranks
@@ -319,18 +320,25 @@ def test_steps_that_cannot_be(tmp_path, steps):
         TimelineRecorder(tmp_path, capacity=0)
 
 
-def _fit_nowhere(rank: int, directory: Path) -> str:
+def _fit_nowhere(rank: int, directory: Path) -> Any:
     # Only rank 1's directory cannot be written to; rank 0 must not be left waiting.
-    place = directory / "file" / "below" if rank == 1 else directory
-    with pytest.raises(ValueError, match="cannot write to") as caught:
-        _fit(rank, place, {}, None, {})
-    return str(caught.value)
+    place = directory / "file" / "below" if rank == 1 else directory / "empty"
+    recorder = TimelineRecorder(place)
+    fitting = trainer(2, callbacks=[recorder])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitting.fit(TokenModule(), loader([microbatch(0, 5)] * STEPS))
+    said = [str(one.message) for one in caught if "TimelineRecorder" in str(one.message)]
+    return said, fitting.global_step, recorder.timeline
 
 
-def test_a_directory_that_cannot_be_written_to(tmp_path):
+def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    for message in run_ranks(_fit_nowhere, tmp_path):
-        assert "on rank 1: Not a directory" in message
+    (said, *first), (silence, *second) = run_ranks(_fit_nowhere, tmp_path)
+    assert len(said) == 1 and silence == []
+    assert "cannot write to" in said[0] and "on rank 1, so nothing is recorded: Not a directory" in said[0]
+    assert first == second == [STEPS, None]
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch):
@@ -338,6 +346,13 @@ def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch
     with pytest.warns(UserWarning, match=r"no picture: .*pip install"):
         one_process(TimelineRecorder(tmp_path)).fit(TokenModule(), loader([microbatch(0, 5)]))
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
+
+
+def test_a_picture_that_fails_does_not_end_the_fit(tmp_path):
+    (tmp_path / "timeline.png").mkdir()
+    with pytest.warns(UserWarning, match=r"timeline.json is written, but no picture: "):
+        one_process(TimelineRecorder(tmp_path)).fit(TokenModule(), loader([microbatch(0, 5)]))
+    assert load_timeline(tmp_path / "timeline.json").ranks
 
 
 def test_planted_links_are_not_followed(tmp_path):
@@ -430,10 +445,12 @@ def test_the_true_offset_lies_within_the_uncertainty(offset, delays):
         ([torch.ones(1, 4, dtype=torch.long), torch.ones(1)], 4),
         ((torch.rand(3, 3), torch.ones(3, dtype=torch.long)), None),
         ({"text": "abc", "ids": {"x": torch.ones(5, dtype=torch.int32)}}, 5),
+        ((torch.rand(2), {"input_ids": torch.ones(2, 3, dtype=torch.long)}), 6),
+        (Minibatch([torch.ones(1, 4, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)]), 6),
         ("text", None),
         (None, None),
     ],
-    ids=["input_ids", "first", "images", "nested", "text", "none"],
+    ids=["input_ids", "first", "images", "nested", "tuple", "share", "text", "none"],
 )
 def test_token_counts(batch, tokens):
     assert token_count(batch) == tokens

@@ -1,4 +1,8 @@
-"""One contract suite over all transports: threads here, real processes for shared memory."""
+"""One contract suite over all transports.
+
+Ranks are threads for the in-process transport, real processes for shared memory, and threads on an asynchronous fake
+device for the CUDA transport, which ``tests/gpu`` runs on a real one.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.transports.threads import ThreadHub
+from tests.fake_device import fake_cuda
 from tests.models import init_gloo
 from tests.ranks import run_ranks
 
@@ -49,6 +54,13 @@ def in_threads(scenario: Scenario, world_size: int) -> list[Any]:
     return results
 
 
+def on_a_fake_device(scenario: Scenario, world_size: int) -> list[Any]:
+    def on_device(transport: Transport, meet: Callable[[Any], list[Any]]) -> Any:
+        return scenario(fake_cuda(transport.rank, world_size, meet, delays=0), meet)
+
+    return in_threads(on_device, world_size)
+
+
 def in_processes(scenario: Scenario, world_size: int) -> list[Any]:
     return run_ranks(in_one_process, scenario, world_size=world_size, timeout=60)
 
@@ -59,7 +71,21 @@ def in_one_process(rank: int, scenario: Scenario) -> Any:
     return scenario(SharedMemoryTransport(rank, dist.get_world_size(), rendezvous), rendezvous)
 
 
-@pytest.fixture(params=[in_threads, in_processes], ids=["threads", "shared_memory"])
+def settle(transport: Transport) -> None:
+    """Wait until the device, if there is one, has done what this rank asked of it."""
+    is_done, deadline = transport.drain(), time.monotonic() + 30
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
+def zeros_of(transport: Transport, unit: int) -> torch.Tensor:
+    return torch.zeros_like(transport.shard(transport.rank, unit))
+
+
+@pytest.fixture(
+    params=[in_threads, in_processes, on_a_fake_device], ids=["threads", "shared_memory", "cuda-fake"]
+)
 def run(request: pytest.FixtureRequest) -> Callable[[Scenario, int], list[Any]]:
     return request.param
 
@@ -82,12 +108,14 @@ def windows_start_at_zero_and_apart(
     meet(None)
     for unit in range(3):
         transport.shard(mine, unit).fill_(10 * mine + unit)
+    settle(transport)
     meet(None)
     out = []
     for owner in range(transport.world_size):
-        for unit, spec in enumerate(SPEC.units):
-            copy = torch.empty(spec.shard_numel, dtype=spec.shard_dtype)
+        for unit in range(len(SPEC.units)):
+            copy = zeros_of(transport, unit)
             transport.read(owner, unit, copy)
+            settle(transport)
             assert copy.unique().numel() == 1
             out.append(copy[0].item())
     meet(None)
@@ -133,7 +161,7 @@ ROUNDS = 300
 def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
     transport.open(SPEC)
     meet(None)
-    chunk = torch.ones(1000)
+    chunk = torch.ones_like(zeros_of(transport, 2))
     segments = [Segment(target=0, source=0, numel=1000)]
     refused = 0
     for _ in range(ROUNDS):
@@ -143,6 +171,7 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
                 time.sleep(0)
             transport.add(owner, 2, chunk, segments)
             transport.unlock(owner, 2)
+    settle(transport)
     meet(None)
     total = transport.accumulator(transport.rank, 2).unique().tolist()
     meet(None)
@@ -183,9 +212,10 @@ def test_locks_exclude_other_ranks_per_owner_and_unit(run):
 def adds_land_in_segments(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
     transport.open(WindowSpec(units=SPEC.units, words=1, sources=2))
     meet(None)
-    chunk = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    chunk = zeros_of(transport, 0)[:3] + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
     parts = [Segment(target=2, source=0, numel=1), Segment(target=0, source=2, numel=1)]
     transport.add(1, 0, chunk, parts, source=transport.rank)
+    settle(transport)
     meet(None)
     seen = [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]
     meet(None)
@@ -208,13 +238,14 @@ def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], l
                 assert time.monotonic() < deadline
                 time.sleep(0)
             shard.fill_(version)
-            transport.store(0, version)
+            transport.announce(0, version)
         else:
             while transport.load(0, 0) < version:
                 assert time.monotonic() < deadline
                 time.sleep(0)
-            copy = torch.empty(1000)
+            copy = zeros_of(transport, 2)
             transport.read(0, 2, copy)
+            settle(transport)
             assert copy.unique().tolist() == [version], "stale or torn"
             seen += 1
             transport.store(1, version)

@@ -54,10 +54,17 @@ class Ranks:
     Args:
         world_size: how many.
         preload: modules that the server imports before it forks.
+        prepare: called with the rank in its process before the group is made.
     """
 
-    def __init__(self, world_size: int, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        preload: Sequence[str] = (),
+        prepare: Callable[[int], None] | None = None,
+    ) -> None:
         self.world_size = world_size
+        self._prepare = prepare
         self._preload = ["torch.distributed", "lightning_odc.bench.processes", *preload]
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: list[_Rank] = []
@@ -79,7 +86,9 @@ class Ranks:
             pipe, theirs = context.Pipe()
             watched, lifeline = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(theirs, watched, rank, self.world_size, store), daemon=True
+                target=_rank_main,
+                args=(theirs, watched, rank, self.world_size, store, self._prepare),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -167,22 +176,38 @@ class Ranks:
         return "rank {} ended with exit code {}".format(*ended[0]) if ended else ""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    prepare: Callable[[int], None] | None = None,
+) -> list[Any]:
     """Call ``function(rank, world_size, *arguments)`` in new processes with a gloo group; returns results by rank.
+
+    ``prepare(rank)``, if given, is called before the group is made.
 
     Raises:
         SystemExit: if a rank fails; the others are ended too.
     """
     try:
-        with Ranks(world_size, preload=[function.__module__]) as ranks:
+        with Ranks(world_size, preload=[function.__module__], prepare=prepare) as ranks:
             return ranks.call(function, *arguments)
     except RankFailedError as error:
         raise SystemExit(str(error)) from None
 
 
-def _rank_main(pipe: Connection, lifeline: Connection, rank: int, world_size: int, store: str) -> None:
+def _rank_main(
+    pipe: Connection,
+    lifeline: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    prepare: Callable[[int], None] | None,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    if prepare is not None:
+        prepare(rank)
     torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -249,7 +249,7 @@ def _trainer(
     communication: Any = combination.communication
     strategy: Any = "ddp"
     if communication != "ddp":
-        layers = {SleepingLayer} if emulate else None
+        layers: Any = {SleepingLayer} if emulate else None
         strategy = ODCStrategy(communication=communication, auto_wrap_policy=layers, hang_report_after=None)
     return Trainer(
         strategy=strategy,

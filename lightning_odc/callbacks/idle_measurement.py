@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_odc.callbacks.channels import Channel, LocalChannel, NoteChannel, Round, SideChannel
 from lightning_odc.callbacks.clocks import machine
@@ -17,10 +17,12 @@ from lightning_odc.callbacks.data_clock import DataClock
 from lightning_odc.callbacks.idle_summary import IdleSummary
 from lightning_odc.callbacks.meter import CallCounter, StepMeter
 from lightning_odc.callbacks.step_numbers import IdleCause, Meeting, StepNumbers, resolve
-from lightning_odc.callbacks.watches import watch_for
+from lightning_odc.callbacks.watch import Watch
+from lightning_odc.callbacks.watches import CollectiveWatch, ShardedWatch, watch_for
 from lightning_odc.strategy import ODCStrategy
 
 _FEW, _MANY = 64, 8192  # numbers that a rank can send per step, without and with every single collective
+_PER_BATCH = 2  # more of them for every batch of a step: Lightning's broadcast before it
 
 _PATIENCE = timedelta(minutes=30)
 
@@ -41,8 +43,9 @@ class IdleMeasurement:
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._channel = _channel_for(trainer)
+        _check_comparable(trainer)
         self.watch = watch_for(trainer, module)
+        self._channel = _channel_for(trainer, self.watch)
         self.recent, self.epoch = IdleSummary(), IdleSummary()
         self._comparable = True
         self._global_step = trainer.global_step
@@ -157,12 +160,26 @@ class IdleMeasurement:
         return waits
 
 
-def _channel_for(trainer: pl.Trainer) -> Channel:
+def _check_comparable(trainer: pl.Trainer) -> None:
+    gloo = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ODCStrategy) and not gloo:
+        raise RuntimeError("its ranks have no process group with gloo to compare their times through")
+
+
+def _channel_for(trainer: pl.Trainer, watch: Watch) -> Channel:
     if trainer.world_size == 1:
         return LocalChannel()
     if isinstance(trainer.strategy, ODCStrategy) and trainer.strategy.communication != "collective":
         return NoteChannel(trainer.strategy.engine)
-    if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
-        raise RuntimeError("its ranks have no process group with gloo to compare their times through")
-    only_step_ends = isinstance(trainer.strategy, DDPStrategy)
-    return SideChannel(_FEW if only_step_ends else _MANY, _PATIENCE)
+    every_collective = isinstance(watch, CollectiveWatch | ShardedWatch)
+    capacity = (_MANY if every_collective else _FEW) + _PER_BATCH * _most_batches(trainer)
+    return SideChannel(capacity, _PATIENCE)
+
+
+def _most_batches(trainer: pl.Trainer) -> int:
+    """Lightning batches of an optimizer step, at most."""
+    schedulers = [
+        one for one in cast(Any, trainer).callbacks if isinstance(one, GradientAccumulationScheduler)
+    ]
+    planned = [int(batches) for one in schedulers for batches in one.scheduling.values()]
+    return max([trainer.accumulate_grad_batches, *planned])

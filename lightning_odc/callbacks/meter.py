@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.callbacks.microbatches import first_tensor, token_count
 from lightning_odc.callbacks.step_numbers import UNKNOWN, IdleCause, StepNumbers
+from lightning_odc.data.counts import microbatches_of, sample_count, token_count
 
 
 class StepMeter:
@@ -45,9 +45,9 @@ class StepMeter:
                 self._step.waits[cause] = self._step.waits.get(cause, 0.0) + new
 
     def count(self, batch: Any) -> None:
-        """A microbatch begins."""
+        """A microbatch begins, or all of a share at once."""
         if self.running:
-            self._step.microbatches += 1
+            self._step.microbatches += len(microbatches_of(batch))
             self._step.samples += _or_unknown(sample_count(batch))
             self._step.tokens += _or_unknown(token_count(batch))
 
@@ -90,16 +90,6 @@ class CallCounter:
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
-
-
-def sample_count(batch: Any) -> int | None:
-    """Samples in a batch: those of a packed row (its ``"cu_seqlens"``), or the first dimension of the first tensor."""
-    if isinstance(batch, Mapping):
-        bounds = batch.get("cu_seqlens")
-        if isinstance(bounds, Tensor):
-            return max(bounds.numel() - 1, 0)
-    tensor = first_tensor(batch)
-    return len(tensor) if tensor is not None and tensor.ndim else None
 
 
 def _or_unknown(count: int | None) -> float:

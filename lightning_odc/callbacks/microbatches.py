@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
-
+from lightning_odc.data.counts import token_count
 from lightning_odc.engine.tracing import Tracer
 
 _UNKNOWN = object()
-
-
-def token_count(batch: Any) -> int | None:
-    """Tokens in a batch: the elements of its ``"input_ids"``, or of its first tensor if that holds integers."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-    tensor = ids if isinstance(ids, Tensor) else first_tensor(batch)
-    if tensor is None or tensor.is_floating_point() or tensor.is_complex():
-        return None
-    return tensor.numel()
-
-
-def first_tensor(batch: Any) -> Tensor | None:
-    """The first tensor in a batch of nested containers and data classes."""
-    if isinstance(batch, Tensor):
-        return batch
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
 class MicrobatchTracer(Tracer):

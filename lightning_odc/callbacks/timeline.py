@@ -38,7 +38,8 @@ class TimelineRecorder(Callback):
     the first step to the last.
 
     Args:
-        dirpath: where to write; made if it does not exist. Use one directory per run.
+        dirpath: where to write; made if it does not exist. Use one directory per run. If a rank cannot write to it, a
+            warning says so when the fit begins, and nothing is recorded.
         steps: optimizer steps to record, counted as ``trainer.global_step`` counts them, from 0: a ``range``, or
             ``(first, last)``, both included. By default all, until ``capacity`` is reached.
         capacity: most spans that a rank keeps, of some 400 bytes each; later ones are counted and dropped.
@@ -47,8 +48,7 @@ class TimelineRecorder(Callback):
         timeline: after the fit, on rank 0, what was recorded.
 
     Raises:
-        ValueError: for steps or a capacity that cannot be; at the beginning of the fit, on all ranks, for a
-            directory that cannot be written to.
+        ValueError: for steps or a capacity that cannot be.
     """
 
     def __init__(self, dirpath: str | Path, steps: Steps = None, *, capacity: int = 100_000) -> None:
@@ -58,6 +58,7 @@ class TimelineRecorder(Callback):
         self.steps = _as_range(steps)
         self.capacity = capacity
         self.timeline: Timeline | None = None
+        self._writable = True
         self._recording: Recording | None = None
         self._parts: Parts | None = None
 
@@ -77,15 +78,18 @@ class TimelineRecorder(Callback):
         if stage != "fit":
             return
         problems = _exchange(files.check_directory(self.dirpath))
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise ValueError(
-                    f"TimelineRecorder cannot write to {str(self.dirpath)!r} on rank {rank}: {problem}. Name a "
-                    'directory that every rank may write to: TimelineRecorder("timelines").'
-                )
+        self._writable = not any(problems)
+        if not self._writable:
+            rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
+            rank_zero_warn(
+                f"TimelineRecorder cannot write to {str(self.dirpath)!r} on rank {rank}, so nothing is recorded: "
+                f'{problem}. Name a directory that every rank may write to: TimelineRecorder("timelines").'
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.timeline = None
+        if not self._writable:
+            return
         strategy = trainer.strategy
         engine = strategy.engine if isinstance(strategy, ODCStrategy) else None
         name, origin = _exchange((secrets.token_hex(8), time.monotonic_ns()))[0]
@@ -210,7 +214,7 @@ class TimelineRecorder(Callback):
         self._parts.write_merged(timeline, self.trace_path)
         try:
             gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
-        except ModuleNotFoundError as error:
+        except Exception as error:  # whatever it is, it must not end a fit that went well
             rank_zero_warn(f"{self.trace_path} is written, but no picture: {error}")
 
 

@@ -164,6 +164,11 @@ def watch_for(trainer: pl.Trainer, module: pl.LightningModule) -> Watch:
         return CollectiveWatch(strategy.engine) if on_cpu else Watch()
     if isinstance(strategy, DDPStrategy) and module.automatic_optimization:
         return GradientWatch(module, strategy.root_device)
-    if isinstance(strategy, ModelParallelStrategy) and on_cpu:
+    if isinstance(strategy, ModelParallelStrategy) and on_cpu and _shards_over_all(strategy):
         return ShardedWatch(strategy.model)
     return Watch()
+
+
+def _shards_over_all(strategy: ModelParallelStrategy) -> bool:
+    """Without tensor parallelism, whose collectives nobody shows."""
+    return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()

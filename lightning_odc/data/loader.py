@@ -26,6 +26,7 @@ from lightning_odc.data.checks import check_indexed, check_stream, check_unroll,
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.padding import PaddingWatch
 from lightning_odc.data.plan import Plan, Recipe, Weighting
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.reading import MapReading, Reading, StreamReading, WorkerOptions, check_options
@@ -141,6 +142,7 @@ class BalancedDataLoader:
         self._progress = Progress()
         self._learning: Learning | None = None
         self._reading: tuple[tuple[int, int], Reading] | None = None
+        self._padding = PaddingWatch(None)
         self._iterator: Iterator[Minibatch] | None = None
         self._check(window)
 
@@ -189,6 +191,7 @@ class BalancedDataLoader:
             for done, share in enumerate(shares, start.minibatches):
                 after = Position(start.epoch, done + 1)
                 share = reading.completed(share, start.epoch, done)
+                self._padding.look(share)
                 if self.unroll:
                     yield from self._unrolled(share, Position(start.epoch, done, start.microbatches), after)
                     start = Position(start.epoch)
@@ -230,6 +233,7 @@ class BalancedDataLoader:
         world = current_world(*self._world)
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
+            self._padding = PaddingWatch(self._reading[1].max_tokens)
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ _TEACH = (
     "    import lightning_odc\n"
     '    trainer = lightning.pytorch.Trainer(strategy="odc", ...)\n'
     "and your `training_step` receives one microbatch at a time; with any other strategy, let the loader yield the "
-    "microbatches themselves as batches."
+    'microbatches themselves as batches: BalancedDataLoader(..., policy="lb_micro", unroll=True).'
 )
 
 
@@ -93,6 +93,18 @@ class AllShares:
         self.weights = weights
         self.fetch = fetch
         self.details = details
+
+    def of(self, ranks: Sequence[int]) -> AllShares:
+        """Those of some ranks, numbered from 0 in the given order."""
+        fetch = self.fetch
+
+        def fetch_of(index: int, number: int) -> Any:
+            return fetch(ranks[index], number)
+
+        details = None if self.details is None else [self.details[rank] for rank in ranks]
+        return AllShares(
+            [self.costs[rank] for rank in ranks], [self.weights[rank] for rank in ranks], fetch_of, details
+        )
 
     def map(self, function: Callable[[Any], Any]) -> AllShares:
         """The same, with ``function`` applied to every microbatch that is fetched."""

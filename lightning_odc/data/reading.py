@@ -37,9 +37,11 @@ class Reading(ABC):
 
     Attributes:
         order: what a position in it refers to.
+        max_tokens: the most tokens in a microbatch, where that is known.
     """
 
     order: Order
+    max_tokens: int | None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -102,6 +104,7 @@ class MapReading(Reading):
         self.order = Order(
             f"{recipe.order}, lengths {schedule.lengths.digest}", schedule.samples_per_minibatch
         )
+        self.max_tokens = recipe.max_tokens or int(schedule.lengths.values.max())
         self._counted: tuple[int, int] | None = None
         self._sampler = ShareSampler(
             schedule, rank, relative=relative, lengths_too=length_of is not None, learning=learning
@@ -159,6 +162,7 @@ class StreamReading(Reading):
 
     def __init__(self, stream: Stream, rank: int, relative: bool, learning: Learning | None) -> None:
         self.order = Order(stream.recipe.order, stream.samples_per_minibatch)
+        self.max_tokens = stream.recipe.max_tokens
         self._stream = stream
         self._rank = rank
         self._relative = relative

@@ -131,6 +131,7 @@ class Traffic:
     adds: int = 0
     bytes_read: int = 0
     bytes_added: int = 0
+    bytes_reduced: int = 0
 
 
 class Engine(Traced, ABC):

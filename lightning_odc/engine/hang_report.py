@@ -88,7 +88,7 @@ class HangReport:
         told = 0.0
         while not stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
             waited = longest_wait()
-            if waited < told:
+            if told and waited < told:
                 sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training goes on.\n")
                 self.after, told = max(self.after, 2 * told), 0.0
             if waited >= max(self.after, 2 * told):

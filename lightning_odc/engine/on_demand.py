@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, Traffic, denominator
+from lightning_odc.engine.checks import ContentChecks
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
@@ -30,7 +31,7 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
-from lightning_odc.engine.transports.base import Rendezvous, Transport
+from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
 from lightning_odc.errors import ODCError, StaleShardError
 
@@ -74,6 +75,7 @@ class OnDemandEngine(Engine):
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
+        self._checks = ContentChecks(deferred=False)
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
         self._protocol: Protocol | None = None
@@ -89,6 +91,12 @@ class OnDemandEngine(Engine):
     def world_size(self) -> int:
         return self.protocol.transport.world_size
 
+    def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
+        return Protocol(transport, units, **options)
+
+    def _before_publishing(self) -> None:
+        """The ranks have the same model, and nobody has read any of its shards yet."""
+
     # -- lifecycle ----------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
@@ -100,8 +108,11 @@ class OnDemandEngine(Engine):
         self._model = model
         self._units = self._probe(find_units(model), keep=carried)
         compare_models(self._units, self._rendezvous)
-        protocol = Protocol(
-            self._make_transport(),
+        self._before_publishing()
+        transport = self._make_transport()
+        self._checks = ContentChecks(deferred=transport.runs_ahead)
+        protocol = self._protocol_for(
+            transport,
             [unit.spec() for unit in self._units],
             timeout=self._timeout,
             deterministic=self._deterministic,
@@ -185,26 +196,32 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
         self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         self.protocol.lockstep = self._lockstep and not self.evaluating
-        self._verify(
-            unit, own
-        )  # in a backward pass, too: this rank's slice is what it is now, the peers' are not
-        self.protocol.gather(unit.index, output.view(self.world_size, -1))
+        if not self._checks.deferred:  # else when the step settles
+            # In a backward pass, too: this rank's slice is what it is now, the peers' are not.
+            self._verify(unit, own)
+        self.protocol.gather(unit.index, output.view(self.protocol.transport.world_size, -1))
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
-        changed = unit.differs_from(self.protocol.own_shard(unit.index), own)
+        published = self.protocol.own_shard(unit.index)
+
+        def error() -> StaleShardError:
+            now = self._shard_now(unit) if self._checks.deferred else own
+            return _stale(unit, published, now)
+
+        self._checks.expect_same(published, own, f"shard of {unit.name}", error)
         unit.verified = True
-        if changed is not None:
-            raise StaleShardError(
-                f"Parameter {changed!r} changed after it was published, so peers would compute with its old value. "
-                "Change parameters outside the optimizer step on all ranks together, and then call "
-                "`trainer.strategy.publish_parameters()` on all of them."
-            )
+
+    def _shard_now(self, unit: Unit) -> Tensor:
+        """What this rank would publish if it did so now."""
+        own = torch.empty_like(self.protocol.own_shard(unit.index)).zero_()
+        unit.write_shard(own)
+        return own
 
     def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
         self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
         segments = unit.take_fresh()
-        rows = chunks.view(self.world_size, -1)
+        rows = chunks.view(self.protocol.transport.world_size, -1)
         assert unit.divided_by_fully_shard == (rows.dtype not in (torch.float32, torch.bfloat16))
         if sum(part.numel for part in segments) != rows.shape[1]:
             raise self._unexpected_gradient(unit)
@@ -286,6 +303,9 @@ class OnDemandEngine(Engine):
         with self._timed(), self.traced("settle"):
             self.reshard()
             self._verify_unread()
+            self._checks.send()
+            self.protocol.finish()
+            self._checks.raise_first()
             emptied = self._placeholders.emptied()
             self._placeholders.lift()
             used = [flag for unit in self._units for flag in unit.take_used()]
@@ -297,7 +317,7 @@ class OnDemandEngine(Engine):
             used_anywhere = _unpack([r["used"] for r in records], len(used))
             for unit in self._units:
                 flags = [used_anywhere.pop(0) and slot not in emptied for slot in unit.slots]
-                unit.add_to_grads(self.protocol.summed(unit.index), scale, flags)
+                unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
                 self.protocol.clear(unit.index)
             self.settled = True
         return [r["logs"] for r in records]
@@ -337,7 +357,7 @@ class OnDemandEngine(Engine):
     @property
     def traffic(self) -> Traffic:
         p = self.protocol
-        return Traffic(reads=p.reads, adds=p.adds, bytes_read=p.bytes_read, bytes_added=p.bytes_added)
+        return Traffic(p.reads, p.adds, p.bytes_read, p.bytes_added, p.bytes_reduced)
 
     @property
     def window_bytes(self) -> int:
@@ -360,14 +380,8 @@ class OnDemandEngine(Engine):
     def _check_gathered(self) -> None:
         """Before gathered parameters are freed, and what was written into them with them."""
         for unit in self._units:
-            edited = unit.edited_while_gathered()
-            if edited is not None:
-                raise StaleShardError(
-                    f"Parameter {edited!r} was changed inside `forward` or between a forward pass and the end of its "
-                    "step, while it was gathered; such a change would be lost. Change it in `on_train_batch_start` or "
-                    "`on_train_batch_end`, on all ranks together, and then call "
-                    "`trainer.strategy.publish_parameters()` on all of them."
-                )
+            for name, part, shard in unit.gathered():
+                self._checks.expect_same(part, shard, f"gathered {name}", partial(_lost, name))
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""
@@ -381,9 +395,7 @@ class OnDemandEngine(Engine):
         """A rank that read nothing in this step has not looked at its shards, either."""
         for unit in self._units:
             if not unit.verified:
-                own = torch.empty_like(self.protocol.own_shard(unit.index)).zero_()
-                unit.write_shard(own)
-                self._verify(unit, own)
+                self._verify(unit, self._shard_now(unit))
 
     def _reattach(self) -> None:
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
@@ -420,6 +432,22 @@ def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
         )
+
+
+def _stale(unit: Unit, published: Tensor, own: Tensor) -> StaleShardError:
+    return StaleShardError(
+        f"Parameter {unit.differs_from(published, own)!r} changed after it was published, so peers would compute with "
+        "its old value. Change parameters outside the optimizer step on all ranks together, and then call "
+        "`trainer.strategy.publish_parameters()` on all of them."
+    )
+
+
+def _lost(name: str) -> StaleShardError:
+    return StaleShardError(
+        f"Parameter {name!r} was changed inside `forward` or between a forward pass and the end of its step, while it "
+        "was gathered; such a change would be lost. Change it in `on_train_batch_start` or `on_train_batch_end`, on "
+        "all ranks together, and then call `trainer.strategy.publish_parameters()` on all of them."
+    )
 
 
 def _pack(flags: list[bool]) -> str:

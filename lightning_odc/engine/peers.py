@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from lightning_odc.engine.transports.base import Transport, UnitSpec
@@ -62,11 +62,15 @@ class Peers:
     Args:
         transport: with `Word.COUNT` control words, and a mailbox for failures.
         units: for their names.
+
+    Attributes:
+        beyond: tells of trouble with ranks that share no windows with this one; empty if there is none.
     """
 
     def __init__(self, transport: Transport, units: Sequence[UnitSpec]) -> None:
         self._transport = transport
         self._units = units
+        self.beyond: Callable[[], str] = str
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
 
     # -- this rank ----------------------------------------------------------------------------------------
@@ -120,9 +124,10 @@ class Peers:
             raise PeerFailedError(trouble)
         left = self._left()
         if left:
+            gone, own = self._transport.job_rank(left[0]), self._transport.job_rank(self._transport.rank)
             raise PeerFailedError(
-                f"Rank {left[0]} has left the training while rank {self._transport.rank} still needs it. Every rank "
-                "needs the same number of Lightning batches and optimizer steps."
+                f"Rank {gone} has left the training while rank {own} still needs it. Every rank needs the same number "
+                "of Lightning batches and optimizer steps."
             )
 
     def trouble(self) -> str:
@@ -135,22 +140,23 @@ class Peers:
             names = ", ".join(self._transport.describe(peer) for peer in dead)
             return f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
         for peer in [*first, *failures]:
-            return f"Rank {peer} failed, so rank {self._transport.rank} stops too. Its error was:\n{failures[peer]}"
-        return ""
+            failed, own = self._transport.job_rank(peer), self._transport.job_rank(self._transport.rank)
+            return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"
+        return self.beyond()
 
     def _left(self) -> list[int]:
         return [peer for peer in self._others if self._state(peer) == State.LEFT]
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""
-        now = time.monotonic_ns()
-        waiting = [
-            rank
+        begun = [
+            self._transport.load(rank, Word.SINCE)
             for rank in range(self._transport.world_size)
             if self._state(rank) == State.RUNNING
             and self._transport.load(rank, Word.ACTIVITY) % len(Activity) != Activity.COMPUTE
         ]
-        return max((now - self._transport.load(rank, Word.SINCE) for rank in waiting), default=0) / 1e9
+        now = time.monotonic_ns()  # after the looks, or a wait that has just begun would be less than none
+        return max((now - since for since in begun), default=0) / 1e9
 
     def report(self) -> str:
         """Where every rank is: version, microbatch, activity, and for how long."""
@@ -161,7 +167,11 @@ class Peers:
             return self._transport.load(rank, word)
 
         is_other = rank in self._others
-        name = self._transport.describe(rank) if is_other else f"rank {rank} (this one)"
+        name = (
+            self._transport.describe(rank)
+            if is_other
+            else f"rank {self._transport.job_rank(rank)} (this one)"
+        )
         state = self._state(rank)
         if state != State.RUNNING:
             return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"

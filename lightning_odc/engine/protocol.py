@@ -29,12 +29,35 @@ mailboxes are enough, and nobody reads a record that is being overwritten.
 A record that is longer than a mailbox takes several meetings in a row, one for each part. Its length comes first, so
 after the first of them every rank knows the longest record and with it how many more meetings all come to; a rank with
 nothing left to say posts nothing into its mailbox.
+
+Note [When the host waits for its device]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+On GPUs the host only asks: copies, adds and optimizer steps are done later, in the order of their streams. Words and
+mailboxes are written by the host. So wherever Note [Versions instead of barriers] says that something is announced
+*after* something was done, the host's word must not overtake the device. There are two such places in a minibatch:
+
+1. *Before a meeting* (`Protocol.finish`): all own reads and adds are done, on all streams. A peer overwrites its shard
+   and takes its sums out as soon as it has my record. This is where the host waits, once per minibatch. It would wait
+   here anyway, for its peers, and everything that it wants to know of the step (losses, counts, comparisons of
+   contents) can be read then.
+2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. Nobody here needs to
+   wait for that: an event is recorded behind the writes, and a thread writes the word when the event has happened,
+   while the host prepares the next minibatch.
+
+The other direction needs nothing: a peer's word is read by the host before it asks its device for anything that
+depends on it, and what the word announces was done on the other device before it was written. Between an own read of a
+version and the own adds that follow from it the order is that of the streams, which ``fully_shard`` keeps.
+
+Everything that is written into a window outside of `Protocol.gather` and `Protocol.accumulate` is written on the stream
+that is current when the next announcement or meeting is, which for a training loop is always the same one.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +76,25 @@ _MAILBOXES = _RECORD_BOXES + 1  # the last one is for failures
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
+_SIGNALS = "signals"
+
+
+@dataclass
+class Signals:
+    """Signals of the operating system, which ranks act on together.
+
+    Attributes:
+        raised: numbers of those that this rank was sent, to tell the others at every meeting.
+        agreed: those that some rank had been sent before the last meeting; the same on all ranks.
+    """
+
+    raised: set[int] = field(default_factory=set)
+    agreed: set[int] = field(default_factory=set)
+
+    def forget(self, number: int) -> None:
+        """All ranks have acted on it."""
+        self.raised.discard(number)
+        self.agreed.discard(number)
 
 
 class Protocol(Traced):
@@ -72,11 +114,14 @@ class Protocol(Traced):
         version: the version this rank works on, from 1.
         deterministic: sums are taken in rank order.
         peers: how the ranks are.
+        signals: what this rank and the others were sent by the operating system.
         waiter: idle seconds by cause.
         bytes_read: bytes copied out of peers' windows so far.
         bytes_added: bytes of gradients added into windows of peers and own.
+        bytes_reduced: bytes of gradients summed over nodes so far.
         reads: number of shards read from peers.
         adds: number of gradient chunks added into peers' accumulators.
+        device_waits: how often the host waited for its own device, which is not idle time.
     """
 
     def __init__(
@@ -92,7 +137,10 @@ class Protocol(Traced):
         self.lockstep = lockstep
         self.transport = transport
         self.version = _FIRST_VERSION
-        self.bytes_read = self.bytes_added = self.reads = self.adds = 0
+        self.bytes_read = self.bytes_added = self.bytes_reduced = self.reads = self.adds = (
+            self.device_waits
+        ) = 0
+        self.signals = Signals()
         self.peers = Peers(transport, units)
         self.waiter = Waiter(timeout, self.peers.check, self.peers.report, hang_report)
         self._hang_report = hang_report
@@ -101,6 +149,7 @@ class Protocol(Traced):
         self._barriers = 0
         self._meetings = 0
         self._ended = False
+        self._finished = False
         world = transport.world_size
         self._readers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._adders_order = [(transport.rank + i) % world for i in range(world)]
@@ -109,8 +158,12 @@ class Protocol(Traced):
             words=Word.COUNT + len(self._units),
             mailboxes=_MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
-            sources=world if deterministic else 1,
+            sources=world if self._is_staged() else 1,
         )
+
+    @property
+    def _job_rank(self) -> int:
+        return self.transport.job_rank(self.transport.rank)
 
     @property
     def window_bytes(self) -> int:
@@ -134,6 +187,17 @@ class Protocol(Traced):
         self.peers.leave()
         self.transport.close()
 
+    def _is_staged(self) -> bool:
+        """Whether every source rank gets accumulators of its own."""
+        reason = self.transport.why_not_shared(self._units)
+        if reason and not self.deterministic and self.transport.rank == 0:
+            warnings.warn(
+                "Gradients are added into one accumulator per source rank instead of a shared one, which takes "
+                f"{self.transport.world_size} times the memory for accumulators: {reason}.",
+                stacklevel=2,
+            )
+        return self.deterministic or bool(reason)
+
     # -- the data plane -----------------------------------------------------------------------------------
 
     def own_shard(self, unit: int) -> Tensor:
@@ -142,7 +206,8 @@ class Protocol(Traced):
 
     def publish(self, unit: int) -> None:
         """Make `own_shard` readable as the current version. See Note [Versions instead of barriers]."""
-        self.transport.store(Word.COUNT + unit, self.version)
+        self._finished = False
+        self.transport.announce(Word.COUNT + unit, self.version)
 
     def gather(self, unit: int, out: Tensor) -> None:
         """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards.
@@ -151,6 +216,7 @@ class Protocol(Traced):
             StaleShardError: between `end_version` and `next_version`.
         """
         self.check_not_ended(unit)
+        self._finished = False
         begin = self.peers.begin(Activity.GATHER, unit)
         if self.lockstep:
             self._barrier()
@@ -172,9 +238,10 @@ class Protocol(Traced):
             StaleShardError: between `end_version` and `next_version`.
         """
         self.check_not_ended(unit)
+        self._finished = False
         begin = self.peers.begin(Activity.ACCUMULATE, unit)
-        if self.deterministic:
-            self._add_to_own_slots(unit, chunks, segments)
+        if self._spec.sources > 1 or not self.transport.needs_locks:
+            self._add_in_turn(unit, chunks, segments)
         else:
             self._add_under_locks(unit, chunks, segments)
         self.adds += len(self._readers_order)
@@ -198,8 +265,13 @@ class Protocol(Traced):
                 total += self.transport.accumulator(rank, unit, source)
         return total
 
+    def total(self, unit: int) -> Tensor:
+        """The gradients of the whole minibatch for this rank's shard of ``unit``, once after `end_version`."""
+        return self.summed(unit)
+
     def clear(self, unit: int, start: int = 0, numel: int | None = None) -> None:
         """Zero this rank's accumulators of ``unit``, or a part of them, before the next `publish`."""
+        self._finished = False
         end = None if numel is None else start + numel
         for source in range(self._spec.sources):
             self.transport.accumulator(self.transport.rank, unit, source)[start:end].zero_()
@@ -207,12 +279,15 @@ class Protocol(Traced):
     def own_accumulator(self, unit: int) -> Tensor:
         """The accumulator of this rank's own gradients for its shard of ``unit``; others may add to the same one."""
         rank = self.transport.rank
-        return self.transport.accumulator(rank, unit, rank if self.deterministic else 0)
+        return self.transport.accumulator(rank, unit, rank if self._spec.sources > 1 else 0)
 
     def go_on_from(self, other: Protocol) -> None:
         """Take over the books and the listener of a protocol that was closed."""
         self.reads, self.adds = other.reads, other.adds
         self.bytes_read, self.bytes_added = other.bytes_read, other.bytes_added
+        self.signals = other.signals
+        self.bytes_reduced = other.bytes_reduced
+        self.device_waits = other.device_waits
         for cause, seconds in other.waiter.seconds.items():
             self.waiter.seconds[cause] += seconds
         self.listen(other.tracer)
@@ -228,19 +303,21 @@ class Protocol(Traced):
                 f"waiting to read unit {self._units[unit].name!r} (version {version}) "
                 f"from {self.transport.describe(owner)}"
             ),
-            owner,
+            self.transport.job_rank(owner),
         )
         found = load(owner, word)
         if found != version:
             raise DisagreementError(
-                f"Rank {owner} has published version {found} of unit {self._units[unit].name!r} while rank "
-                f"{self.transport.rank} still works on version {version}: the ranks took different numbers of "
-                "optimizer steps. Every rank must call the same optimizer steps in the same order."
+                f"Rank {self.transport.job_rank(owner)} has published version {found} of unit "
+                f"{self._units[unit].name!r} while rank {self._job_rank} still works on version {version}: the ranks "
+                "took different numbers of optimizer steps. Every rank must call the same optimizer steps in the same "
+                "order."
             )
 
-    def _add_to_own_slots(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
+    def _add_in_turn(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
+        source = self.transport.rank if self._spec.sources > 1 else 0
         for owner in self._adders_order:
-            self.transport.add(owner, unit, chunks[owner], segments, source=self.transport.rank)
+            self.transport.add(owner, unit, chunks[owner], segments, source)
 
     def _add_under_locks(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
         waiting = list(self._adders_order)
@@ -273,10 +350,11 @@ class Protocol(Traced):
             free,
             Cause.LOCK,
             lambda: f"waiting to add gradients of unit {self._units[unit].name!r} to {names}",
-            owners[0],
+            self.transport.job_rank(owners[0]),
         )
 
     def _barrier(self) -> None:
+        self.finish()
         self._barriers += 1
         self.transport.store(Word.LOCKSTEP, self._barriers)
         for peer in self._readers_order:
@@ -284,15 +362,21 @@ class Protocol(Traced):
                 lambda peer=peer: self.transport.load(peer, Word.LOCKSTEP) >= self._barriers,  # type: ignore[misc]
                 Cause.LOCKSTEP,
                 lambda peer=peer: f"waiting in lockstep for {self.transport.describe(peer)}",  # type: ignore[misc]
-                peer,
+                self.transport.job_rank(peer),
             )
 
     # -- the control plane --------------------------------------------------------------------------------
 
+    def finish(self) -> None:
+        """Wait until what this rank has asked of its device is done. See Note [When the host waits for its device]."""
+        if self._finished or not self.transport.runs_ahead:
+            return
+        self.device_waits += 1
+        self.waiter.until(self.transport.drain(), None, lambda: "waiting for its own device")
+        self._finished = True
+
     def meet(self, record: Record) -> list[Record]:
         """Wait until every rank has come to this meeting; returns everybody's record, in rank order.
-
-        See Note [Meetings are at most one ahead].
 
         Args:
             record: JSON-serialisable; ``record["kind"]`` must be the same on every rank.
@@ -300,6 +384,21 @@ class Protocol(Traced):
         Raises:
             DisagreementError: the ranks met for different reasons.
         """
+        self.finish()
+        signals = sorted(self.signals.raised)
+        records = self._exchange({**record, _SIGNALS: signals} if signals else record)
+        self.signals.agreed.update(*(said.pop(_SIGNALS, ()) for said in records))
+        records[self._ranks.index(self._job_rank)] = record
+        self._agree({rank: r["kind"] for rank, r in zip(self._ranks, records, strict=True)})
+        return records
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """Who meets, as ranks of the job, in the order of their records."""
+        return [self.transport.job_rank(peer) for peer in range(self.transport.world_size)]
+
+    def _exchange(self, record: Record) -> list[Record]:
+        """Everybody's record; see Note [Meetings are at most one ahead]."""
         message = json.dumps(record).encode()
         said = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         heard = self._meet_once(said[:_MAILBOX_BYTES], record)
@@ -307,10 +406,7 @@ class Protocol(Traced):
         for start in range(_MAILBOX_BYTES, longest, _MAILBOX_BYTES):
             parts = self._meet_once(said[start : start + _MAILBOX_BYTES], record)
             heard = [before + part for before, part in zip(heard, parts, strict=True)]
-        records: list[Record] = [json.loads(part[_LENGTH_BYTES:]) for part in heard]
-        records[self.transport.rank] = record
-        self._agree("kind", records)
-        return records
+        return [json.loads(part[_LENGTH_BYTES:]) for part in heard]
 
     def end_version(self, record: Record) -> list[Record]:
         """`meet`, and from then on nobody uses this version any more: owners update their shards at once."""
@@ -355,7 +451,7 @@ class Protocol(Traced):
         waiting = self.waiter.waiting_for
         mine = "does not wait" if waiting is None else f"is {waiting()}"
         place, report = self._hang_report.place(), self.peers.report()
-        return f"  This is rank {self.transport.rank}{place}; it {mine}.\n{report}"
+        return f"  This is rank {self._job_rank}{place}; it {mine}.\n{report}"
 
     def _meet_once(self, message: bytes, record: Record) -> list[bytes]:
         """Everybody's message, in rank order; none is longer than a mailbox."""
@@ -380,15 +476,16 @@ class Protocol(Traced):
             lambda: (
                 f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
             ),
-            peer,
+            self.transport.job_rank(peer),
         )
 
-    def _agree(self, key: str, records: Sequence[Record]) -> None:
-        mine = records[self.transport.rank][key]
-        for peer, record in enumerate(records):
-            if record[key] != mine:
+    def _agree(self, kinds: dict[int, Any]) -> None:
+        """Compare for what ranks (of the job) have come to this meeting."""
+        mine = kinds[self._job_rank]
+        for peer, kind in kinds.items():
+            if kind != mine:
                 raise DisagreementError(
-                    f"Rank {self.transport.rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at "
-                    f"{record[key]!r}. Every rank needs the same number of Lightning batches and optimizer steps; "
-                    "unequal work belongs inside a Minibatch (0 to k microbatches)."
+                    f"Rank {self._job_rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at {kind!r}. "
+                    "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
+                    "inside a Minibatch (0 to k microbatches)."
                 )

@@ -141,7 +141,7 @@ class WorkQueues:
             lambda: transport.try_lock(owner, lock),
             Cause.LOCK,
             lambda: f"waiting to look at the queue of {transport.describe(owner)}",
-            owner,
+            transport.job_rank(owner),
         )
         try:
             taken, queue = change(self._read(owner))
@@ -169,7 +169,7 @@ class WorkQueues:
                 lambda: transport.load_claim(peer) >> (2 * _BITS) >= self._number,
                 Cause.SETTLE,
                 lambda: f"waiting for {transport.describe(peer)} to begin the minibatch",
-                peer,
+                transport.job_rank(peer),
             )
 
         for peer in range(len(self._costs)):
@@ -218,6 +218,7 @@ class _Clock:
     """Seconds of own work per planned cost, over the microbatches of this minibatch."""
 
     def __init__(self, protocol: Protocol) -> None:
+        self._protocol = protocol
         self._waiter = protocol.waiter
         self._seconds = self._cost = self._begin = 0.0
 
@@ -225,6 +226,7 @@ class _Clock:
         self._begin = self._now()
 
     def stop(self, cost: float) -> float:
+        self._protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
         self._seconds += self._now() - self._begin
         self._cost += cost
         return self._seconds / self._cost if self._cost else 0.0

@@ -24,9 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
+from lightning_odc.engine.checks import same_bits
 from lightning_odc.engine.transports.base import Segment, UnitSpec
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @dataclass(eq=False)
@@ -158,13 +157,13 @@ class Unit:
                     return slot.name
         return None
 
-    def edited_while_gathered(self) -> str | None:
-        """Name of a parameter that is gathered now and whose part here is not this rank's shard, if there is one."""
+    def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Parameters that are gathered now: name, this rank's part of it, and its shard, which should be the same."""
         for slot in self.slots:
-            whole = slot.current
-            if not isinstance(whole, DTensor) and not _holds(whole.detach(), slot.home):
-                return slot.name
-        return None
+            whole, shard = slot.current, slot.home.to_local().detach()
+            if not isinstance(whole, DTensor) and shard.numel() and shard.dim():
+                part = _part_of(whole.detach(), slot.home, shard)
+                yield slot.name, part.reshape(-1), shard.to(part.device, part.dtype).reshape(-1)
 
     @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
@@ -213,7 +212,11 @@ class Unit:
 
     @torch.no_grad()
     def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
-        """Add ``scale * total`` (1-D, ``grad_numel``) to ``.grad`` of the shards of the ``used`` parameters."""
+        """Add ``scale * total`` (1-D, ``grad_numel``) to ``.grad`` of the shards of the ``used`` parameters.
+
+        Gradients are where their parameters are, which with ``cpu_offload`` is not where ``total`` is.
+        """
+        total = total.to(self.slots[0].local.device)
         for slot, was_used in zip(self.slots, used, strict=True):
             if not was_used or slot.grad_offset < 0:
                 continue
@@ -222,14 +225,7 @@ class Unit:
             if parameter.grad is not None:
                 cast(DTensor, parameter.grad).to_local().add_(part, alpha=scale)
                 continue
-            parameter.grad = DTensor.from_local(
-                (part * scale).to(local.dtype),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            parameter.grad = _sharded_like(parameter, (part * scale).to(local.dtype))
 
     def describe(self) -> list[str]:
         """One line per parameter, for comparing ranks."""
@@ -268,29 +264,32 @@ def merge_groups(units: list[Unit], same_group: dict[int, int]) -> list[Unit]:
     return list(merged.values())
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two 1-D tensors of one dtype are equal bit for bit (so that a NaN equals itself)."""
-    width = one.itemsize
-    sizes = (one.nbytes, other.nbytes, one.storage_offset() * width, other.storage_offset() * width)
-    widest = _widest_integer(math.gcd(8, *sizes))
-    return torch.equal(one.view(widest), other.view(widest))
+def _sharded_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """This rank's shard ``local`` as a part of something sharded like ``parameter``."""
+    if local.device.type != parameter.device_mesh.device_type:  # `from_local` would move it there
+        return filled_like(parameter, local)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
-@functools.cache
-def _widest_integer(divisor: int) -> torch.dtype:
-    """The widest type whose size divides ``divisor``, which is 8 at most."""
-    return next(dtype for dtype in _INTEGERS if divisor % dtype.itemsize == 0)
+def filled_like(parameter: DTensor, local: Tensor) -> DTensor:
+    """The same, for shards that are not on the device of their mesh, as with ``cpu_offload``."""
+    whole = cast(DTensor, torch.empty_like(parameter.detach()))
+    whole.to_local().copy_(local)
+    return whole
 
 
-def _holds(whole: Tensor, home: DTensor) -> bool:
-    """Whether the part of ``whole`` that belongs to this rank is its shard, cast and bit for bit."""
-    shard = home.to_local().detach()
-    if not shard.numel() or not shard.dim():
-        return True
+def _part_of(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:
+    """The part of a gathered parameter that belongs to this rank, shaped as its shard."""
     dim = _sharded_dim(home)
     start = home.device_mesh.get_local_rank() * math.ceil(home.shape[dim] / home.device_mesh.size())
-    part = whole.narrow(dim, start, shard.size(dim))
-    return same_bits(part.reshape(-1), shard.to(whole.dtype).reshape(-1))
+    return whole.narrow(dim, start, shard.size(dim))
 
 
 def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:

@@ -56,9 +56,11 @@ class Waiter(Traced):
         self._hang_report = hang_report
 
     def until(
-        self, ready: Callable[[], bool], cause: Cause, what: Callable[[], str], peer: int | None = None
+        self, ready: Callable[[], bool], cause: Cause | None, what: Callable[[], str], peer: int | None = None
     ) -> float:
         """Sleep until ``ready()``, which depends on ``peer``; returns the seconds waited.
+
+        Without a ``cause`` it is this rank's own device that is waited for: that is work, and not entered as idle.
 
         Sleeps grow with the time already waited (a sixteenth of it, from 20 to 500 microseconds): a short wait
         ends within microseconds of its cause, a long one costs less than 2 percent of a core.
@@ -89,8 +91,9 @@ class Waiter(Traced):
         finally:  # a wait that failed was a wait, too
             self.waiting_for = None
             waited = (time.monotonic_ns() - begin_ns) / 1e9
-            self.seconds[cause] += waited
-            if self.tracer is not None:
+            if cause is not None:
+                self.seconds[cause] += waited
+            if cause is not None and self.tracer is not None:
                 self.tracer.record("wait", begin_ns, cause=str(cause), peer=peer)
         return waited
 

@@ -39,12 +39,17 @@ lengths = corpus.lengths
 
 show(
     pictures.lengths_figure(lengths),
-    "Left: a histogram of text lengths, a high peak at short texts and a long tail. Right: the longest tenth of the "
-    "texts holds a large part of the tokens and an even larger part of the attention work.",
+    "Left: a histogram of text lengths, a high peak at short texts and a long "
+    "tail. Right: the longest tenth of the texts holds a large part of the tokens "
+    "and an even larger part of the attention work.",
 )
 print(f"{len(lengths):,} texts of {min(lengths)} to {max(lengths):,} tokens")
-print(f"the longest tenth holds {texts.share_of_longest(lengths):.0%} of the tokens")
-print(f"and {texts.share_of_longest([n * n for n in lengths]):.0%} of the attention work")
+print(
+    f"the longest tenth holds {texts.share_of_longest(lengths):.0%} of the tokens"
+)
+print(
+    f"and {texts.share_of_longest([n * n for n in lengths]):.0%} of the attention work"
+)
 
 # %% [markdown]
 # The right-hand picture is the one to remember. Most of a transformer's work grows with the number of tokens;
@@ -68,12 +73,16 @@ print(f"and {texts.share_of_longest([n * n for n in lengths]):.0%} of the attent
 # Let us draw two minibatches of our texts, and deal them out to two ranks, four texts each.
 
 # %%
-plan = plan_minibatches(lengths, ranks=2, samples_per_rank=4, minibatches=8, seed=3, longest_first=False)
+plan = plan_minibatches(
+    lengths, ranks=2, samples_per_rank=4, minibatches=8, seed=3, longest_first=False
+)
 
 for number, minibatch in enumerate(plan[:2]):
     for rank, share in enumerate(minibatch):
         own = [lengths[index] for index in share]
-        print(f"minibatch {number}, rank {rank}: texts of {own} tokens, {sum(own):,} in all")
+        print(
+            f"minibatch {number}, rank {rank}: texts of {own} tokens, {sum(own):,} in all"
+        )
 
 # %% [markdown]
 # The texts differ from microbatch to microbatch, and the totals differ from rank to rank. Who waits for whom now?
@@ -98,14 +107,18 @@ for number, minibatch in enumerate(plan[:2]):
 # long text first, rank 1 last. Both have the same work in total: 10 seconds.
 
 # %%
-work = replay.layered([[8, 1, 1], [1, 1, 8]], layers=4)  # seconds per microbatch, spread over the layers
+# seconds per microbatch, spread over the layers
+work = replay.layered([[8, 1, 1], [1, 1, 8]], layers=4)
 
 collective = replay.replay(work, meeting="layer")
 once = replay.replay(work, meeting="minibatch")
 show(
-    pictures.replays_figure({"meet at every layer": collective, "meet once": once}, "seconds"),
-    "Two diagrams on one time axis. Meeting at every layer, rank 1 waits at each layer of the first microbatch and "
-    "rank 0 at each layer of the last one. Meeting once, both ranks work without a gap and are done much earlier.",
+    pictures.replays_figure(
+        {"meet at every layer": collective, "meet once": once}, "seconds"
+    ),
+    "Two diagrams on one time axis. Meeting at every layer, rank 1 waits at each "
+    "layer of the first microbatch and rank 0 at each layer of the last one. "
+    "Meeting once, both ranks work without a gap and are done much earlier.",
 )
 
 # %% [markdown]
@@ -142,7 +155,9 @@ show(
 def train(name, communication, corpus, plan, steps):
     """Train on a plan, and return the timeline of the given optimizer steps."""
     trainer = Trainer(
-        strategy=ODCStrategy(communication=communication, auto_wrap_policy=SHARDED_LAYERS),
+        strategy=ODCStrategy(
+            communication=communication, auto_wrap_policy=SHARDED_LAYERS
+        ),
         accelerator="cpu",
         devices=2,
         max_epochs=1,
@@ -157,14 +172,18 @@ def train(name, communication, corpus, plan, steps):
 
 measured = {
     title: train(communication, communication, corpus, plan[:4], steps=range(1, 4))
-    for title, communication in (("collectives", "collective"), ("on demand", "on_demand"))
+    for title, communication in (
+        ("collectives", "collective"),
+        ("on demand", "on_demand"),
+    )
 }
 
 # %%
 show(
     pictures.timelines_figure(measured),
-    "Measured timelines of three minibatches on two ranks. With collectives, grey waiting is spread over all "
-    "microbatches of both ranks. On demand, a rank only waits at the end of a minibatch.",
+    "Measured timelines of three minibatches on two ranks. With collectives, grey "
+    "waiting is spread over all microbatches of both ranks. On demand, a rank "
+    "only waits at the end of a minibatch.",
 )
 
 # %% [markdown]
@@ -202,9 +221,12 @@ print_table(
 
 # %%
 show(
-    pictures.one_timeline_figure(close_up(measured["collectives"]), "one forward pass with collectives"),
-    "A close-up of one microbatch under collectives. The rank with the short text computes for a moment, then waits in "
-    "the all-gather of the next layer until the rank with the long text gets there, layer after layer.",
+    pictures.one_timeline_figure(
+        close_up(measured["collectives"]), "one forward pass with collectives"
+    ),
+    "A close-up of one microbatch under collectives. The rank with the short text "
+    "computes for a moment, then waits in the all-gather of the next layer until "
+    "the rank with the long text gets there, layer after layer.",
 )
 
 # %% [markdown]
@@ -223,30 +245,51 @@ show(
 # many floating-point operations for its length.
 
 # %%
-cost = balance.transformer(ByteModel(layers=4, hidden_size=256, max_length=2048).model.config)
+cost = balance.transformer(
+    ByteModel(layers=4, hidden_size=256, max_length=2048).model.config
+)
 
 
 def expected_idle(skew, plan, meeting):
     """The idle fraction of a plan's minibatches, if only computing took time."""
     costs = cost.samples(texts.bend(lengths, skew))
-    return replay.average_idle([[costs[share] for share in minibatch] for minibatch in plan], meeting)
+    return replay.average_idle(
+        [[costs[share] for share in minibatch] for minibatch in plan], meeting
+    )
 
 
 SKEWS = [0, 0.25, 0.5, 0.75, 1, 1.25]
 curves = {}
 for ranks in (32, 8, 2):
     dealt = plan_minibatches(
-        lengths, ranks=ranks, samples_per_rank=8, minibatches=40, seed=0, longest_first=False
+        lengths,
+        ranks=ranks,
+        samples_per_rank=8,
+        minibatches=40,
+        seed=0,
+        longest_first=False,
     )
     for meeting in ("layer", "minibatch"):
-        title = f"{ranks} ranks, meet " + {"layer": "at every layer", "minibatch": "once"}[meeting]
-        curves[title] = (SKEWS, [expected_idle(skew, dealt, meeting) for skew in SKEWS])
+        title = (
+            f"{ranks} ranks, meet "
+            + {"layer": "at every layer", "minibatch": "once"}[meeting]
+        )
+        curves[title] = (
+            SKEWS,
+            [expected_idle(skew, dealt, meeting) for skew in SKEWS],
+        )
 
-labels = {"x": "skew (0: equal lengths, 1: the real ones)", "y": "idle, %", "percent": True, "in_turns": 2}
+labels = {
+    "x": "skew (0: equal lengths, 1: the real ones)",
+    "y": "idle, %",
+    "percent": True,
+    "in_turns": 2,
+}
 show(
     pictures.lines_figure(curves, title="Idle time by skew, in theory", **labels),
-    "Six rising curves of idle time over skew. All begin at zero for equal lengths. With more ranks they are higher. "
-    "Meeting at every layer lies far above meeting once with as many ranks.",
+    "Six rising curves of idle time over skew. All begin at zero for equal "
+    "lengths. With more ranks they are higher. Meeting at every layer lies far "
+    "above meeting once with as many ranks.",
 )
 
 # %% [markdown]
@@ -268,11 +311,16 @@ for title, meeting, communication in (
     ("meet at every layer", "layer", "collective"),
     ("meet once", "minibatch", "on_demand"),
 ):
-    expected[title] = (PLACES, [expected_idle(skew, few[1:], meeting) for skew in PLACES])
+    expected[title] = (
+        PLACES,
+        [expected_idle(skew, few[1:], meeting) for skew in PLACES],
+    )
     idle = []
     for skew in PLACES:
         bent = texts.recut(corpus, texts.bend(lengths, skew))
-        timeline = train(f"skew-{skew}-{communication}", communication, bent, few, range(1, 4))
+        timeline = train(
+            f"skew-{skew}-{communication}", communication, bent, few, range(1, 4)
+        )
         idle.append(timeline.idle_fraction)
     points[title] = (PLACES, idle)
 
@@ -283,7 +331,8 @@ show(
         title="The same on 2 ranks: theory and measurement",
         **{**labels, "in_turns": 1},
     ),
-    "Two theoretical lines of idle time over skew and the measured points, three for each way to meet.",
+    "Two theoretical lines of idle time over skew and the measured points, three "
+    "for each way to meet.",
 )
 
 # %% [markdown]

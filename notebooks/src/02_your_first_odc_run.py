@@ -19,8 +19,13 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_odc import ODCStrategy, balance  # importing the package registers strategy="odc"
-from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder, load_timeline
+# importing the package registers strategy="odc"
+from lightning_odc import ODCStrategy, balance
+from lightning_odc.callbacks import (
+    DeviceIdleMonitor,
+    TimelineRecorder,
+    load_timeline,
+)
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.demo.corpus import VOCABULARY, encode, read_corpus
 from lightning_odc.lessons import pictures
@@ -28,9 +33,8 @@ from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 from lightning_odc.lessons.logs import mean_of_log, read_log
 
 quiet()
-torch.set_num_threads(
-    1
-)  # DDP in a notebook forks this process, which is safe as long as torch has no threads in it
+# DDP in a notebook forks this process: safe as long as torch has no threads in it
+torch.set_num_threads(1)
 
 # %% [markdown]
 # ## A training that you could have written
@@ -71,7 +75,9 @@ texts = [encode(sample) for sample in read_corpus(max_length=2048).samples]
 
 
 def loader(batch_size=1):
-    return DataLoader(texts, batch_size=batch_size, shuffle=True, collate_fn=pack_samples)
+    return DataLoader(
+        texts, batch_size=batch_size, shuffle=True, collate_fn=pack_samples
+    )
 
 
 # %% [markdown]
@@ -92,7 +98,10 @@ def fit(name, strategy, batch_size=1, accumulate=4):
         max_steps=5,
         accumulate_grad_batches=accumulate,
         log_every_n_steps=1,
-        callbacks=[DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(f"runs/{name}", steps=range(2, 5))],
+        callbacks=[
+            DeviceIdleMonitor(every_n_steps=1),
+            TimelineRecorder(f"runs/{name}", steps=range(2, 5)),
+        ],
         **{**QUIET, "logger": CSVLogger("runs", name=name, version="log")},
     )
     trainer.fit(model, loader(batch_size))
@@ -168,15 +177,23 @@ runs = {
         communication="collective", balance="local_sort", weighting="next_token"
     ),
     "on demand": ODCStrategy(balance="local_sort", weighting="next_token"),
-    "on demand, and balanced": ODCStrategy(balance="lb_mini", cost=dense, weighting="next_token"),
+    "on demand, and balanced": ODCStrategy(
+        balance="lb_mini", cost=dense, weighting="next_token"
+    ),
 }
-models = {name: fit(name, strategy, batch_size=4, accumulate=1) for name, strategy in runs.items()}
+models = {
+    name: fit(name, strategy, batch_size=4, accumulate=1)
+    for name, strategy in runs.items()
+}
 
 show(
-    pictures.timelines_figure({name: load_timeline(f"runs/{name}/timeline.json") for name in runs}),
-    "Three timelines of the same three optimizer steps on two ranks. With collectives, grey waiting is spread over the "
-    "microbatches. On demand, all waiting is at the end of the steps. Balanced as well, the ranks end their steps "
-    "nearly together, with different numbers of microbatches.",
+    pictures.timelines_figure(
+        {name: load_timeline(f"runs/{name}/timeline.json") for name in runs}
+    ),
+    "Three timelines of the same three optimizer steps on two ranks. With "
+    "collectives, grey waiting is spread over the microbatches. On demand, all "
+    "waiting is at the end of the steps. Balanced as well, the ranks end their "
+    "steps nearly together, with different numbers of microbatches.",
 )
 
 # %% [markdown]

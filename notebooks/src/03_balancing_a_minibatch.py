@@ -48,9 +48,17 @@ print("lengths:", *minibatch)
 
 # %%
 MAX_TOKENS = int(minibatch.max())
-plan = balance.plan_minibatch(minibatch, num_ranks=4, max_tokens=MAX_TOKENS, policy="lb_mini")
+plan = balance.plan_minibatch(
+    minibatch, num_ranks=4, max_tokens=MAX_TOKENS, policy="lb_mini"
+)
 for rank, microbatches in enumerate(plan):
-    print(f"rank {rank}:", [[int(minibatch[sample]) for sample in microbatch] for microbatch in microbatches])
+    print(
+        f"rank {rank}:",
+        [
+            [int(minibatch[sample]) for sample in microbatch]
+            for microbatch in microbatches
+        ],
+    )
 
 # %% [markdown]
 # Every rank makes this plan for itself. It is a pure function of the lengths, so all ranks come to the same one,
@@ -97,8 +105,9 @@ show(
         "tokens",
         x="cost in tokens",
     ),
-    "Four diagrams of the same sixteen samples on four ranks, one above the other: local sorting with collectives has "
-    "the most grey waiting, balanced microbatches have less, meeting once less again, and balancing the whole "
+    "Four diagrams of the same sixteen samples on four ranks, one above the "
+    "other: local sorting with collectives has the most grey waiting, balanced "
+    "microbatches have less, meeting once less again, and balancing the whole "
     "minibatch ends the earliest.",
 )
 
@@ -119,7 +128,11 @@ show(
 # %%
 def minibatches(ranks, per_rank, count=200, regroup=1):
     """Plans of many minibatches under lb_mini; their samples are indices into `lengths`."""
-    options = {"max_tokens": int(lengths.max()), "window": regroup, "drop_last": True}
+    options = {
+        "max_tokens": int(lengths.max()),
+        "window": regroup,
+        "drop_last": True,
+    }
     plans = balance.stream_plans(lengths, ranks, ranks * per_rank, **options)
     return [plan for plan, _ in zip(plans, range(count), strict=False)]
 
@@ -128,7 +141,14 @@ def idle(policy, ranks, meeting):
     """The idle fraction under a policy, over many minibatches."""
     costs = []
     for dealt in minibatches(ranks, per_rank=4):
-        own = lengths[[sample for rank in dealt for microbatch in rank for sample in microbatch]]
+        own = lengths[
+            [
+                sample
+                for rank in dealt
+                for microbatch in rank
+                for sample in microbatch
+            ]
+        ]
         plan = balance.plan_minibatch(own, ranks, int(lengths.max()), policy)
         costs.append(balance.microbatch_costs(plan, own))
     return replay.average_idle(costs, meeting)
@@ -141,7 +161,12 @@ for policy, meeting, way in (
     ("lb_micro", "minibatch", "on demand"),
     ("lb_mini", "minibatch", "on demand"),
 ):
-    rows.append([f"{policy}, {way}", *(f"{idle(policy, ranks, meeting):.0%}" for ranks in (2, 4, 8))])
+    rows.append(
+        [
+            f"{policy}, {way}",
+            *(f"{idle(policy, ranks, meeting):.0%}" for ranks in (2, 4, 8)),
+        ]
+    )
 print_table(["idle", "2 ranks", "4 ranks", "8 ranks"], rows)
 
 # %% [markdown]
@@ -158,15 +183,21 @@ plan = balance.plan_minibatch(giant, 4)
 costs = balance.microbatch_costs(plan, giant)
 show(
     pictures.replays_figure(
-        {"one giant": replay.replay(replay.layered(costs, 1, passes=1), "minibatch")},
+        {
+            "one giant": replay.replay(
+                replay.layered(costs, 1, passes=1), "minibatch"
+            )
+        },
         "tokens",
         x="cost in tokens",
     ),
-    "One rank computes a single giant sample for the whole time. The three other ranks share seven small samples, are "
-    "done almost at once, and wait in grey.",
+    "One rank computes a single giant sample for the whole time. The three other "
+    "ranks share seven small samples, are done almost at once, and wait in grey.",
 )
 print("the best that any plan could do:", round(balance.least_cost(giant, 4)))
-print("this plan:                      ", round(balance.on_demand_cost(plan, giant)))
+print(
+    "this plan:                      ", round(balance.on_demand_cost(plan, giant))
+)
 
 # %% [markdown]
 # A sample runs on one rank. So a minibatch takes at least as long as its largest sample, however many ranks help.
@@ -180,10 +211,16 @@ print("this plan:                      ", round(balance.on_demand_cost(plan, gia
 # %%
 PER_RANK = [1, 2, 4, 8, 16]
 curves = {}
-for regroup, title in ((1, "lb_mini"), (8, "lb_mini, regrouped over 8 minibatches")):
+for regroup, title in (
+    (1, "lb_mini"),
+    (8, "lb_mini, regrouped over 8 minibatches"),
+):
     left = [
         replay.average_idle(
-            [balance.microbatch_costs(plan, lengths) for plan in minibatches(8, per_rank, 24, regroup)],
+            [
+                balance.microbatch_costs(plan, lengths)
+                for plan in minibatches(8, per_rank, 24, regroup)
+            ],
             "minibatch",
         )
         for per_rank in PER_RANK
@@ -198,8 +235,8 @@ show(
         percent=True,
         log_x=True,
     ),
-    "Idle time over samples per rank: high with one sample per rank, and falling fast with more. The curve with "
-    "regrouping is lower.",
+    "Idle time over samples per rank: high with one sample per rank, and falling "
+    "fast with more. The curve with regrouping is lower.",
 )
 
 # %% [markdown]
@@ -217,15 +254,26 @@ show(
 COSTS = {
     "tokens": balance.tokens(),
     "quadratic": balance.quadratic(),
-    "short crossover": balance.quadratic(crossover=2_000),  # a narrow model: attention counts early
+    "short crossover": balance.quadratic(
+        crossover=2_000
+    ),  # a narrow model: attention counts early
 }
-sets = [lengths[chosen] for chosen in np.split(balance.epoch_order(len(lengths), 0, 0)[: 32 * 40], 40)]
+sets = [
+    lengths[chosen]
+    for chosen in np.split(balance.epoch_order(len(lengths), 0, 0)[: 32 * 40], 40)
+]
 rows = []
 for planned, cost in COSTS.items():
-    plans = [balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost) for own in sets]
+    plans = [
+        balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost)
+        for own in sets
+    ]
     left = []
     for truth in COSTS.values():
-        costs = [balance.microbatch_costs(plan, own, truth) for plan, own in zip(plans, sets, strict=True)]
+        costs = [
+            balance.microbatch_costs(plan, own, truth)
+            for plan, own in zip(plans, sets, strict=True)
+        ]
         left.append(f"{replay.average_idle(costs, 'minibatch'):.1%}")
     rows.append([f"planned with {planned}", *left])
 print_table(["idle, if the truth is ...", *COSTS], rows)
@@ -262,13 +310,18 @@ for own in ([60, 50, 40, 30, 60, 50, 40, 30], [6_000, 5_000, 4_000, 3_000] * 2):
 # Times are measured with 5 percent of noise.
 
 # %%
-truth = balance.with_speeds(balance.quadratic(crossover=2_000, constant=64), [1, 1, 1, 0.6])
+truth = balance.with_speeds(
+    balance.quadratic(crossover=2_000, constant=64), [1, 1, 1, 0.6]
+)
 noise = random.Random(0)
 fitted = balance.FittedCost(num_ranks=4)
 left = {"quadratic, all ranks alike": [], "fitted": []}
 for own in np.split(balance.epoch_order(len(lengths), 1, 0)[: 40 * 24], 24):
     own = lengths[own]
-    for name, cost in (("quadratic, all ranks alike", "quadratic"), ("fitted", fitted)):
+    for name, cost in (
+        ("quadratic, all ranks alike", "quadratic"),
+        ("fitted", fitted),
+    ):
         plan = balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost)
         costs = balance.microbatch_costs(plan, own, truth)
         left[name].append(replay.average_idle([costs], "minibatch"))
@@ -285,10 +338,13 @@ show(
         y="idle, %",
         percent=True,
     ),
-    "Idle time per minibatch. Planned as if all ranks were alike, it stays high. With the fitted cost it falls after "
-    "the first minibatch and stays low.",
+    "Idle time per minibatch. Planned as if all ranks were alike, it stays high. "
+    "With the fitted cost it falls after the first minibatch and stays low.",
 )
-print("fitted speed of rank 3:", round(fitted.predict(0, [5000]) / fitted.predict(3, [5000]), 2))
+print(
+    "fitted speed of rank 3:",
+    round(fitted.predict(0, [5000]) / fitted.predict(3, [5000]), 2),
+)
 
 # %% [markdown]
 # ## Or steal
@@ -336,7 +392,9 @@ def train(name, policy, cost):
     return load_timeline(f"runs/{name}/timeline.json")
 
 
-dense = balance.transformer(OneSlowRank(layers=2, hidden_size=256, max_length=1024).model.config, dense=True)
+dense = balance.transformer(
+    OneSlowRank(layers=2, hidden_size=256, max_length=1024).model.config, dense=True
+)
 recorded = {
     "lb_mini": train("lb_mini", "lb_mini", dense),
     "steal": train("steal", "steal", dense),
@@ -344,11 +402,16 @@ recorded = {
 }
 show(
     pictures.timelines_figure(recorded),
-    "Three timelines of two ranks of which rank 1 is slow. With lb_mini rank 0 waits for long. With stealing and "
-    "with a fitted cost, rank 0 runs more of the microbatches and waits less.",
+    "Three timelines of two ranks of which rank 1 is slow. With lb_mini rank 0 "
+    "waits for long. With stealing and with a fitted cost, rank 0 runs more of "
+    "the microbatches and waits less.",
 )
 print_table(
-    ["", "seconds", "idle"], [[n, f"{t.seconds:.2f}", f"{t.idle_fraction:.0%}"] for n, t in recorded.items()]
+    ["", "seconds", "idle"],
+    [
+        [n, f"{t.seconds:.2f}", f"{t.idle_fraction:.0%}"]
+        for n, t in recorded.items()
+    ],
 )
 
 # %% [markdown]

@@ -30,7 +30,8 @@ from lightning_odc.lessons import texts
 from lightning_odc.lessons.display import QUIET, print_table, quiet
 
 quiet()
-torch.set_num_threads(1)  # for tensors as small as these, more threads would only get in each other's way
+# for tensors as small as these, more threads would only get in each other's way
+torch.set_num_threads(1)
 
 # %% [markdown]
 # ## A base model, and two kinds of text
@@ -43,7 +44,9 @@ code = [encode(sample) for sample in read_corpus(max_length=512).samples]
 prose = [encode(sample) for sample in texts.read_prose(max_length=512)]
 prose, held_out = prose[:-96], prose[-96:]
 shortest, longest = min(map(len, prose)), max(map(len, prose))
-print(f"{len(code):,} pieces of code, {len(prose):,} docstrings of {shortest} to {longest} tokens")
+print(
+    f"{len(code):,} pieces of code, {len(prose):,} docstrings of {shortest} to {longest} tokens"
+)
 
 config = LlamaConfig(
     vocab_size=VOCABULARY,
@@ -68,7 +71,10 @@ base = LlamaForCausalLM(config)  # or LlamaForCausalLM.from_pretrained("...")
 batch = pack_samples(prose[:3])
 for name, values in batch.items():
     print(f"{name:13} {list(values.shape)}")
-print("positions begin anew at", (batch["position_ids"][0] == 0).nonzero().flatten().tolist())
+print(
+    "positions begin anew at",
+    (batch["position_ids"][0] == 0).nonzero().flatten().tolist(),
+)
 
 # %% [markdown]
 # But a language model that reads a row from left to right would let the second text see the first. Hugging Face
@@ -83,7 +89,9 @@ with torch.no_grad():
     alone = base(input_ids=batch["input_ids"][:, begin:end], use_cache=False).logits
     for use_cache in (False, True):
         packed = base(**row, use_cache=use_cache).logits[:, begin:end]
-        print(f"use_cache={use_cache}: largest difference {float((packed - alone).abs().max()):.1e}")
+        print(
+            f"use_cache={use_cache}: largest difference {float((packed - alone).abs().max()):.1e}"
+        )
 
 # %% [markdown]
 # The first number is rounding. The second one is a leak. Do this test with every model that you pack for.
@@ -110,7 +118,9 @@ class Language(LightningModule):
         row = {name: batch[name] for name in ("input_ids", "position_ids")}
         logits = self.model(**row, use_cache=False).logits[0, :-1]
         targets = batch["labels"][0, 1:]
-        total = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        total = functional.cross_entropy(
+            logits, targets, ignore_index=IGNORE_INDEX, reduction="sum"
+        )
         return total, int((targets != IGNORE_INDEX).sum())
 
     def training_step(self, batch, batch_idx):
@@ -123,13 +133,18 @@ class Language(LightningModule):
         self.log("val_loss", total / count, batch_size=count, sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=self.learning_rate)
+        return torch.optim.AdamW(
+            (p for p in self.parameters() if p.requires_grad), lr=self.learning_rate
+        )
 
 
 @torch.no_grad()
 def loss_on(model, samples):
     """Mean loss per token, in this process."""
-    rows = [Language(model)(pack_samples(samples[i : i + 8])) for i in range(0, len(samples), 8)]
+    rows = [
+        Language(model)(pack_samples(samples[i : i + 8]))
+        for i in range(0, len(samples), 8)
+    ]
     return float(sum(total for total, _ in rows) / sum(count for _, count in rows))
 
 
@@ -144,9 +159,18 @@ def loss_on(model, samples):
 # %%
 def make_trainer(steps, **options):
     strategy = ODCStrategy(
-        balance="lb_mini", max_tokens=1024, cost=balance.transformer(config, dense=True), deterministic=True
+        balance="lb_mini",
+        max_tokens=1024,
+        cost=balance.transformer(config, dense=True),
+        deterministic=True,
     )
-    return Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=steps, **{**QUIET, **options})
+    return Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=steps,
+        **{**QUIET, **options},
+    )
 
 
 def loader(samples, **options):
@@ -154,7 +178,9 @@ def loader(samples, **options):
 
 
 make_trainer(60).fit(Language(base), loader(code, shuffle=True))
-print(f"base model: {loss_on(base, code[:24]):.2f} on code, {loss_on(base, held_out):.2f} on prose")
+print(
+    f"base model: {loss_on(base, code[:24]):.2f} on code, {loss_on(base, held_out):.2f} on prose"
+)
 
 # %% [markdown]
 # ## Add LoRA
@@ -163,31 +189,49 @@ print(f"base model: {loss_on(base, code[:24]):.2f} on code, {loss_on(base, held_
 # product of two thin ones. Only these adapters get gradients and optimizer states.
 
 # %%
-adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+adapters = LoraConfig(
+    r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]
+)
 model = get_peft_model(base, adapters)
 trained, everything = model.get_nb_trainable_parameters()
-print(f"{trained:,} of {everything:,} parameters are trained ({trained / everything:.1%})")
+print(
+    f"{trained:,} of {everything:,} parameters are trained ({trained / everything:.1%})"
+)
 
 # %% [markdown]
 # Nothing else changes. Each layer is still one unit, with base weights and adapters together. The frozen base
 # weights are sharded and read on demand like all others; gradients travel for the adapters only.
 
 # %%
-checkpoints = ModelCheckpoint("runs/lora", filename="{step}", every_n_train_steps=8, save_top_k=-1)
+checkpoints = ModelCheckpoint(
+    "runs/lora", filename="{step}", every_n_train_steps=8, save_top_k=-1
+)
 trainer = make_trainer(16, callbacks=[checkpoints], enable_checkpointing=True)
 trainer.fit(Language(model, learning_rate=5e-3), loader(prose, shuffle=True))
 
-print("checkpoints:", sorted(path.name for path in Path("runs/lora").glob("*.ckpt")))
+print(
+    "checkpoints:", sorted(path.name for path in Path("runs/lora").glob("*.ckpt"))
+)
 
 # %% [markdown]
 # The trained adapters are back in this process. Do they help with prose? And is the base model underneath
 # untouched?
 
 # %%
-rows = [["with adapters", f"{loss_on(model, held_out):.3f}", f"{loss_on(model, code[:24]):.3f}"]]
+rows = [
+    [
+        "with adapters",
+        f"{loss_on(model, held_out):.3f}",
+        f"{loss_on(model, code[:24]):.3f}",
+    ]
+]
 with model.disable_adapter():
     rows.append(
-        ["adapters switched off", f"{loss_on(model, held_out):.3f}", f"{loss_on(model, code[:24]):.3f}"]
+        [
+            "adapters switched off",
+            f"{loss_on(model, held_out):.3f}",
+            f"{loss_on(model, code[:24]):.3f}",
+        ]
     )
 print_table(["loss", "prose", "code"], rows)
 
@@ -215,8 +259,12 @@ single.save_checkpoint("runs/single.ckpt")
 
 sharded = make_trainer(-1)
 empty = Language(get_peft_model(LlamaForCausalLM(config), adapters))
-sharded.validate(empty, loader(held_out), ckpt_path="runs/single.ckpt", verbose=False)
-print(f"validated on two ranks:      {float(sharded.callback_metrics['val_loss']):.4f}")
+sharded.validate(
+    empty, loader(held_out), ckpt_path="runs/single.ckpt", verbose=False
+)
+print(
+    f"validated on two ranks:      {float(sharded.callback_metrics['val_loss']):.4f}"
+)
 print(f"in this process, on one:      {loss_on(fresh.model, held_out):.4f}")
 
 # %% [markdown]
@@ -227,14 +275,20 @@ print(f"in this process, on one:      {loss_on(fresh.model, held_out):.4f}")
 # the checkpoint.
 
 # %%
-checkpoints = ModelCheckpoint("runs/resumed", filename="{step}", every_n_train_steps=8, save_top_k=-1)
+checkpoints = ModelCheckpoint(
+    "runs/resumed", filename="{step}", every_n_train_steps=8, save_top_k=-1
+)
 trainer = make_trainer(16, callbacks=[checkpoints], enable_checkpointing=True)
 torch.manual_seed(2)
-again = Language(get_peft_model(LlamaForCausalLM(config), adapters), learning_rate=5e-3)
+again = Language(
+    get_peft_model(LlamaForCausalLM(config), adapters), learning_rate=5e-3
+)
 trainer.fit(again, loader(prose, shuffle=True), ckpt_path="runs/lora/step=8.ckpt")
 
 resumed = torch.load("runs/resumed/step=16.ckpt", weights_only=False)["state_dict"]
-differing = [name for name, value in state.items() if not torch.equal(value, resumed[name])]
+differing = [
+    name for name, value in state.items() if not torch.equal(value, resumed[name])
+]
 print(f"{len(state)} tensors compared, {len(differing)} differ")
 assert not differing
 

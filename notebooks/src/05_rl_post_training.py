@@ -25,7 +25,8 @@ from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 from lightning_odc.lessons.logs import mean_of_log, read_log
 
 quiet()
-torch.set_num_threads(1)  # for tensors as small as these, more threads would only get in each other's way
+# for tensors as small as these, more threads would only get in each other's way
+torch.set_num_threads(1)
 
 # %% [markdown]
 # ## A task whose answers can be checked
@@ -51,7 +52,9 @@ base = strokes.make_model()
 losses = strokes.teach(base, steps=160)
 exam = strokes.problems(200, seed=123456)
 print(f"supervised loss: {losses[0]:.2f} at first, {losses[-1]:.2f} at the end")
-print(f"the base model gets {strokes.fraction_right(base, exam, seed=0):.0%} of the problems right")
+print(
+    f"the base model gets {strokes.fraction_right(base, exam, seed=0):.0%} of the problems right"
+)
 
 # %% [markdown]
 # ## One step, slowly
@@ -75,8 +78,11 @@ for one in rollouts[:GROUP]:
 # %%
 lengths = strokes.tokens_of(rollouts)
 show(
-    pictures.histogram_figure(lengths, "Tokens of prompt and answer in one step", "tokens", "answers"),
-    "A histogram of the lengths of the answers of one step: most are short, a few are several times as long.",
+    pictures.histogram_figure(
+        lengths, "Tokens of prompt and answer in one step", "tokens", "answers"
+    ),
+    "A histogram of the lengths of the answers of one step: most are short, a few "
+    "are several times as long.",
 )
 
 # %% [markdown]
@@ -112,13 +118,24 @@ show(
 # %%
 def gradient(placement, rule):
     """The gradient of one step; placement[rank][microbatch] lists answers."""
-    microbatches = [[rollouts[i] for i in microbatch] for rank in placement for microbatch in rank]
+    microbatches = [
+        [rollouts[i] for i in microbatch]
+        for rank in placement
+        for microbatch in rank
+    ]
     base.zero_grad()
     for microbatch in microbatches:
         if rule == "normalised per microbatch":
             rewards = torch.tensor([[one["reward"] for one in microbatch]])
-            advantages = strokes.normalised(rewards)[0].tolist() if len(microbatch) > 1 else [0.0]
-            microbatch = [{**one, "advantage": a} for one, a in zip(microbatch, advantages, strict=True)]
+            advantages = (
+                strokes.normalised(rewards)[0].tolist()
+                if len(microbatch) > 1
+                else [0.0]
+            )
+            microbatch = [
+                {**one, "advantage": a}
+                for one, a in zip(microbatch, advantages, strict=True)
+            ]
         loss, tokens = strokes.policy_loss(base, strokes.pack(microbatch))
         if rule == "divided per microbatch":
             (loss / tokens / len(microbatches)).backward()
@@ -131,16 +148,22 @@ everything = list(range(len(rollouts)))
 placements = {
     "all in one microbatch": [[everything]],
     "2 ranks, 16 answers at a time": [
-        [everything[i : i + 16] for i in (a, a + 16, a + 32, a + 48)] for a in (0, 64)
+        [everything[i : i + 16] for i in (a, a + 16, a + 32, a + 48)]
+        for a in (0, 64)
     ],
     "8 ranks, lb_mini": balance.plan_minibatch(lengths, 8, max_tokens=128),
-    "2 ranks, all work on one": [[everything[:40], everything[40:60], everything[60:]], []],
+    "2 ranks, all work on one": [
+        [everything[:40], everything[40:60], everything[60:]],
+        [],
+    ],
 }
 RULES = ("both rules", "divided per microbatch", "normalised per microbatch")
 truth = gradient(placements["all in one microbatch"], "both rules")
 rows = []
 for name, placement in placements.items():
-    errors = [(gradient(placement, rule) - truth).norm() / truth.norm() for rule in RULES]
+    errors = [
+        (gradient(placement, rule) - truth).norm() / truth.norm() for rule in RULES
+    ]
     rows.append([name, *(f"{error:.1e}" for error in errors)])
 print_table(["relative error of the gradient", *RULES], rows)
 
@@ -167,7 +190,9 @@ class GRPO(LightningModule):
 
     def training_step(self, problems, batch_idx):
         # 1. Sample answers to this rank's problems. Ranks do not meet here: each stops when its own answers have ended.
-        own = strokes.roll_out(self.model, problems, GROUP, seed=1000 * batch_idx + self.global_rank)
+        own = strokes.roll_out(
+            self.model, problems, GROUP, seed=1000 * batch_idx + self.global_rank
+        )
 
         # 2. One meeting: every rank learns all answers, with their advantages.
         shares = self.trainer.strategy.engine.exchange("rollouts", own)
@@ -175,27 +200,37 @@ class GRPO(LightningModule):
 
         # 3. Every rank makes the same plan, and takes its part of it.
         for microbatch in self.plan(everything)[self.global_rank]:
-            loss, _ = strokes.policy_loss(self.model, strokes.pack([everything[i] for i in microbatch]))
-            self.manual_backward(loss * self.trainer.world_size / strokes.answer_tokens(everything))
+            loss, _ = strokes.policy_loss(
+                self.model, strokes.pack([everything[i] for i in microbatch])
+            )
+            self.manual_backward(
+                loss * self.trainer.world_size / strokes.answer_tokens(everything)
+            )
 
         # 4. The other meeting: the optimizer step.
         optimizer = self.optimizers()
         optimizer.step()
         optimizer.zero_grad()
-        passes = [
-            max(len(one["answer"]) for one in share) for share in shares
-        ]  # one per token of the longest answer
-        values = {"reward": sum(one["reward"] for one in everything) / len(everything)}
+        # a forward pass per token of the longest answer
+        passes = [max(len(one["answer"]) for one in share) for share in shares]
+        values = {
+            "reward": sum(one["reward"] for one in everything) / len(everything)
+        }
         values["dummy_passes"] = max(passes) / (sum(passes) / len(passes)) - 1
         self.log_dict(values, batch_size=1)
 
     def plan(self, everything):
         world, lengths = self.trainer.world_size, strokes.tokens_of(everything)
         if self.placement == "lb_mini":
-            return balance.plan_minibatch(lengths, world, max_tokens=512, cost="quadratic_dense")
+            return balance.plan_minibatch(
+                lengths, world, max_tokens=512, cost="quadratic_dense"
+            )
         size = len(everything) // world  # as sampled: in microbatches of 16 answers
         return [
-            [list(range(begin, begin + 16)) for begin in range(rank * size, (rank + 1) * size, 16)]
+            [
+                list(range(begin, begin + 16))
+                for begin in range(rank * size, (rank + 1) * size, 16)
+            ]
             for rank in range(world)
         ]
 
@@ -230,9 +265,16 @@ def fit(name, placement, steps):
 # %%
 for name, placement in (("as-sampled", "as sampled"), ("balanced", "lb_mini")):
     fit(name, placement, steps=4)
-rows = zip(*(read_log(f"runs/{name}/log", "reward") for name in ("as-sampled", "balanced")), strict=True)
+rows = zip(
+    *(
+        read_log(f"runs/{name}/log", "reward")
+        for name in ("as-sampled", "balanced")
+    ),
+    strict=True,
+)
 print_table(
-    ["step", "as sampled", "lb_mini"], [[step, *(f"{r:.6f}" for r in row)] for step, row in enumerate(rows)]
+    ["step", "as sampled", "lb_mini"],
+    [[step, *(f"{r:.6f}" for r in row)] for step, row in enumerate(rows)],
 )
 
 # %% [markdown]
@@ -246,7 +288,8 @@ STEPS = 50
 trained = fit("grpo", "lb_mini", STEPS)
 rewards = read_log("runs/grpo/log", "reward")
 smooth = [
-    sum(rewards[max(0, i - 9) : i + 1]) / len(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))
+    sum(rewards[max(0, i - 9) : i + 1]) / len(rewards[max(0, i - 9) : i + 1])
+    for i in range(len(rewards))
 ]
 show(
     pictures.lines_figure(
@@ -256,12 +299,15 @@ show(
         x="optimizer step",
         y="mean reward",
     ),
-    "The mean reward over optimizer steps: single steps scatter, their running mean rises.",
+    "The mean reward over optimizer steps: single steps scatter, their running "
+    "mean rises.",
 )
 
 # %%
 for name, model in (("base", base), ("after GRPO", trained.model)):
-    print(f"{name}: {strokes.fraction_right(model, exam, seed=0):.0%} of the exam right")
+    print(
+        f"{name}: {strokes.fraction_right(model, exam, seed=0):.0%} of the exam right"
+    )
 
 # %% [markdown]
 # And the waiting? In this toy, sampling is most of the time: one pass through the model for every token of the
@@ -270,7 +316,9 @@ for name, model in (("base", base), ("after GRPO", trained.model)):
 # added, on average over ranks and steps:
 
 # %%
-print(f"dummy passes saved: {mean_of_log('runs/grpo/log', 'dummy_passes'):.0%} of the real ones")
+print(
+    f"dummy passes saved: {mean_of_log('runs/grpo/log', 'dummy_passes'):.0%} of the real ones"
+)
 print(
     f"idle, waiting for other ranks and for data: {mean_of_log('runs/grpo/log', 'idle/fraction', skip=1):.0%}"
 )

@@ -24,7 +24,13 @@ from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.errors import ODCError
 from lightning_odc.lessons import pictures
 from lightning_odc.lessons.display import QUIET, last_line, quiet, show
-from lightning_odc.lessons.interleavings import PROTOCOL, explore, microbatches, swapped, without
+from lightning_odc.lessons.interleavings import (
+    PROTOCOL,
+    explore,
+    microbatches,
+    swapped,
+    without,
+)
 from lightning_odc.lessons.windows import Recorded, open_ranks, together
 
 quiet()
@@ -49,7 +55,13 @@ torch.set_printoptions(precision=3, sci_mode=False)
 # drive them by hand. The protocol code is the real one: the same class that `strategy="odc"` uses.
 
 # %%
-vector = UnitSpec("vector", shard_numel=2, shard_dtype=torch.float32, grad_numel=2, grad_dtype=torch.float32)
+vector = UnitSpec(
+    "vector",
+    shard_numel=2,
+    shard_dtype=torch.float32,
+    grad_numel=2,
+    grad_dtype=torch.float32,
+)
 rank0, rank1 = open_ranks([vector])
 
 weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # row r is the shard of rank r
@@ -80,7 +92,8 @@ print("rank 1 sees", full.flatten().tolist())
 
 # %%
 for microbatch in (1, 2, 3):
-    gradient = torch.full((2, 2), float(microbatch))  # row r is for the owner of shard r
+    # row r is for the owner of shard r
+    gradient = torch.full((2, 2), float(microbatch))
     rank1.accumulate(0, gradient, [Segment(target=0, source=0, numel=2)])
 
 print("in rank 0's accumulator:", rank0.own_accumulator(0).tolist())
@@ -186,12 +199,18 @@ def run_rank(number, rank, shard):
             rank.gather(0, full)
             began = time.monotonic_ns()
             w = full.flatten().requires_grad_()
-            loss = (inputs[step, microbatch] @ w - targets[step, microbatch]).square().sum()
+            loss = (
+                (inputs[step, microbatch] @ w - targets[step, microbatch])
+                .square()
+                .sum()
+            )
             loss.backward()
             time.sleep(float(PAUSES[step, microbatch]))
             rank.tracer.record("forward", began)
             rank.accumulate(0, w.grad.view(2, 2), [Segment(0, 0, 2)])
-        records = rank.end_version({"kind": "step", "items": 5 * len(SHARES[number])})
+        records = rank.end_version(
+            {"kind": "step", "items": 5 * len(SHARES[number])}
+        )
         shard -= 0.1 * rank.summed(0) / sum(record["items"] for record in records)
         rank.clear(0)
         rank.next_version()
@@ -200,7 +219,9 @@ def run_rank(number, rank, shard):
 
 ranks = open_ranks([vector], timeout=10)
 with Recorded(ranks) as recorded:
-    shards = together(*(lambda n=n: run_rank(n, ranks[n], torch.zeros(2)) for n in (0, 1)))
+    shards = together(
+        *(lambda n=n: run_rank(n, ranks[n], torch.zeros(2)) for n in (0, 1))
+    )
 
 # %% [markdown]
 # The same training in one process, on all microbatches at once:
@@ -223,8 +244,9 @@ assert torch.allclose(torch.cat(shards), alone, rtol=1e-5)
 # %%
 show(
     pictures.one_timeline_figure(recorded.timeline, "eight steps by hand"),
-    "Timeline of the training by hand. Rank 1 computes three microbatches per step without a gap. Rank 0 computes one "
-    "and then waits in grey for the end of the step. There is no waiting between microbatches.",
+    "Timeline of the training by hand. Rank 1 computes three microbatches per "
+    "step without a gap. Rank 0 computes one and then waits in grey for the end "
+    "of the step. There is no waiting between microbatches.",
 )
 
 # %% [markdown]
@@ -315,7 +337,9 @@ print(explore(PROTOCOL, first_version=0))
 # %%
 rank0, rank1 = open_ranks([vector])
 error, _ = together(
-    lambda: rank0.meet({"kind": "step"}), lambda: rank1.meet({"kind": "validation"}), catch=ODCError
+    lambda: rank0.meet({"kind": "step"}),
+    lambda: rank1.meet({"kind": "validation"}),
+    catch=ODCError,
 )
 print(f"{type(error).__name__}: {error}")
 
@@ -324,7 +348,10 @@ print(f"{type(error).__name__}: {error}")
 
 # %%
 rank0, rank1 = open_ranks([vector])
-together(lambda: rank0.end_version({"kind": "step"}), lambda: rank1.end_version({"kind": "step"}))
+together(
+    lambda: rank0.end_version({"kind": "step"}),
+    lambda: rank1.end_version({"kind": "step"}),
+)
 try:
     rank0.gather(0, full)
 except ODCError as error:
@@ -355,7 +382,12 @@ class EditsByHand(Callback):
 
 
 trainer = Trainer(
-    strategy=ODCStrategy(), accelerator="cpu", devices=2, max_steps=3, callbacks=[EditsByHand()], **QUIET
+    strategy=ODCStrategy(),
+    accelerator="cpu",
+    devices=2,
+    max_steps=3,
+    callbacks=[EditsByHand()],
+    **QUIET,
 )
 try:
     trainer.fit(BoringModel())

@@ -98,10 +98,14 @@ class WindowSpec:
         return _align(self.units[unit].grad_bytes, 64)
 
     @property
+    def data_bytes(self) -> int:
+        """Size of the shards and accumulators in one rank's window."""
+        return sum(self._unit_bytes(index) for index in range(len(self.units)))
+
+    @property
     def total_bytes(self) -> int:
         """Size of one rank's window."""
-        data = sum(self._unit_bytes(index) for index in range(len(self.units)))
-        return self.control_bytes + data
+        return self.control_bytes + self.data_bytes
 
     def _unit_bytes(self, index: int) -> int:
         return _align(self.units[index].shard_bytes) + _align(self.grad_stride(index) * self.sources)
@@ -127,10 +131,19 @@ class Transport(ABC):
     Attributes:
         rank: this rank, ``0 <= rank < world_size``.
         world_size: number of ranks that share windows.
+        runs_ahead: the host asks a device and goes on: `read`, `add` and what is done with a view of a window are
+            done some time later, in the order of their stream. See Note [When the host waits for its device].
+        needs_locks: accumulators that sources share may only be added to under their lock.
     """
 
     rank: int
     world_size: int
+    runs_ahead: bool = False
+    needs_locks: bool = True
+
+    def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
+        """Why sources cannot add into one accumulator of these units; empty if they can. All ranks ask it together."""
+        return ""
 
     @abstractmethod
     def open(self, spec: WindowSpec) -> None:
@@ -181,6 +194,10 @@ class Transport(ABC):
             target = accumulator.narrow(0, part.target, part.numel)
             target.add_(chunk.narrow(0, part.source, part.numel))
 
+    def drain(self) -> Callable[[], bool]:
+        """What tells whether all is done that this rank has asked for so far: reads, adds, and what it wrote."""
+        return lambda: True
+
     # -- control plane ------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -190,6 +207,10 @@ class Transport(ABC):
     @abstractmethod
     def store(self, word: int, value: int) -> None:
         """Write an own control word, after everything this rank wrote before."""
+
+    def announce(self, word: int, value: int) -> None:
+        """`store`, once everything that this rank asked for so far on the current stream is done. Need not wait."""
+        self.store(word, value)
 
     @abstractmethod
     def load_claim(self, owner: int) -> int:
@@ -217,9 +238,13 @@ class Transport(ABC):
     def dead_peers(self) -> list[int]:
         """Ranks known to have ended, in order or not. Cheap enough to call ten times a second."""
 
+    def job_rank(self, peer: int) -> int:
+        """The rank of a peer in the job, of which those who share windows may be a part."""
+        return peer
+
     def describe(self, peer: int) -> str:
         """How to call a peer in a message."""
-        return f"rank {peer}"
+        return f"rank {self.job_rank(peer)}"
 
 
 def check_message(spec: WindowSpec, message: bytes) -> None:

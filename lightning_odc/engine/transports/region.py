@@ -152,7 +152,8 @@ def _open(peer: int, address: Address) -> int:
     if address.host != boot_id():
         raise WindowError(
             f"rank {peer} runs on another host, and shared memory ends at the host. Across hosts use "
-            'ODCStrategy(communication="collective").'
+            'ODCStrategy(sharding_strategy="HYBRID_SHARD"), which shards within each node (ranks of a node must have '
+            'neighbouring numbers), or ODCStrategy(communication="collective").'
         )
     try:
         return os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)

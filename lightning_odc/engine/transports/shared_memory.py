@@ -4,12 +4,6 @@ Windows are anonymous memory (``memfd_create``): no name in any file system, no 
 after ``kill -9``. A peer opens a window through the owner's file-descriptor table in ``/proc``, which the kernel
 allows to the same user only, and checks the job's secret, the size and the seals before it maps anything.
 Locks are open-file-description byte-range locks, which the kernel gives back when their holder ends.
-
-Note [Opening in three parts]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks check, create and attach, and after each part tell each other how it went, so all of them go on or all raise the
-same error. Nobody creates before everybody has checked: a rank that looked later would count the windows that are
-there already and the room for all of them, and refuse a job that fits.
 """
 
 from __future__ import annotations
@@ -18,17 +12,20 @@ import fcntl
 import os
 import secrets
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
 from lightning_odc.engine.transports import fence, host
 from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
+from lightning_odc.engine.transports.opening import together
 from lightning_odc.engine.transports.region import HEADER_BYTES, Address, Region
 from lightning_odc.errors import WindowError
 
 _SECRET_BYTES = 32
+
+
 _Answer = TypeVar("_Answer")
 
 
@@ -39,19 +36,23 @@ class SharedMemoryTransport(Transport):
         rank: this process's rank.
         world_size: number of processes.
         rendezvous: exchanges small objects between all ranks; used only while opening.
+        job_ranks: where these are a part of the job, their ranks in it, for messages.
     """
 
-    def __init__(self, rank: int, world_size: int, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self, rank: int, world_size: int, rendezvous: Rendezvous, job_ranks: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._rendezvous = rendezvous
+        self._job_ranks = job_ranks or range(world_size)
         self._spec = WindowSpec(units=(), words=0)
         self._regions: dict[int, Region] = {}
         self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
         self._fence: fence.Fence | None = None
 
-    # -- opening (see the Note above) ---------------------------------------------------------------------
+    # -- opening: see Note [Opening in parts] -------------------------------------------------------------
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
@@ -61,18 +62,7 @@ class SharedMemoryTransport(Transport):
         self._together(lambda: self._attach(size, secret))
 
     def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
-        """Do one part of opening; returns what it returned on every rank, or raises on all if it raised on one."""
-        answer, error = None, ""
-        try:
-            answer = part()
-        except (OSError, RuntimeError) as exception:
-            error = str(exception)
-        answers = self._rendezvous((answer, error))
-        for rank, (_, reason) in enumerate(answers):
-            if reason:
-                self.close()
-                raise WindowError(f"Rank {rank} could not share memory with its peers: {reason}")
-        return [answer for answer, _ in answers]
+        return together(self._rendezvous, part, self.close, self._job_ranks)
 
     def _check(self, size: int) -> bytes:
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
@@ -83,13 +73,13 @@ class SharedMemoryTransport(Transport):
 
     def _create(self, size: int, secret: bytes) -> Address:
         own = self._regions[self.rank] = Region.create(size)
-        own.write_header(secret, self.rank)
+        own.write_header(secret, self.job_rank(self.rank))
         return Address(host.boot_id(), os.getpid(), own.fd)
 
     def _attach(self, size: int, secret: bytes) -> None:
         for peer, address in enumerate(self._addresses):
             if peer != self.rank:
-                self._regions[peer] = Region.attach(peer, address, secret, size)
+                self._regions[peer] = Region.attach(self.job_rank(peer), address, secret, size)
                 self._pidfds[peer] = os.pidfd_open(address.pid)
             self._regions[peer].map_units(self._spec)
 
@@ -152,7 +142,7 @@ class SharedMemoryTransport(Transport):
         length = int.from_bytes(memory[start : start + 8], "little")
         if length > self._spec.mailbox_bytes:
             raise WindowError(
-                f"Rank {owner} posted a message of {length} bytes, more than its mailbox holds."
+                f"Rank {self.job_rank(owner)} posted a message of {length} bytes, more than its mailbox holds."
             )
         return bytes(memory[start + 8 : start + 8 + length])
 
@@ -169,5 +159,8 @@ class SharedMemoryTransport(Transport):
             poll.register(fd, select.POLLIN)
         return sorted(peers[fd] for fd, _ in poll.poll(0))
 
+    def job_rank(self, peer: int) -> int:
+        return self._job_ranks[peer]
+
     def describe(self, peer: int) -> str:
-        return f"rank {peer} (process {self._addresses[peer].pid})"
+        return f"rank {self.job_rank(peer)} (process {self._addresses[peer].pid})"

@@ -1,0 +1,126 @@
+"""What reading costs the multiprocessors, and how often the host waits: by a profile of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_odc.bench.gpu_primitives import MIB, device_seconds
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
+from lightning_odc.sharding import mesh_for, shard_model
+
+_READS = 20
+_STEPS, _MICROBATCHES = 5, 3
+_SYNCHRONIZING = ("Synchronize",)  # cudaStreamSynchronize, cudaEventSynchronize, cudaDeviceSynchronize
+
+
+def reading(transport: Transport, meet: Callable[[Any], list[Any]], mib: int) -> dict[str, float]:
+    """What the device did while this rank read from a peer, and what a matrix product beside it lost.
+
+    Args:
+        transport: fresh; it is opened and closed here.
+        meet: gives every rank's object to every rank.
+        mib: size of what is read.
+    """
+    numel = mib * MIB // 4
+    spec = UnitSpec("unit", numel, torch.float32, 0, torch.float32)
+    transport.open(WindowSpec(units=(spec,), words=1))
+    result: dict[str, float] = {}
+    for rank in range(transport.world_size):
+        meet(None)
+        if rank == transport.rank:
+            result = _read_profiled(transport, numel) | _beside_a_product(transport, numel)
+    meet(None)
+    transport.close()
+    return result
+
+
+def _read_profiled(transport: Transport, numel: int) -> dict[str, float]:
+    out = torch.empty(numel, device="cuda")
+    peer = (transport.rank + 1) % transport.world_size
+    transport.read(peer, 0, out)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
+        for _ in range(_READS):
+            transport.read(peer, 0, out)
+        torch.cuda.synchronize()
+    on_device = [e for e in record.events() if str(e.device_type).endswith("CUDA")]
+    copies = [e for e in on_device if e.name.startswith("Memcpy")]
+    kernels = [e for e in on_device if not e.name.startswith(("Memcpy", "Memset"))]
+    return {
+        "reads": _READS,
+        "copies": len(copies),
+        "copy milliseconds": sum(e.device_time for e in copies) / 1e3,
+        "kernels": len(kernels),
+        "kernel milliseconds": sum(e.device_time for e in kernels) / 1e3,
+    }
+
+
+def _beside_a_product(transport: Transport, numel: int) -> dict[str, float]:
+    """A copy by the multiprocessors would slow a matrix product down that keeps all of them busy."""
+    left = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out, side = torch.empty(numel, device="cuda"), torch.cuda.Stream()
+    peer = (transport.rank + 1) % transport.world_size
+
+    def product() -> None:
+        torch.mm(left, left)
+
+    def product_beside_reads() -> None:
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                transport.read(peer, 0, out)
+        torch.mm(left, left)
+
+    alone = sorted(device_seconds(product))
+    beside = sorted(device_seconds(product_beside_reads))
+    torch.cuda.synchronize()
+    return {
+        "product milliseconds": 1e3 * alone[len(alone) // 2],
+        "product milliseconds beside reads": 1e3 * beside[len(beside) // 2],
+    }
+
+
+def host_waits(engine: OnDemandEngine, device: torch.device, world_size: int) -> dict[str, float]:
+    """How often the host waited for its device per minibatch, in a small training without a trainer.
+
+    Args:
+        engine: not attached.
+        device: of this rank.
+        world_size: number of ranks.
+    """
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)]).to(device)
+    shard_model(model, mesh_for("cuda", world_size))
+    engine.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = torch.randn(64, 512, device=device)
+
+    def minibatch() -> None:
+        for _ in range(_MICROBATCHES):
+            engine.ledger.add(64.0)
+            with engine.backward():
+                model(batch).square().sum().backward()
+        engine.settle([])
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.publish()
+
+    minibatch()
+    torch.cuda.synchronize()
+    before = engine.protocol.device_waits
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        for _ in range(_STEPS):
+            minibatch()
+    waits = (engine.protocol.device_waits - before) / _STEPS
+    calls = [e.name for e in record.events() if any(word in e.name for word in _SYNCHRONIZING)]
+    engine.exchange("end", None)
+    engine.close()
+    # The profiler ends with a synchronization of its own.
+    return {
+        "waits per minibatch": waits,
+        "synchronizing calls per minibatch": max(len(calls) - 1, 0) / _STEPS,
+    }

@@ -1,0 +1,84 @@
+"""How many samples and tokens are in a batch, as far as that can be seen in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_odc.data.minibatch import Minibatch
+
+Count = Callable[[Any], int | None]
+
+
+def microbatches_of(batch: Any) -> list[Any]:
+    """Those of a `Minibatch` that comes as a whole, as under manual optimization; else the batch alone."""
+    return list(batch) if isinstance(batch, Minibatch) else [batch]
+
+
+def token_count(batch: Any) -> int | None:
+    """Tokens in a batch: the elements of its ``"input_ids"``, or of its first tensor if that holds integers."""
+    return _counted(_tokens, batch)
+
+
+def sample_count(batch: Any) -> int | None:
+    """Samples in a batch: those of a packed row (its ``"cu_seqlens"``), or the first dimension of the first tensor."""
+    return _counted(_samples, batch)
+
+
+def _counted(count: Count, batch: Any) -> int | None:
+    """Over all microbatches; unknown where one is. A batch may be of any kind, and none may end the training."""
+    try:
+        counts = [count(microbatch) for microbatch in microbatches_of(batch)]
+    except Exception:
+        return None
+    known = [one for one in counts if one is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _tokens(batch: Any) -> int | None:
+    tensor = _named(batch, "input_ids")
+    if tensor is None:
+        tensor = _first_tensor(batch)
+    if tensor is None or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    return tensor.numel()
+
+
+def _samples(batch: Any) -> int | None:
+    bounds = _named(batch, "cu_seqlens")
+    if bounds is not None:
+        return max(bounds.numel() - 1, 0)
+    tensor = _first_tensor(batch)
+    return tensor.size(0) if tensor is not None and tensor.dim() else None
+
+
+def _named(batch: Any, name: str) -> Tensor | None:
+    """The tensor of that name in a mapping or an object, also if that stands in a list or tuple."""
+    value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(batch, list | tuple):
+        return None
+    return next((found for part in _parts(batch) if (found := _named(part, name)) is not None), None)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    """The first tensor in a batch of nested containers and data classes."""
+    if isinstance(batch, Tensor):
+        return batch
+    return next((found for part in _parts(batch) if (found := _first_tensor(part)) is not None), None)
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if isinstance(batch, list) and batch and isinstance(batch[0], int | float | str):
+        return ()  # a long row of plain values, each of which would be looked at
+    if isinstance(batch, list | tuple):
+        return batch
+    if is_dataclass(batch):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return ()

@@ -1,0 +1,162 @@
+"""A line to a rank on another host: small messages, and knowing when the other end is gone.
+
+Note [Lines between hosts]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks that wait for each other across hosts wait at a line, a TCP connection, and not inside a collective: a collective
+cannot be left before its own deadline, and does not say who is missing. The kernel answers for a rank that computes, so
+a long microbatch is no silence; a process that ends closes its line at once; and a host that is cut off or down is
+found out by keep-alive probes, and by data that nobody acknowledges, after a *silence* of seconds. A rank that fails
+says why before it closes. Gradients do not take this way: they go by a collective, which begins when everybody is
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections import deque
+from enum import IntEnum
+
+from lightning_odc.errors import ODCError
+
+_LENGTH_BYTES = 8
+_HEAD = _LENGTH_BYTES + 1
+_CHUNK = 1 << 16
+_LONGEST = 1 << 28
+_PROBES = 4
+_FAREWELL = 0.5
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    RECORD = 0
+    FAILURE = 1  # the sender has failed; the message says why
+    LEAVE = 2  # the sender is done
+
+
+class Line:
+    """One end of a line. Nothing here waits, except `say_last` for a moment.
+
+    Args:
+        connection: connected; from now on the line's.
+        name: of the rank at the other end and its host, for messages.
+        silence: seconds without any sign of the other host after which it counts as cut off.
+
+    Attributes:
+        failure: why the rank at the other end failed, once it said so.
+        has_left: it said that it is done.
+        broken: what happened to the line, once it cannot be used any more.
+    """
+
+    def __init__(self, connection: socket.socket, name: str, silence: float) -> None:
+        self.name = name
+        self.failure: str | None = None
+        self.has_left = False
+        self.broken = ""
+        self._connection = connection
+        self._silence = silence
+        self._is_over = False
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self._records: deque[bytes] = deque()
+        _watch(connection, silence)
+        connection.setblocking(False)
+
+    def send(self, kind: Kind, message: bytes) -> None:
+        """Put a message on its way; `pump` moves what does not go at once."""
+        self._outgoing += len(message).to_bytes(_LENGTH_BYTES, "little") + bytes([kind]) + message
+        self.pump()
+
+    @property
+    def sent(self) -> bool:
+        """Everything has gone."""
+        self.pump()
+        return not self._outgoing
+
+    @property
+    def waits(self) -> bool:
+        """A record has come that nobody has taken."""
+        self.pump()
+        return bool(self._records)
+
+    def take(self) -> bytes:
+        """The next record."""
+        return self._records.popleft()
+
+    def pump(self) -> None:
+        """Move what can be moved now, and look whether the line still holds."""
+        if self.broken:
+            return
+        try:
+            self._push()
+            self._pull()
+        except OSError as error:
+            self.broken = self._describe(error)
+
+    def say_last(self, kind: Kind, message: bytes = b"") -> None:
+        """Send the last message; what is said after it does not count."""
+        if self._is_over or self.broken:
+            return
+        self._is_over = True
+        self.send(kind, message)
+        end = time.monotonic() + _FAREWELL
+        while not (self.sent or self.broken) and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.broken = self.broken or "closed"
+        self._connection.close()
+
+    def _push(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._outgoing:
+                gone = self._connection.send(self._outgoing[:_CHUNK])
+                del self._outgoing[:gone]
+
+    def _pull(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = self._connection.recv(_CHUNK)
+                if not data:
+                    self.broken = "ended without a word (killed, out of memory, or crashed)"
+                    return
+                self._incoming += data
+                self._parse()
+
+    def _parse(self) -> None:
+        while len(self._incoming) >= _HEAD:
+            length = int.from_bytes(self._incoming[:_LENGTH_BYTES], "little")
+            if length > _LONGEST:
+                raise ODCError(f"Rank {self.name} sent a message of {length} bytes, more than is allowed.")
+            if len(self._incoming) < _HEAD + length:
+                return
+            kind = self._incoming[_LENGTH_BYTES]
+            message = bytes(self._incoming[_HEAD : _HEAD + length])
+            del self._incoming[: _HEAD + length]
+            if kind == Kind.RECORD:
+                self._records.append(message)
+            elif kind == Kind.FAILURE:
+                self.failure = message.decode(errors="replace")
+            else:
+                self.has_left = True
+
+    def _describe(self, error: OSError) -> str:
+        if isinstance(error, ConnectionError):
+            return f"ended without a word (killed, out of memory, or crashed): {error.strerror}"
+        return (
+            f"cannot be reached any more: its host is down or cut off, with no sign of it for up to "
+            f"{self._silence:g} s ({error.strerror})"
+        )
+
+
+def _watch(connection: socket.socket, silence: float) -> None:
+    """Let the kernel find out that the other host is gone."""
+    pause = max(int(silence / _PROBES), 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))

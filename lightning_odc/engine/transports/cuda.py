@@ -1,0 +1,193 @@
+"""The CUDA body of the transport contract: GPUs of one host that map each other's memory.
+
+The data plane is one block of device memory per rank, mapped by all; the control plane is the shared-memory
+transport's, in host memory. Reads are plain copies between mapped addresses, which the copy engines do; additions are
+a kernel with atomic additions, so that no lock is needed. Both are asked for on the stream that ``fully_shard`` has
+made current, so its prefetching and overlapping stay what they are. What the host waits for, and when, is told in
+Note [When the host waits for its device].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from lightning_odc.engine.transports import preflight
+from lightning_odc.engine.transports.announcer import Announcer
+from lightning_odc.engine.transports.base import Rendezvous, Segment, Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.transports.device import Device, DeviceFacts
+from lightning_odc.engine.transports.opening import together
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.errors import WindowError
+
+_Answer = TypeVar("_Answer")
+
+
+class CudaTransport(Transport):
+    """One rank's view of all windows in device memory.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        rendezvous: exchanges small objects between all ranks; used only while opening.
+        device: that holds this rank's window.
+        job_ranks: where these are a part of the job, their ranks in it, for messages.
+    """
+
+    runs_ahead = True
+    needs_locks = False
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        rendezvous: Rendezvous,
+        device: Device,
+        job_ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._rendezvous = rendezvous
+        self._device = device
+        self._job_ranks = job_ranks or range(world_size)
+        self._spec = WindowSpec(units=(), words=0)
+        self._control = SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
+        self._announcer: Announcer | None = None
+        self._facts: list[DeviceFacts] = []
+        self._shards: list[list[Tensor]] = []
+        self._accumulators: list[list[list[Tensor]]] = []
+        self._streams: set[Hashable] = set()
+
+    # -- opening: see Note [Opening in parts] -------------------------------------------------------------
+
+    def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
+        dtypes = {unit.grad_dtype for unit in units if unit.grad_numel}
+        reasons = self._rendezvous(self._device.why_not_atomic(dtypes))
+        found = [
+            f"{reason} (rank {rank})" for rank, reason in zip(self._job_ranks, reasons, strict=True) if reason
+        ]
+        return found[0] if found else ""
+
+    def open(self, spec: WindowSpec) -> None:
+        self._spec = spec
+        self._control.open(replace(spec, units=(), sources=1))
+        self._facts = self._together(self._device.facts)
+        self._together(lambda: preflight.check(self._facts, spec))
+        self._together(lambda: self._create(spec.data_bytes))
+        self._together(self._attach)
+        self._announcer = Announcer(self._control.store, self._device.enter_thread)
+
+    def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
+        return together(self._rendezvous, part, self.close, self._job_ranks)
+
+    def _create(self, size: int) -> None:
+        try:
+            self._device.create(size)
+        except RuntimeError as error:
+            raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
+
+    def _attach(self) -> None:
+        try:
+            windows = self._device.attach()
+        except RuntimeError as error:
+            raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
+        for window in windows:
+            self._map_units(window)
+
+    def _map_units(self, window: Tensor) -> None:
+        spec, shards, accumulators = self._spec, [], []
+        for index, (unit, shard, grad) in enumerate(
+            zip(spec.units, spec.shard_offsets(), spec.grad_offsets(), strict=True)
+        ):
+            begin, first = shard - spec.control_bytes, grad - spec.control_bytes
+            shards.append(window[begin : begin + unit.shard_bytes].view(unit.shard_dtype))
+            starts = [first + source * spec.grad_stride(index) for source in range(spec.sources)]
+            accumulators.append([window[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
+        self._shards.append(shards)
+        self._accumulators.append(accumulators)
+
+    def close(self) -> None:
+        if self._announcer is not None:
+            self._announcer.stop()
+            self._announcer = None
+        self._streams.clear()
+        self._shards.clear()
+        self._accumulators.clear()
+        try:
+            self._device.close()
+        finally:
+            self._control.close()
+
+    # -- data plane ---------------------------------------------------------------------------------------
+
+    def shard(self, owner: int, unit: int) -> Tensor:
+        return self._shards[owner][unit]
+
+    def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
+        return self._accumulators[owner][unit][source]
+
+    def try_lock(self, owner: int, unit: int) -> bool:
+        return self._control.try_lock(owner, unit)
+
+    def unlock(self, owner: int, unit: int) -> None:
+        self._control.unlock(owner, unit)
+
+    def read(self, owner: int, unit: int, out: Tensor) -> None:
+        self._device.copy(out, self.shard(owner, unit))
+        self._streams.add(self._device.stream())
+
+    def add(self, owner: int, unit: int, chunk: Tensor, segments: Sequence[Segment], source: int = 0) -> None:
+        accumulator = self.accumulator(owner, unit, source)
+        for part in segments:
+            target = accumulator.narrow(0, part.target, part.numel)
+            self._device.add(target, chunk.narrow(0, part.source, part.numel))
+        self._streams.add(self._device.stream())
+
+    def drain(self) -> Callable[[], bool]:
+        if self._announcer is not None:
+            self._announcer.check()
+        while self._streams:
+            self._device.wait_for(self._streams.pop())
+        return self._device.mark().query
+
+    # -- control plane ------------------------------------------------------------------------------------
+
+    def load(self, owner: int, word: int) -> int:
+        return self._control.load(owner, word)
+
+    def store(self, word: int, value: int) -> None:
+        self._control.store(word, value)
+
+    def announce(self, word: int, value: int) -> None:
+        assert self._announcer is not None, "the transport is not open"
+        self._announcer.announce(self._device.mark(), word, value)
+
+    @property
+    def claim_lock(self) -> int:
+        return len(self._spec.units)
+
+    def load_claim(self, owner: int) -> int:
+        return self._control.load_claim(owner)
+
+    def store_claim(self, owner: int, value: int) -> None:
+        self._control.store_claim(owner, value)
+
+    def post(self, box: int, message: bytes) -> None:
+        self._control.post(box, message)
+
+    def fetch(self, owner: int, box: int) -> bytes:
+        return self._control.fetch(owner, box)
+
+    # -- peers --------------------------------------------------------------------------------------------
+
+    def dead_peers(self) -> list[int]:
+        return self._control.dead_peers()
+
+    def job_rank(self, peer: int) -> int:
+        return self._job_ranks[peer]
+
+    def describe(self, peer: int) -> str:
+        return self._control.describe(peer)

@@ -1,0 +1,105 @@
+"""What the CUDA transport asks of the device that holds the windows: memory, streams, copies and additions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A place in a stream, as ``torch.cuda.Event`` is."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Sleep until everything before it is done."""
+        ...
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What one rank knows of its device before it opens a window; see ``preflight``.
+
+    Attributes:
+        name: the model, as the driver says.
+        uuid: tells devices of one host apart.
+        free: bytes that a window may take.
+        index: its number in this process.
+        stack: versions of torch, CUDA and driver, for messages.
+        backend: what provides symmetric memory in this build of torch; ``None`` if nothing does.
+        is_rocm: an AMD device under the name of CUDA.
+        shares_device: several ranks on one device are allowed.
+        expandable: torch's allocator works with expandable segments.
+        socket: path of the socket by which torch hands handles over.
+        reaches: by uuid of the other devices that this process sees, whether this one can access their memory.
+    """
+
+    name: str
+    uuid: str
+    free: int
+    index: int = 0
+    stack: str = ""
+    backend: str | None = "CUDA"
+    is_rocm: bool = False
+    shares_device: bool = False
+    expandable: bool = False
+    socket: str = ""
+    reaches: Mapping[str, bool] = field(default_factory=dict)
+
+
+class Device(ABC):
+    """One rank's device. Everything but `facts`, `open` and `close` only asks for work, and does not wait for it."""
+
+    @abstractmethod
+    def facts(self) -> DeviceFacts:
+        """What there is."""
+
+    @abstractmethod
+    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
+        """Why several ranks cannot add into one accumulator of these dtypes; empty if they can."""
+
+    @abstractmethod
+    def create(self, size: int) -> None:
+        """Make this rank's window of ``size`` zero bytes."""
+
+    @abstractmethod
+    def attach(self) -> list[Tensor]:
+        """All ranks' windows as bytes, in rank order; all ranks call it together after `create`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the windows, of which no view may be left. Idempotent."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Called first in every thread that waits for marks."""
+
+    @abstractmethod
+    def stream(self) -> Hashable:
+        """The current stream."""
+
+    @abstractmethod
+    def wait_for(self, stream: Hashable) -> None:
+        """Let the current stream go on only after what ``stream`` was asked for so far."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """A mark behind everything that the current stream was asked for so far."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy a tensor from any window, or into any, on the current stream."""
+
+    @abstractmethod
+    def add(self, target: Tensor, values: Tensor) -> None:
+        """Add to a part of any rank's window, on the current stream.
+
+        No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
+        """

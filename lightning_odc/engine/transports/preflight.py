@@ -1,0 +1,170 @@
+"""Can these GPUs map each other's memory, and is there enough of it? If not: why, and what to do.
+
+Functions of plain values, so that every answer can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from lightning_odc.engine.transports.base import WindowSpec
+from lightning_odc.engine.transports.device import DeviceFacts
+from lightning_odc.engine.transports.host import gib
+from lightning_odc.errors import WindowError
+
+OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_OTHERWISE = 'Or use ODCStrategy(communication="collective"), which needs none of this.'
+_LONGEST_SOCKET = 107  # a path in struct sockaddr_un, less its end
+#: Of the allocation that holds a window: what is in front of it, and rounding up to the pages of the device.
+OVERHEAD_BYTES = 4 * 2**20
+
+
+def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
+    """Refuse before anything is allocated. Every rank comes to the same answer.
+
+    Args:
+        facts: of all ranks, in rank order.
+        spec: of one window.
+
+    Raises:
+        WindowError: with the first reason found.
+    """
+    reason = next(_reasons(facts, spec), None)
+    if reason is not None:
+        raise WindowError(f"{reason} {_OTHERWISE}")
+
+
+def _reasons(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
+    for look in (_backends, _sockets, _same_device, _same_number, _slices, _access):
+        yield from look(facts)
+    yield from _memory(facts, spec)
+
+
+def _backends(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    for rank, own in enumerate(facts):
+        if own.is_rocm:
+            yield (
+                f"rank {rank} has an AMD GPU ({own.name}), and nobody has tried this transport there: it needs an "
+                "NVIDIA GPU."
+            )
+        if own.backend is None:
+            yield (
+                f"the torch of rank {rank} ({own.stack}) has no symmetric memory for GPUs: install a build of torch "
+                "2.9 or newer with CUDA, and a driver that this CUDA works with."
+            )
+        elif own.backend != "CUDA":
+            yield (
+                f"symmetric memory of rank {rank} is provided by {own.backend}, and this transport needs torch's own, "
+                '"CUDA": unset the environment variable TORCH_SYMMMEM (or set TORCH_SYMMMEM=CUDA), and do not choose '
+                "another backend before the trainer runs."
+            )
+
+
+def _sockets(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    for rank, own in enumerate(facts):
+        if len(own.socket.encode()) > _LONGEST_SOCKET:
+            yield (
+                f"torch hands memory handles over by a socket, and its path on rank {rank} is longer than Linux "
+                f"allows ({own.socket}): set TMPDIR to a shorter one, such as /tmp."
+            )
+
+
+def _same_device(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    counts = Counter(own.uuid for own in facts)
+    for rank, own in enumerate(facts):
+        if counts[own.uuid] > 1 and not own.shares_device:
+            sharing = [peer for peer, other in enumerate(facts) if other.uuid == own.uuid]
+            yield (
+                f"ranks {', '.join(map(str, sharing))} use one and the same GPU ({own.name}), and rank {rank} does "
+                "not allow it. Give every rank a GPU of its own (Trainer(devices=N) with N visible GPUs). For tests "
+                f'only, set {OVERLAP_VARIABLE}=1 for every rank and use ODCStrategy(process_group_backend="gloo").'
+            )
+
+
+def _same_number(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    """By number torch tells devices apart, which means something only where all processes see the same ones."""
+    first: dict[int, int] = {}
+    for rank, own in enumerate(facts):
+        peer = first.setdefault(own.index, rank)
+        if facts[peer].uuid != own.uuid and not own.shares_device:
+            yield (
+                f"ranks {peer} and {rank} have different GPUs, but both know theirs as number {own.index}, and torch "
+                "takes them for one. Let every process see all GPUs of the job (the same CUDA_VISIBLE_DEVICES for all; "
+                f"under SLURM --gpus-per-node instead of --gpus-per-task), or set {OVERLAP_VARIABLE}=1 for every rank, "
+                "which turns torch's check off."
+            )
+
+
+def _slices(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    sliced = [rank for rank, own in enumerate(facts) if " MIG " in f" {own.name} "]
+    if sliced and len({own.uuid for own in facts}) > 1:
+        yield (
+            f"rank {sliced[0]} runs on a MIG slice ({facts[sliced[0]].name}), and slices cannot map each other's "
+            "memory, nor that of other GPUs. Use whole GPUs (an administrator turns MIG off: `nvidia-smi -mig 0`)."
+        )
+
+
+def _access(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    for rank, own in enumerate(facts):
+        for peer, other in enumerate(facts):
+            if own.reaches.get(other.uuid, True):
+                continue
+            models = (
+                f"They are different models ({own.name} and {other.name}), which seldom can: use GPUs of one model. "
+                if own.name != other.name
+                else ""
+            )
+            yield (
+                f"the GPU of rank {rank} cannot access the memory of the GPU of rank {peer} (no peer-to-peer access, "
+                f"P2P). {models}Look at `nvidia-smi topo -p2p r` and `nvidia-smi topo -m`; GPUs joined by NVLink, or "
+                "below one PCIe root, usually can, unless the machine (IOMMU, ACS, virtualisation) forbids it. Choose "
+                "GPUs that can by CUDA_VISIBLE_DEVICES."
+            )
+
+
+def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
+    counts = Counter(own.uuid for own in facts)
+    for rank, own in enumerate(facts):
+        needed = (spec.data_bytes + OVERHEAD_BYTES) * counts[own.uuid]
+        if needed > own.free:
+            shards = sum(unit.shard_bytes for unit in spec.units)
+            sums = spec.sources * sum(unit.grad_bytes for unit in spec.units)
+            each = "" if spec.sources == 1 else f", one per source rank ({spec.sources})"
+            ranks = "" if counts[own.uuid] == 1 else f" for {counts[own.uuid]} ranks"
+            yield (
+                f"the window takes {gib(needed)} GiB of device memory{ranks} (published shards {gib(shards)} GiB, "
+                f"gradient accumulators {gib(sums)} GiB{each}), and on the GPU of rank {rank} ({own.name}) "
+                f"{gib(own.free)} GiB are free. Use more GPUs, bf16 (Trainer(precision="
+                '"bf16-mixed") halves the shards), deterministic=False, or end what else runs on the GPU.'
+            )
+
+
+def explain(error: Exception, own: DeviceFacts) -> str:
+    """What may stand behind an error of the driver while windows were made or mapped.
+
+    Args:
+        error: as torch raised it.
+        own: facts of this rank.
+    """
+    first = str(error).strip().split("\n")[0]
+    if "out of memory" in first:
+        return (
+            f"the window does not fit into device memory, although {gib(own.free)} GiB looked free ({first}): another "
+            f"process took it meanwhile, or it is in pieces. Use more GPUs, or smaller windows. {_OTHERWISE}"
+        )
+    hints = [
+        "ranks must run in one container, or in containers that share process ids, IPC and /tmp (docker run --pid=host "
+        "--ipc=host), under one user",
+        "a sandbox or security profile may forbid CUDA's handles (file descriptors over Unix sockets, NVIDIA IMEX "
+        "channels); try without it",
+        "on machines with NVSwitch the fabric manager must run (`systemctl status nvidia-fabricmanager`)",
+        f"the driver may be too old for this torch ({own.stack}): see `nvidia-smi`",
+    ]
+    if own.expandable:
+        hints.append(
+            "torch's allocator works with expandable segments, which need handles, too: try without "
+            "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF (windows are allocated outside of them)"
+        )
+    listed = "; ".join(hints)
+    return f"device memory could not be mapped by the peers: {first}. What may be the reason: {listed}. {_OTHERWISE}"

@@ -1,0 +1,149 @@
+"""GPUs by way of torch's symmetric memory: the thin layer that only a machine with GPUs can run.
+
+Windows are allocated by the driver's virtual-memory functions directly, not by torch's caching allocator, so they are
+outside of expandable segments and of every memory pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Hashable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_odc import _compat
+from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
+from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
+
+_PROBED = 32
+
+
+class SymmetricDevice(Device):
+    """A GPU whose memory the others of the group map.
+
+    Args:
+        device: of this rank.
+        group: process group of the ranks that share windows.
+    """
+
+    def __init__(self, device: torch.device, group: Any) -> None:
+        self._device = device
+        self._group = group
+        self._own: Tensor | None = None
+        self._handle: Any = None
+        self._has_kernel = importlib.util.find_spec("triton") is not None
+
+    def facts(self) -> DeviceFacts:
+        properties = torch.cuda.get_device_properties(self._device)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        return DeviceFacts(
+            name=properties.name,
+            uuid=str(properties.uuid),
+            free=free + cached,
+            index=self._device.index or 0,
+            stack=_stack(),
+            backend=_compat.symmetric_backend(self._device),
+            is_rocm=torch.version.hip is not None,
+            shares_device=os.environ.get(OVERLAP_VARIABLE) == "1",
+            expandable=any("expandable_segments:True" in setting for setting in settings),
+            socket=f"{_socket_directory()}/symm_mem-{os.getpid()}",
+            reaches=_reaches(self._device),
+        )
+
+    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
+        if not self._has_kernel:
+            return "atomic additions need Triton, pip install 'lightning-odc[gpu]'"
+        for dtype in sorted(dtypes, key=str):
+            try:
+                works = self._probe(dtype)
+            except Exception as error:  # of Triton, of its compiler, or of the driver
+                self._has_kernel = False
+                return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"
+            if not works:
+                return f"there are no atomic additions for accumulators in {dtype}"
+        return ""
+
+    def _probe(self, dtype: torch.dtype) -> bool:
+        from lightning_odc.engine.transports import kernels
+
+        if dtype not in kernels.ATOMIC_DTYPES:
+            return False
+        target = torch.ones(_PROBED, dtype=dtype, device=self._device)
+        kernels.atomic_add(target, torch.ones(_PROBED, dtype=torch.bfloat16, device=self._device))
+        if not bool((target == 2).all()):
+            raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {dtype}")
+        return True
+
+    def create(self, size: int) -> None:
+        torch.cuda.empty_cache()  # what is cached counts as free
+        self._own = _compat.symmetric_empty(max(size, 16), self._device)
+        self._own.zero_()
+        torch.cuda.synchronize(self._device)  # before peers can look
+
+    def attach(self) -> list[Tensor]:
+        assert self._own is not None, "there is no window yet"
+        self._handle = _compat.symmetric_rendezvous(self._own, self._group)
+        rank, size = self._handle.rank, self._own.numel()
+        return [
+            self._own if peer == rank else self._handle.get_buffer(peer, (size,), torch.uint8)
+            for peer in range(self._handle.world_size)
+        ]
+
+    def close(self) -> None:
+        if self._own is not None:
+            with contextlib.suppress(RuntimeError):  # a device that has failed is waited for by nobody
+                torch.cuda.synchronize(self._device)  # views of peers' memory end here
+        self._handle = self._own = None
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(
+            self._device
+        )  # else a new thread may make a context on the first GPU, with its memory
+
+    def stream(self) -> Hashable:
+        return torch.cuda.current_stream(self._device)
+
+    def wait_for(self, stream: Hashable) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(cast(torch.cuda.Stream, stream))
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def add(self, target: Tensor, values: Tensor) -> None:
+        if self._has_kernel:
+            from lightning_odc.engine.transports import kernels
+
+            if target.dtype in kernels.ATOMIC_DTYPES:
+                kernels.atomic_add(target, values)
+                return
+        target.add_(values)
+
+
+def _stack() -> str:
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_compat.cuda_driver_version()}"
+
+
+def _socket_directory() -> str:
+    """Where torch puts the sockets by which processes hand handles to each other."""
+    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+    return next((os.environ[name] for name in names if name in os.environ), tempfile.gettempdir())
+
+
+def _reaches(device: torch.device) -> dict[str, bool]:
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    return {
+        str(torch.cuda.get_device_properties(index).uuid): torch.cuda.can_device_access_peer(device, index)
+        for index in others
+    }

@@ -1,0 +1,173 @@
+"""The contract suite of all transports, on GPUs, and what is special about theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.transports.base import Segment, UnitSpec, WindowSpec
+from lightning_odc.errors import WindowError
+from tests import test_transports as contract
+from tests.gpu.ranks import rendezvous, start, transport
+from tests.ranks import run_ranks, try_ranks
+
+MIB = 2**20
+
+SCENARIOS: list[Callable[..., Any]] = [
+    contract.windows_start_at_zero_and_apart,
+    contract.words_and_mailboxes,
+    contract.everybody_adds_everywhere,
+    contract.data_is_there_when_its_word_is,
+    contract.nobody_is_dead,
+]
+
+
+def _all_scenarios(rank: int) -> dict[str, Any]:
+    device, meet = start(rank), rendezvous()
+    results = {}
+    for scenario in SCENARIOS:
+        results[scenario.__name__] = scenario(transport(rank, device), meet)
+        meet(None)
+    if dist.get_world_size() == 2:
+        results["segments"] = contract.adds_land_in_segments(transport(rank, device), meet)
+        results["locks"] = contract.locks_exclude(transport(rank, device), meet)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_contract_holds(world_size):
+    for rank, results in enumerate(run_ranks(_all_scenarios, world_size=world_size, timeout=150)):
+        assert results["windows_start_at_zero_and_apart"] == [
+            10.0 * owner + unit for owner in range(world_size) for unit in range(3)
+        ]
+        assert results["words_and_mailboxes"] == [
+            (100 + owner, 0, f"from {owner}".encode(), b"") for owner in range(world_size)
+        ]
+        assert results["everybody_adds_everywhere"][0] == [contract.ROUNDS * world_size]
+        assert results["data_is_there_when_its_word_is"] == (399 if rank else 0)
+        assert results["nobody_is_dead"] == []
+        if world_size == 2:
+            assert results["segments"] == [[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]
+            assert results["locks"] == ([None, False, True, True, True] if rank else [True, None])
+
+
+def _adds_at_the_same_time(rank: int) -> list[float]:
+    """No lock: only atomic additions can end in the right sum."""
+    device, numel = start(rank), 3 * MIB + 1
+    spec = UnitSpec("unit", numel, torch.bfloat16, numel, torch.float32)
+    protocol = Protocol(transport(rank, device), [spec], timeout=60)
+    protocol.open()
+    protocol.publish(0)
+    world = dist.get_world_size()
+    chunks = torch.ones(world, numel, dtype=torch.bfloat16, device=device)
+    rendezvous()(None)
+    for _ in range(50):
+        protocol.accumulate(0, chunks, [Segment(0, 0, numel)])
+    protocol.end_version({"kind": "step"})
+    found = protocol.summed(0).unique().tolist()
+    protocol.meet({"kind": "end"})
+    protocol.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_additions_without_locks_are_not_lost(world_size):
+    found = run_ranks(_adds_at_the_same_time, world_size=world_size)
+    assert found == [[50.0 * world_size]] * world_size
+
+
+def test_the_kernel_adds_as_add_does():
+    from lightning_odc.engine.transports import kernels  # needs Triton
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    for numel in (0, 1, 3, 1024, 1025, MIB + 5):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            for into in (torch.float32, torch.float64):
+                values = torch.randn(numel, generator=generator, device="cuda").to(dtype)
+                target = torch.randn(numel + 2, generator=generator, device="cuda").to(into)
+                expected = target.clone()
+                expected[1:-1] += values.to(into)
+                kernels.atomic_add(target[1:-1], values)
+                assert torch.equal(target, expected), (numel, dtype, into)
+
+
+def _opens_again(rank: int) -> list[int]:
+    """Windows that are closed give their memory back."""
+    device, free = start(rank), []
+    unit = UnitSpec("unit", 64 * MIB, torch.float32, 64 * MIB, torch.float32)
+    for _ in range(4):
+        opened = transport(rank, device)
+        opened.open(WindowSpec(units=(unit,), words=1))
+        rendezvous()(None)
+        opened.close()
+        opened.close()
+        rendezvous()(None)
+        free.append(torch.cuda.mem_get_info(device)[0])
+        rendezvous()(None)
+    return free
+
+
+def test_closed_windows_leave_nothing_in_device_memory():
+    for free in run_ranks(_opens_again):
+        assert max(free) - min(free) < 64 * MIB  # one window has 512 MiB
+
+
+def _too_large(rank: int) -> str:
+    device = start(rank)
+    unit = UnitSpec("huge", 2**42, torch.bfloat16, 2**42, torch.float32)
+    with pytest.raises(WindowError) as error:
+        transport(rank, device).open(WindowSpec(units=(unit,), words=1))
+    return str(error.value)
+
+
+def test_too_little_device_memory_is_an_error_before_anything_is_taken():
+    first, second = run_ranks(_too_large)
+    assert first == second
+    assert "of device memory" in first and "GiB are free" in first
+
+
+def _not_allowed(rank: int) -> str:
+    device = start(rank)
+    os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
+    with pytest.raises(WindowError, match="use one and the same GPU") as error:
+        transport(rank, device).open(contract.SPEC)
+    return str(error.value)
+
+
+def test_ranks_on_one_gpu_are_refused_unless_allowed():
+    world_size = torch.cuda.device_count() + 1
+    messages = run_ranks(_not_allowed, world_size=world_size)
+    assert len(set(messages)) == 1
+
+
+def _dies(rank: int) -> list[Any]:
+    device = start(rank)
+    opened = transport(rank, device)
+    opened.open(contract.SPEC)
+    rendezvous()(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while not opened.dead_peers():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    copy = contract.zeros_of(opened, 2)
+    opened.read(1, 2, copy)  # the memory lives on while it is mapped here
+    contract.settle(opened)
+    opened.close()
+    dist.destroy_process_group()
+    return [copy.abs().sum().item()]
+
+
+def test_a_killed_rank_is_known_dead_and_harms_nobody():
+    survivor, killed = try_ranks(_dies, timeout=60)
+    assert (survivor.result, survivor.error, survivor.exitcode) == ([0.0], "", 0)
+    assert killed.exitcode == -signal.SIGKILL

@@ -1,0 +1,211 @@
+"""Training on GPUs over the CUDA transport: equal to one process, with one wait of the host per optimizer step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.errors import StaleShardError
+from lightning_odc.sharding import mesh_for, shard_model
+from tests.gpu.ranks import engine, gathered_parameters, rendezvous, start
+from tests.models import Net, summed_loss
+from tests.modules import TokenModule, loader
+from tests.ranks import run_ranks
+from tests.test_parity import LR, STEPS, assert_same, minibatch
+
+#: The same network, summed in another order by other kernels: fp32 sums of some hundred terms of order 1 differ by
+#: about 1e-6, and AdamW with its division by a root of small numbers makes up to 1e-4 of it in four steps.
+TOLERANCE = 2e-4
+CLIP = 0.5
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "foreach": partial(torch.optim.AdamW, lr=LR, weight_decay=0.1, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=LR, weight_decay=0.1, fused=True),
+    "plain": partial(torch.optim.AdamW, lr=LR, weight_decay=0.1),
+}
+
+
+def one_process(optimizer: str = "plain", clip: bool = False) -> dict[str, Tensor]:
+    """The reference, on one GPU."""
+    torch.manual_seed(0)
+    model = Net().cuda()
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(STEPS):
+        stepper.zero_grad()
+        for tokens in minibatch(step):
+            summed_loss(model, tokens.cuda()).backward()
+        items = sum(tokens.numel() - 1 for tokens in minibatch(step))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= items
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        stepper.step()
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def train(
+    rank: int,
+    device: torch.device,
+    optimizer: str = "plain",
+    clip: bool = False,
+    reshard: bool = True,
+    offload: bool = False,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Uneven shares: rank 0 runs one microbatch of every step, the last rank what is left over."""
+    torch.manual_seed(0)
+    model = Net()
+    if not offload:
+        model.to(device)
+    world = len(rendezvous()(None))
+    shard_model(
+        model,
+        mesh_for("cuda", world),
+        mixed_precision=MixedPrecisionPolicy(param_dtype=dtype),
+        reshard_after_forward=reshard,
+        cpu_offload=offload,
+    )
+    own = engine(rank, device, **options)
+    own.attach(model)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(STEPS):
+        stepper.zero_grad()
+        batches = minibatch(step)
+        for tokens in batches[rank : rank + 1] if rank < world - 1 else batches[rank:]:
+            own.ledger.add(tokens.numel() - 1)
+            loss = summed_loss(model, tokens.to(device))
+            with own.backward():
+                loss.backward()
+        own.settle([])
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        stepper.step()
+        own.publish()
+    own.exchange("end", None)
+    result = {
+        "parameters": gathered_parameters(model),
+        "device_waits": own.protocol.device_waits,
+        "traffic": own.traffic,
+        "sources": own.protocol._spec.sources,
+        "dtype": own.protocol.own_shard(0).dtype,
+    }
+    own.close()
+    return result
+
+
+def _trains(rank: int) -> list[dict[str, Any]]:
+    device = start(rank)
+    with warnings.catch_warnings():
+        # The kernel must run: without it, additions would be staged, and a warning would say so.
+        warnings.filterwarnings("error", message="Gradients are added into one accumulator per source rank")
+        return [
+            train(rank, device),
+            train(rank, device, deterministic=True),
+            train(rank, device, deterministic=True),
+            train(rank, device, reshard=False),
+        ]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_uneven_shares_equal_one_process(world_size):
+    expected = one_process()
+    for runs in run_ranks(_trains, world_size=world_size, timeout=170):
+        for run in runs:
+            assert_same(run["parameters"], expected, TOLERANCE)
+            assert run["traffic"].reads > 0 and run["traffic"].adds > 0
+            assert run["device_waits"] == STEPS + 1  # one per optimizer step, one for the meeting at the end
+        shared, first, again, kept = runs
+        assert_same(first["parameters"], again["parameters"], 0.0)
+        assert [run["sources"] for run in (shared, first, kept)] == [1, world_size, 1]
+
+
+def _options(rank: int) -> dict[str, dict[str, Any]]:
+    device = start(rank)
+    return {
+        "foreach, clipped": train(rank, device, "foreach", clip=True),
+        "fused, clipped": train(rank, device, "fused", clip=True),
+        "offload": train(rank, device, offload=True),
+        "bf16": train(rank, device, dtype=torch.bfloat16),
+    }
+
+
+def test_optimizers_clipping_offload_and_bf16():
+    runs, _ = run_ranks(_options, timeout=170)
+    assert_same(runs["foreach, clipped"]["parameters"], one_process("foreach", clip=True), TOLERANCE)
+    assert_same(runs["fused, clipped"]["parameters"], one_process("fused", clip=True), TOLERANCE)
+    assert_same(runs["offload"]["parameters"], one_process(), TOLERANCE)
+    assert runs["bf16"]["dtype"] == torch.bfloat16
+    # bf16 has 8 binary digits, and AdamW's steps of LR are what four steps can differ by.
+    assert_same(runs["bf16"]["parameters"], one_process(), 2 * STEPS * LR)
+
+
+def _edits(rank: int) -> str:
+    device = start(rank)
+    model = Net().to(device)
+    shard_model(model, mesh_for("cuda", 2))
+    own = engine(rank, device)
+    own.attach(model)
+    if rank == 1:
+        model.head.weight.to_local().data.add_(1.0)
+    tokens = minibatch(0)[0].to(device)
+    with own.backward():
+        summed_loss(model, tokens).backward()
+    message = ""
+    try:
+        own.settle(None)
+    except StaleShardError as error:
+        message = str(error)
+        own.fail(message)
+    except RuntimeError as error:  # of the rank whose peer has failed
+        message = str(error)
+    rendezvous()(None)
+    own.close()
+    return message
+
+
+def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
+    for message in run_ranks(_edits):
+        assert "'head.weight' changed after it was published" in message
+
+
+def _with_a_trainer(rank: int, precision: str) -> list[Any]:
+    device = start(rank)
+    strategy = ODCStrategy(
+        parallel_devices=[torch.device("cuda", r % torch.cuda.device_count()) for r in range(2)],
+        process_group_backend="gloo",
+        hang_report_after=None,
+    )
+    module = TokenModule("items")
+    share = Minibatch([tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])])
+    trainer = Trainer(
+        accelerator="gpu",
+        strategy=strategy,
+        precision=precision,  # type: ignore[arg-type]
+        max_epochs=2,
+        gradient_clip_val=CLIP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, loader([share, share]))
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return [type(strategy).__name__, trainer.global_step, all(bool(p.isfinite().all()) for p in own)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_trainer_picks_the_transport_by_itself(precision):
+    assert run_ranks(_with_a_trainer, precision, timeout=150) == [["ODCStrategy", 4, True]] * 2

@@ -1,0 +1,149 @@
+"""Why GPUs cannot share memory, said before anything is allocated: functions of facts, so no GPU is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_odc import ODCStrategy
+from lightning_odc.engine.transports import preflight
+from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
+from lightning_odc.engine.transports.choice import check_transport, make_transport
+from lightning_odc.engine.transports.cuda import CudaTransport
+from lightning_odc.engine.transports.device import DeviceFacts
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.errors import WindowError
+
+GIB = 2**30
+H200 = "NVIDIA H200"
+UNIT = UnitSpec("block", GIB // 2, torch.bfloat16, GIB // 2, torch.float32)  # 1 GiB of shards, 2 GiB of sums
+SPEC = WindowSpec(units=(UNIT,), words=1)
+
+
+def facts(**changes: object) -> DeviceFacts:
+    return replace(DeviceFacts(H200, "one", free=4 * GIB, reaches={"two": True}), **changes)  # type: ignore[arg-type]
+
+
+def other(**changes: object) -> DeviceFacts:
+    return replace(facts(uuid="two", index=1, reaches={"one": True}), **changes)  # type: ignore[arg-type]
+
+
+def refusal(*ranks: DeviceFacts, spec: WindowSpec = SPEC) -> str:
+    with pytest.raises(WindowError) as error:
+        preflight.check(ranks, spec)
+    assert str(error.value).endswith(
+        'Or use ODCStrategy(communication="collective"), which needs none of this.'
+    )
+    return str(error.value)
+
+
+def test_gpus_that_map_each_other_pass():
+    preflight.check([facts(), other()], SPEC)
+    preflight.check([facts(reaches={}), other(reaches={})], SPEC)  # they see their own only: nobody knows
+    preflight.check([facts(), other(name="NVIDIA H100")], SPEC)  # different, but they can
+
+
+def test_gpus_without_peer_to_peer():
+    message = refusal(facts(), other(reaches={"one": False}))
+    assert message.startswith(
+        "the GPU of rank 1 cannot access the memory of the GPU of rank 0 (no peer-to-peer"
+    )
+    assert "`nvidia-smi topo -p2p r`" in message and "different models" not in message
+
+
+def test_mixed_models():
+    message = refusal(facts(reaches={"two": False}), other(name="NVIDIA A100"))
+    assert f"They are different models ({H200} and NVIDIA A100)" in message
+
+
+def test_slices():
+    message = refusal(
+        facts(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb"), other(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    )
+    assert message.startswith("rank 0 runs on a MIG slice") and "nvidia-smi -mig 0" in message
+
+
+def test_one_gpu_for_several_ranks():
+    message = refusal(facts(shares_device=True), facts())
+    assert message.startswith(f"ranks 0, 1 use one and the same GPU ({H200}), and rank 1 does not allow it.")
+    assert (
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in message and 'process_group_backend="gloo"' in message
+    )
+    small = WindowSpec(units=(replace(UNIT, grad_numel=GIB // 8),), words=1)
+    preflight.check([facts(shares_device=True)] * 2, small)
+
+
+def test_gpus_that_every_process_knows_as_its_first():
+    message = refusal(facts(reaches={}), other(index=0, reaches={}))
+    assert message.startswith(
+        "ranks 0 and 1 have different GPUs, but both know theirs as number 0, and torch takes"
+    )
+    assert "--gpus-per-node" in message
+    preflight.check([facts(shares_device=True), other(index=0, shares_device=True)], SPEC)
+
+
+def test_too_little_device_memory_says_how_much_and_why():
+    message = refusal(facts(), other(free=2 * GIB))
+    assert "the window takes 3.00 GiB of device memory (published shards 1.00 GiB, gradient" in message
+    assert "accumulators 2.00 GiB), and on the GPU of rank 1 (NVIDIA H200) 2.00 GiB are free." in message
+    # Two ranks on one GPU need twice as much there, and staging one accumulator per source.
+    message = refusal(*[facts(shares_device=True)] * 2, spec=replace(SPEC, sources=2))
+    assert "10.01 GiB of device memory for 2 ranks (published" in message
+    assert "accumulators 4.00 GiB, one per source rank (2)), and on the GPU of rank 0" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"is_rocm": True, "name": "AMD MI300X"}, "rank 1 has an AMD GPU (AMD MI300X)"),
+        (
+            {"backend": None, "stack": "torch 2.9.0, CUDA 11.8"},
+            "the torch of rank 1 (torch 2.9.0, CUDA 11.8) has no",
+        ),
+        ({"backend": "NVSHMEM"}, "is provided by NVSHMEM, and this transport needs torch's own"),
+        ({"socket": "/" + "x" * 107}, "its path on rank 1 is longer than Linux allows"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_torch_cannot_do(changes, reason):
+    assert reason in refusal(facts(), other(**changes))
+
+
+def test_what_may_stand_behind_an_error():
+    error = RuntimeError("CUDA driver error: invalid device context\nC++ stack ...")
+    message = preflight.explain(error, facts(stack="torch 2.11.0, CUDA 13.0, driver 12.4"))
+    assert "could not be mapped by the peers: CUDA driver error: invalid device context. What" in message
+    for hint in ("--pid=host", "sandbox", "nvidia-fabricmanager", "(torch 2.11.0, CUDA 13.0, driver 12.4)"):
+        assert hint in message
+    assert "expandable" not in message and "C++ stack" not in message
+    assert "expandable_segments:True" in preflight.explain(error, facts(expandable=True))
+    full = preflight.explain(RuntimeError("CUDA driver error: out of memory"), facts())
+    assert full.startswith("the window does not fit into device memory, although 4.00 GiB looked free")
+
+
+def test_which_transport():
+    check_transport("auto", "cpu")
+    check_transport("shared_memory", "cpu")
+    check_transport("auto", "cuda")
+    check_transport("cuda", "cuda")
+    with pytest.raises(
+        ValueError, match=r'transport="cuda".* is not for cpu devices: write transport="shared_memory"'
+    ):
+        check_transport("cuda", "cpu")
+    with pytest.raises(ValueError, match='is not for cuda devices: write transport="cuda"'):
+        check_transport("shared_memory", "cuda")
+    with pytest.raises(
+        ValueError, match=r'not between mps devices.*ODCFabricStrategy\(communication="collective"\)'
+    ):
+        check_transport("auto", "mps", "ODCFabricStrategy")
+    cpus, gpus = ([torch.device(kind, index) for index in range(2)] for kind in ("cpu", "cuda"))
+    with pytest.raises(ValueError, match='write transport="shared_memory"'):
+        ODCStrategy(parallel_devices=cpus, transport="cuda").setup_environment()
+    ODCStrategy(parallel_devices=gpus)._check_devices()
+    ODCStrategy(parallel_devices=gpus, transport="shared_memory", communication="collective")._check_devices()
+    made = [
+        make_transport(torch.device(name), 0, 2, lambda item: [item] * 2, None) for name in ("cpu", "cuda:0")
+    ]
+    assert [type(transport) for transport in made] == [SharedMemoryTransport, CudaTransport]

@@ -1,0 +1,43 @@
+"""The helper that runs ranks: it would be a poor judge if it could hang or lose an outcome."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.models import init_gloo
+from tests.ranks import run_ranks, try_ranks
+
+MORE_THAN_A_PIPE_HOLDS = 1 << 20
+
+
+def _returns_much(rank: int) -> bytes:
+    init_gloo(rank)  # so that ranks wait for each other before they end
+    return bytes(MORE_THAN_A_PIPE_HOLDS)
+
+
+def test_results_may_be_large():
+    assert [len(result) for result in run_ranks(_returns_much, timeout=30)] == [MORE_THAN_A_PIPE_HOLDS] * 2
+
+
+def _ends_oddly(rank: int) -> None:
+    if rank == 0:
+        os._exit(3)
+    raise ValueError("no")
+
+
+def test_every_end_is_told():
+    dead, failed = try_ranks(_ends_oddly)
+    assert (dead.exitcode, dead.error) == (3, "ended without a result")
+    assert failed.exitcode == 1 and "ValueError: no" in failed.error
+
+
+def _sleeps(rank: int) -> None:
+    time.sleep(60 * rank)
+
+
+def test_a_rank_that_does_not_end_is_killed_and_named():
+    with pytest.raises(AssertionError, match=r"ranks \[1\] did not end within 2 s"):
+        try_ranks(_sleeps, timeout=2)

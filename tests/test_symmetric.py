@@ -1,0 +1,139 @@
+"""The thin layer above torch.cuda asks for the right things; what only a machine with a GPU has is stood in for."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_odc import _compat
+from lightning_odc.engine.transports.symmetric import SymmetricDevice
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+class Handle:
+    """What a rendezvous returns to rank 1 of 2."""
+
+    rank, world_size = 1, 2
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        assert rank == 0
+        return torch.full(sizes, 7, dtype=dtype)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that were made of torch.cuda and symmetric memory, which work on host memory."""
+    calls: list[Any] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking, "a wait must not burn a core"
+
+        def record(self, stream: Any) -> None:
+            calls.append(("record", stream.name))
+
+    current = SimpleNamespace(name="current", wait_stream=lambda other: calls.append(("wait", other.name)))
+    two = {0: ("NVIDIA H200", "a"), 1: ("NVIDIA H200", "b")}
+    replaced = {
+        "get_device_properties": lambda d: SimpleNamespace(
+            **dict(zip(("name", "uuid"), two[getattr(d, "index", d)], strict=True))
+        ),
+        "mem_get_info": lambda d: (1000, 2000),
+        "memory_reserved": lambda d: 50,
+        "memory_allocated": lambda d: 20,
+        "device_count": lambda: 2,
+        "can_device_access_peer": lambda d, peer: (d, peer) == (GPU, 1),
+        "empty_cache": lambda: calls.append("empty_cache"),
+        "synchronize": lambda d: calls.append("synchronize"),
+        "current_stream": lambda d: current,
+        "set_device": lambda d: calls.append(("device", d)),
+        "Event": Event,
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(_compat, "symmetric_backend", lambda d: "CUDA")
+    monkeypatch.setattr(_compat, "symmetric_empty", lambda size, d: torch.full((size,), 9, dtype=torch.uint8))
+    monkeypatch.setattr(_compat, "symmetric_rendezvous", lambda own, group: Handle())
+    return calls
+
+
+def test_facts(cuda, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv("TMPDIR", "/somewhere")
+    facts = SymmetricDevice(GPU, None).facts()
+    assert (facts.name, facts.uuid, facts.free, facts.backend) == ("NVIDIA H200", "a", 1030, "CUDA")
+    assert (facts.shares_device, facts.expandable, facts.reaches) == (True, True, {"b": True})
+    assert facts.socket.startswith("/somewhere/symm_mem-")
+    assert facts.stack.startswith(f"torch {torch.__version__}, CUDA ")
+
+
+def test_windows_are_zeroed_before_others_can_look_and_given_back(cuda):
+    device = SymmetricDevice(GPU, "group")
+    device.create(64)
+    assert cuda == ["empty_cache", "synchronize"]
+    other, own = device.attach()
+    assert (other.unique().tolist(), own.unique().tolist(), own.numel()) == ([7], [0], 64)
+    device.close()
+    device.close()
+    assert cuda == ["empty_cache", "synchronize", "synchronize"]
+    assert device._own is None and device._handle is None
+
+
+def test_streams_marks_and_work(cuda):
+    device = SymmetricDevice(GPU, None)
+    stream: Any = device.stream()
+    device.wait_for(SimpleNamespace(name="gather"))  # type: ignore[arg-type]
+    device.mark()
+    assert (stream.name, cuda) == ("current", [("wait", "gather"), ("record", "current")])
+    device.enter_thread()
+    assert cuda[-1] == ("device", GPU)
+    target = torch.zeros(3)
+    device.copy(target, torch.ones(3))
+    assert target.tolist() == [1, 1, 1]
+    device._has_kernel = False
+    device.add(target, torch.ones(3, dtype=torch.bfloat16))
+    assert target.tolist() == [2, 2, 2]
+
+
+def kernels(monkeypatch: pytest.MonkeyPatch, add: Any) -> SymmetricDevice:
+    module = ModuleType("lightning_odc.engine.transports.kernels")
+    vars(module).update(ATOMIC_DTYPES={torch.float32}, atomic_add=add)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules["lightning_odc.engine.transports"], "kernels", module, raising=False)
+    device = SymmetricDevice(CPU, None)
+    device._has_kernel = True
+    return device
+
+
+def test_a_kernel_that_works_is_used(monkeypatch):
+    device = kernels(monkeypatch, lambda target, values: target.add_(values))
+    assert device.why_not_atomic({torch.float32}) == ""
+    assert "accumulators in torch.float64" in device.why_not_atomic({torch.float64, torch.float32})
+    used = kernels(monkeypatch, lambda target, values: target.fill_(5))
+    sums, wide = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    used.add(sums, torch.ones(2))
+    used.add(wide, torch.ones(2))
+    assert (sums.tolist(), wide.tolist()) == ([5, 5], [1, 1])
+
+
+def test_a_kernel_that_does_not_is_left_alone(monkeypatch):
+    def fails(target: Any, values: Any) -> None:
+        raise ImportError("no compiler")
+
+    device = kernels(monkeypatch, fails)
+    assert device.why_not_atomic({torch.float32}) == (
+        "the kernel for atomic additions does not run: ImportError: no compiler"
+    )
+    target = torch.zeros(2)
+    device.add(target, torch.ones(2))
+    assert target.tolist() == [1, 1]
+    wrong = kernels(monkeypatch, lambda target, values: None)
+    assert "1 + 1 came out as 1.0" in wrong.why_not_atomic({torch.float32})
+    assert "Triton" in wrong.why_not_atomic({torch.float32})  # from then on it is not even tried
