@@ -75,13 +75,6 @@ class HybridProtocol(Protocol):
         super().fail(message)
         self._column.fail(message)
 
-    def meet(self, record: Record) -> list[Record]:
-        column = self._meet_column(record)
-        rows = super().meet({"kind": record["kind"], "column": column})
-        records = self._layout.by_rank([row["column"] for row in rows])
-        records[self._layout.rank] = record
-        return records
-
     def end_version(self, record: Record) -> list[Record]:
         records = super().end_version(record)
         with self.traced("begin_sum_over_nodes"):
@@ -97,6 +90,14 @@ class HybridProtocol(Protocol):
         with self.traced("sum_over_nodes", unit=self._specs[unit].name):
             return self._sums.pop(unit)()
 
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return range(self._layout.world_size)
+
+    def _exchange(self, record: Record) -> list[Record]:
+        rows = super()._exchange({"kind": record["kind"], "column": self._meet_column(record)})
+        return self._layout.by_rank([row["column"] for row in rows])
+
     def _meet_column(self, record: Record) -> list[Record]:
         self.peers.begin(Activity.MEET)
         self._column.begin(record)
@@ -108,9 +109,7 @@ class HybridProtocol(Protocol):
                 f"({record['kind']})"
             ),
         )
-        records = self._column.records()
-        self._agree({rank: r["kind"] for rank, r in zip(self._column.ranks, records, strict=True)})
-        return records
+        return self._column.records()
 
 
 class HybridEngine(OnDemandEngine):

@@ -376,8 +376,6 @@ class Protocol(Traced):
     def meet(self, record: Record) -> list[Record]:
         """Wait until every rank has come to this meeting; returns everybody's record, in rank order.
 
-        See Note [Meetings are at most one ahead].
-
         Args:
             record: JSON-serialisable; ``record["kind"]`` must be the same on every rank.
 
@@ -386,18 +384,27 @@ class Protocol(Traced):
         """
         self.finish()
         signals = sorted(self.signals.raised)
-        message = json.dumps({**record, _SIGNALS: signals} if signals else record).encode()
+        records = self._exchange({**record, _SIGNALS: signals} if signals else record)
+        self.signals.agreed.update(*(said.pop(_SIGNALS, ()) for said in records))
+        records[self._ranks.index(self._job_rank)] = record
+        self._agree({rank: r["kind"] for rank, r in zip(self._ranks, records, strict=True)})
+        return records
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """Who meets, as ranks of the job, in the order of their records."""
+        return [self.transport.job_rank(peer) for peer in range(self.transport.world_size)]
+
+    def _exchange(self, record: Record) -> list[Record]:
+        """Everybody's record; see Note [Meetings are at most one ahead]."""
+        message = json.dumps(record).encode()
         said = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         heard = self._meet_once(said[:_MAILBOX_BYTES], record)
         longest = max(int.from_bytes(part[:_LENGTH_BYTES], "little") for part in heard) + _LENGTH_BYTES
         for start in range(_MAILBOX_BYTES, longest, _MAILBOX_BYTES):
             parts = self._meet_once(said[start : start + _MAILBOX_BYTES], record)
             heard = [before + part for before, part in zip(heard, parts, strict=True)]
-        records: list[Record] = [json.loads(part[_LENGTH_BYTES:]) for part in heard]
-        self.signals.agreed.update(*(said.pop(_SIGNALS, ()) for said in records))
-        records[self.transport.rank] = record
-        self._agree({self.transport.job_rank(peer): r["kind"] for peer, r in enumerate(records)})
-        return records
+        return [json.loads(part[_LENGTH_BYTES:]) for part in heard]
 
     def end_version(self, record: Record) -> list[Record]:
         """`meet`, and from then on nobody uses this version any more: owners update their shards at once."""
