@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_odc import _compat, nodes
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
+from lightning_odc.checkpoint_io import WholeCheckpointIO
 from lightning_odc.data.plan import Recipe
 
 COMMUNICATIONS = ("on_demand", "collective", "lockstep")
@@ -111,7 +112,7 @@ def warn_of_idle_options(options: Mapping[str, Any]) -> None:
 
 def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
     """Refuse a plugin that would not be used."""
-    if state_dict_type == "sharded" and type(checkpoint_io) is not TorchCheckpointIO:
+    if state_dict_type == "sharded" and type(checkpoint_io) is not WholeCheckpointIO:
         raise ValueError(
             'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
             f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat, sharded_checkpoint
 from lightning_odc.checkpoint_checks import check_names, check_optimizers
+from lightning_odc.checkpoint_io import WholeCheckpointIO
 from lightning_odc.precision import ODCPrecision
 
 
@@ -84,8 +85,10 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
     barrier()  # so that nobody looks while something is being removed
     if is_first and full and path.is_dir():
         shutil.rmtree(path)
-    elif is_first and not full and path.is_file():
-        path.unlink()
+    elif is_first and not full:
+        sharded_checkpoint.discard_unfinished(path)
+        if path.is_file():
+            path.unlink()
     barrier()
 
 
@@ -125,7 +128,7 @@ def load(
 
 def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> dict[str, Any]:
     """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
-    if type(checkpoint_io) not in (TorchCheckpointIO, AsyncCheckpointIO):
+    if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
         return checkpoint_io.load_checkpoint(path)
     if isinstance(path, Path):
         return cast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,45 @@ _MODEL_KEYS = ("model", "state_dict")
 def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
     """Write shards of model and optimizers, and one file with everything else. All ranks together.
 
-    The names are those of Lightning's ``FSDPStrategy``, which its tool for consolidating checkpoints expects.
+    They are written beside ``path`` and renamed when they are complete. The names are those of Lightning's
+    ``FSDPStrategy``, which its tool for consolidating checkpoints expects.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    unfinished = _unfinished(path)
+    unfinished.mkdir(parents=True, exist_ok=True)
     state = {_MODEL_KEYS[0]: checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
     state.update({f"optimizer_{index}": optimizer for index, optimizer in enumerate(states)})
-    _compat.save_sharded(state, path)
+    _compat.save_sharded(state, unfinished)
     if rank == 0:
-        torch.save(checkpoint, path / _compat.METADATA_FILENAME)
+        torch.save(checkpoint, unfinished / _compat.METADATA_FILENAME)
+        _put_in_place(unfinished, path)
+
+
+def discard_unfinished(path: Path) -> None:
+    """Remove what an earlier run may have left when it died while it wrote ``path``, but never the only whole one."""
+    shutil.rmtree(_unfinished(path), ignore_errors=True)
+    before = _before(path)
+    if path.exists():
+        shutil.rmtree(before, ignore_errors=True)
+    elif before.exists():
+        before.rename(path)
+
+
+def _put_in_place(unfinished: Path, path: Path) -> None:
+    """Directories cannot be replaced in one go: for a moment the old one has another name, and is then removed."""
+    before = _before(path)
+    if path.exists():
+        path.rename(before)
+    unfinished.rename(path)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(f".{path.name}.before")
 
 
 def load(

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStr
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments, averaging, checkpoint, nodes, sharded_checkpoint
+from lightning_odc.checkpoint_io import WholeCheckpointIO
 from lightning_odc.engine.layout import Layout
 from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.materialize import Unfilled, materialize
@@ -90,6 +92,20 @@ class ShardedStrategy(FSDPStrategy):
             plugin = ODCPrecision(plugin.precision, self._device_type())
         # Into its own place: the trainer looks there for what a strategy was made with.
         cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """What reads and writes full checkpoints: a plugin of the user's, or our own instead of Lightning's."""
+        found = super().checkpoint_io
+        if type(found) is TorchCheckpointIO:
+            found = self.checkpoint_io = WholeCheckpointIO()
+        elif isinstance(found, AsyncCheckpointIO):
+            found.checkpoint_io = WholeCheckpointIO()
+        return found
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        cast(property, FSDPStrategy.checkpoint_io).__set__(self, plugin)
 
     @property
     def _on_demand(self) -> bool:

@@ -80,7 +80,7 @@ class FakeDevice(Device):
         self._rank = rank
         self._rendezvous = rendezvous
         self._why_not = why_not
-        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40), **facts)
+        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank), **facts)
         self._regions: dict[int, Region] = {}
         self._here = threading.local()
         self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]
@@ -124,6 +124,9 @@ class FakeDevice(Device):
         with self.on(stream):
             self.ask(mark.passed.set)
         return mark
+
+    def enter_thread(self) -> None:
+        """Any thread can wait for a :class:`FakeMark`."""
 
     # -- work ---------------------------------------------------------------------------------------------
 

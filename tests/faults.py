@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_odc import Minibatch
+from lightning_odc.checkpoint_io import WholeCheckpointIO
 from tests.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.ranks import Outcome, try_ranks
 
@@ -58,7 +58,12 @@ PLACES = (
     "publishing",
     "validation",
     "saving a checkpoint",
+    "checkpoint not yet in place",
 )
+WRITING = PLACES[-2:]  # done by rank 0
+
+#: A disk that is full hurts where something is written.
+DISK_FULL = ("disk full", "saving a checkpoint")
 
 
 class InjectedError(Exception):
@@ -66,29 +71,35 @@ class InjectedError(Exception):
 
 
 def strike(fault: str, folder: Path) -> None:
-    """What happens to the victim; schedulers and launchers terminate all ranks together."""
-    if fault == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "segfault":
-        ctypes.string_at(0)
-    elif fault == "exits":
-        os._exit(7)
-    elif fault == "raises":
+    """What happens to the victim."""
+    name, *details = fault.split() if fault.startswith("stopped") else [fault]
+    if name == "raises":
         raise InjectedError("on purpose")
-    elif fault == "interrupted":
+    if name == "interrupted":
         raise KeyboardInterrupt
-    elif fault == "terminated":
-        for note in folder.glob("*.pid"):
-            os.kill(int(note.read_text()), signal.SIGTERM)
-    elif fault == "terminated alone":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif fault == "out of memory":
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
-        torch.empty(1 << 34, dtype=torch.uint8)
-    elif fault.startswith("stopped"):
-        stop_for(*fault.split()[1:])
-    else:
-        raise AssertionError(fault)
+    strikes: dict[str, Callable[..., Any]] = {
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "segfault": lambda: ctypes.string_at(0),
+        "exits": lambda: os._exit(7),
+        "terminated": lambda: terminate_all(folder),
+        "terminated alone": lambda: os.kill(os.getpid(), signal.SIGTERM),
+        "out of memory": use_up_memory,
+        "disk full": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY)),
+        "stopped": stop_for,
+    }
+    strikes[name](*details)
+
+
+def terminate_all(folder: Path) -> None:
+    """As schedulers and launchers do."""
+    for note in folder.glob("*.pid"):
+        os.kill(int(note.read_text()), signal.SIGTERM)
+
+
+def use_up_memory() -> None:
+    """As much as this process may have, and more."""
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+    torch.empty(1 << 34, dtype=torch.uint8)
 
 
 def stop_for(seconds: str, then: str) -> None:
@@ -128,6 +139,7 @@ class Trap(Callback):
         protocol.transport.add = self.before("adding, lock held", protocol.transport.add)
         protocol.end_version = self.before("before the meeting", protocol.end_version)
         protocol.publish = self.before("publishing", protocol.publish)
+        os.fsync = self.before("checkpoint not yet in place", os.fsync)
         trainer.optimizers[0].register_step_pre_hook(lambda *_: self.visit("optimizer step"))
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -160,8 +172,8 @@ class Batches(ListDataset):
             yield batch
 
 
-class TrappedIO(TorchCheckpointIO):
-    """Strikes while the file is being written: after the state is known, before it is complete."""
+class TrappedIO(WholeCheckpointIO):
+    """Strikes after the state is known, before anything of it is written."""
 
     def __init__(self, trap: Trap) -> None:
         self.trap = trap
@@ -173,7 +185,7 @@ class TrappedIO(TorchCheckpointIO):
 
 def victim_of(place: str) -> int:
     """Rank 0 writes checkpoints."""
-    return 0 if place == "saving a checkpoint" else VICTIM
+    return 0 if place in WRITING else VICTIM
 
 
 def train(rank: int, fault: str, place: str, folder: str, timeout: float, **strategy: Any) -> str:
@@ -290,7 +302,8 @@ def _cell(result: Result | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Try everything; print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, metavar="FAULT")
+    known = (*FAULTS, DISK_FULL[0])
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=known, metavar="FAULT")
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, metavar="PLACE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all that is known here")
     options = parser.parse_args(arguments)

@@ -40,14 +40,12 @@ WAITS = {"waits per minibatch": 1.0, "synchronizing calls per minibatch": 2.0}
 
 
 def _times(transport: Transport, meet: Callable[[Any], list[Any]]) -> Any:
-    fake = fake_cuda(transport.rank, 2, meet)
-
     def host_seconds(job: Callable[[], Any]) -> list[float]:
         begin = time.perf_counter()
         job()
         return [time.perf_counter() - begin]
 
-    return time_primitives(fake, meet, [1], host_seconds)
+    return time_primitives(lambda: fake_cuda(transport.rank, 2, meet), meet, [1], host_seconds)
 
 
 def test_every_job_runs_on_every_rank():

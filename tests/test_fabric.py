@@ -117,6 +117,37 @@ def _train_plainly(rank: int) -> dict[str, Tensor]:
     return full_parameters(model.module)
 
 
+def _train_in(rank: int, precisions: list[str]) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for precision in precisions:
+        fabric = make(precision=precision)
+        model, optimizer = fabric.setup(*new_model())
+        for step in range(3):
+            run_step(fabric, model, optimizer, own(rank, (4, 2), step))
+        fabric.strategy.teardown()
+        found[precision] = full_parameters(model.module)
+    return found
+
+
+def test_bf16():
+    start, one = full_parameters(new_model()[0]), reference()
+    flat = {
+        name: torch.cat([p.flatten() for p in values.values()])
+        for name, values in {"start": start, "one": one}.items()
+    }
+    moved = (flat["one"] - flat["start"]).abs().max()
+    for found in run_ranks(_train_in, ["bf16-mixed", "bf16-true"]):
+        for precision, parameters in found.items():
+            kept = torch.float32 if "mixed" in precision else torch.bfloat16
+            assert {p.dtype for p in parameters.values()} == {kept}
+            got = torch.cat([p.float().flatten() for p in parameters.values()])
+            # AdamW steps by a gradient's sign as much as by its size, and bf16 turns the sign of the smallest ones, so
+            # bounds are on means; parameters kept in bf16 round by 2^-8 of values below 1, at the start and in 3 steps.
+            bound = 0.2 * moved + (0 if kept is torch.float32 else 4 * 2**-8)
+            assert (got - flat["start"]).abs().mean() > 0.4 * moved, precision
+            assert (got - flat["one"]).abs().mean() < bound, precision
+
+
 def test_without_counts_it_is_the_mean_over_ranks():
     model, _ = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)

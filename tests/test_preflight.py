@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_odc import ODCStrategy
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 from lightning_odc.engine.transports.choice import check_transport, make_transport
@@ -26,7 +27,7 @@ def facts(**changes: object) -> DeviceFacts:
 
 
 def other(**changes: object) -> DeviceFacts:
-    return replace(facts(uuid="two", reaches={"one": True}), **changes)  # type: ignore[arg-type]
+    return replace(facts(uuid="two", index=1, reaches={"one": True}), **changes)  # type: ignore[arg-type]
 
 
 def refusal(*ranks: DeviceFacts, spec: WindowSpec = SPEC) -> str:
@@ -40,7 +41,7 @@ def refusal(*ranks: DeviceFacts, spec: WindowSpec = SPEC) -> str:
 
 def test_gpus_that_map_each_other_pass():
     preflight.check([facts(), other()], SPEC)
-    preflight.check([facts(reaches={}), other(reaches={})], SPEC)  # each process sees its own GPU only
+    preflight.check([facts(reaches={}), other(reaches={})], SPEC)  # they see their own only: nobody knows
     preflight.check([facts(), other(name="NVIDIA H100")], SPEC)  # different, but they can
 
 
@@ -74,6 +75,15 @@ def test_one_gpu_for_several_ranks():
     preflight.check([facts(shares_device=True)] * 2, small)
 
 
+def test_gpus_that_every_process_knows_as_its_first():
+    message = refusal(facts(reaches={}), other(index=0, reaches={}))
+    assert message.startswith(
+        "ranks 0 and 1 have different GPUs, but both know theirs as number 0, and torch takes"
+    )
+    assert "--gpus-per-node" in message
+    preflight.check([facts(shares_device=True), other(index=0, shares_device=True)], SPEC)
+
+
 def test_too_little_device_memory_says_how_much_and_why():
     message = refusal(facts(), other(free=2 * GIB))
     assert "the window takes 3.00 GiB of device memory (published shards 1.00 GiB, gradient" in message
@@ -105,7 +115,7 @@ def test_what_may_stand_behind_an_error():
     error = RuntimeError("CUDA driver error: invalid device context\nC++ stack ...")
     message = preflight.explain(error, facts(stack="torch 2.11.0, CUDA 13.0, driver 12.4"))
     assert "could not be mapped by the peers: CUDA driver error: invalid device context. What" in message
-    for hint in ("--pid=host", "sandbox", "too old for this torch (torch 2.11.0, CUDA 13.0, driver 12.4)"):
+    for hint in ("--pid=host", "sandbox", "nvidia-fabricmanager", "(torch 2.11.0, CUDA 13.0, driver 12.4)"):
         assert hint in message
     assert "expandable" not in message and "C++ stack" not in message
     assert "expandable_segments:True" in preflight.explain(error, facts(expandable=True))
@@ -128,6 +138,11 @@ def test_which_transport():
         ValueError, match=r'not between mps devices.*ODCFabricStrategy\(communication="collective"\)'
     ):
         check_transport("auto", "mps", "ODCFabricStrategy")
+    cpus, gpus = ([torch.device(kind, index) for index in range(2)] for kind in ("cpu", "cuda"))
+    with pytest.raises(ValueError, match='write transport="shared_memory"'):
+        ODCStrategy(parallel_devices=cpus, transport="cuda").setup_environment()
+    ODCStrategy(parallel_devices=gpus)._check_devices()
+    ODCStrategy(parallel_devices=gpus, transport="shared_memory", communication="collective")._check_devices()
     made = [
         make_transport(torch.device(name), 0, 2, lambda item: [item] * 2, None) for name in ("cpu", "cuda:0")
     ]

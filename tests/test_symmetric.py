@@ -52,6 +52,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "empty_cache": lambda: calls.append("empty_cache"),
         "synchronize": lambda d: calls.append("synchronize"),
         "current_stream": lambda d: current,
+        "set_device": lambda d: calls.append(("device", d)),
         "Event": Event,
     }
     for name, function in replaced.items():
@@ -91,6 +92,8 @@ def test_streams_marks_and_work(cuda):
     device.wait_for(SimpleNamespace(name="gather"))  # type: ignore[arg-type]
     device.mark()
     assert (stream.name, cuda) == ("current", [("wait", "gather"), ("record", "current")])
+    device.enter_thread()
+    assert cuda[-1] == ("device", GPU)
     target = torch.zeros(3)
     device.copy(target, torch.ones(3))
     assert target.tolist() == [1, 1, 1]

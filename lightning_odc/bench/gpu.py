@@ -38,8 +38,7 @@ def measure(rank: int, world_size: int, mib: list[int]) -> dict[str, Any]:
     def fresh() -> Transport:
         return make_transport(device, rank, world_size, meet, dist.group.WORLD)
 
-    # One transport serves one opening of windows after the other.
-    primitives = time_primitives(fresh(), meet, mib)
+    primitives = time_primitives(fresh, meet, mib)
     reading = gpu_profile.reading(fresh(), meet, max(mib))
     waits = gpu_profile.host_waits(OnDemandEngine(fresh, meet, timeout=120), device, world_size)
     return {"primitives": primitives, "reading": reading, "waits": waits}

@@ -32,7 +32,7 @@ def device_seconds(job: Callable[[], Any]) -> list[float]:
 
 
 def time_primitives(
-    transport: Transport,
+    fresh: Callable[[], Transport],
     meet: Callable[[Any], list[Any]],
     mib: Iterable[int],
     time_of: TimeOf = device_seconds,
@@ -40,12 +40,12 @@ def time_primitives(
     """One entry per size: median seconds of what this rank did, all ranks at once and this rank alone.
 
     Args:
-        transport: fresh; it is opened and closed for every size.
+        fresh: makes a transport, one for every size.
         meet: gives every rank's object to every rank.
         mib: sizes of what is read from one owner, and of the accumulator that is added to, in MiB.
         time_of: measures a job.
     """
-    return [_time_size(transport, meet, size, time_of) for size in mib]
+    return [_time_size(fresh(), meet, size, time_of) for size in mib]
 
 
 def _time_size(

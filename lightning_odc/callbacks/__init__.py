@@ -1,6 +1,7 @@
 """Callbacks that measure and show what every rank does."""
 
 from lightning_odc.callbacks.chrome_trace import load_timeline
+from lightning_odc.callbacks.finite import FiniteCheck
 from lightning_odc.callbacks.gantt import draw_timelines
 from lightning_odc.callbacks.idle import DeviceIdleMonitor
 from lightning_odc.callbacks.spans import RankTimeline, Timeline
@@ -8,6 +9,7 @@ from lightning_odc.callbacks.timeline import TimelineRecorder
 
 __all__ = [
     "DeviceIdleMonitor",
+    "FiniteCheck",
     "RankTimeline",
     "Timeline",
     "TimelineRecorder",

@@ -16,10 +16,12 @@ class Announcer:
 
     Args:
         store: writes a word.
+        enter_thread: called first in the thread.
     """
 
-    def __init__(self, store: Callable[[int, int], None]) -> None:
+    def __init__(self, store: Callable[[int, int], None], enter_thread: Callable[[], None]) -> None:
         self._store = store
+        self._enter_thread = enter_thread
         self._waiting: queue.SimpleQueue[tuple[Mark, int, int] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="lightning-odc announcer", daemon=True)
@@ -46,6 +48,7 @@ class Announcer:
 
     def _run(self) -> None:
         try:
+            self._enter_thread()
             while (item := self._waiting.get()) is not None:
                 mark, word, value = item
                 mark.synchronize()  # without the interpreter's lock

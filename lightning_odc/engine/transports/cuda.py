@@ -78,7 +78,7 @@ class CudaTransport(Transport):
         self._together(lambda: preflight.check(self._facts, spec))
         self._together(lambda: self._create(spec.data_bytes))
         self._together(self._attach)
-        self._announcer = Announcer(self._control.store)
+        self._announcer = Announcer(self._control.store, self._device.enter_thread)
 
     def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
         return together(self._rendezvous, part, self.close, self._job_ranks)

@@ -31,6 +31,7 @@ class DeviceFacts:
         name: the model, as the driver says.
         uuid: tells devices of one host apart.
         free: bytes that a window may take.
+        index: its number in this process.
         stack: versions of torch, CUDA and driver, for messages.
         backend: what provides symmetric memory in this build of torch; ``None`` if nothing does.
         is_rocm: an AMD device under the name of CUDA.
@@ -43,6 +44,7 @@ class DeviceFacts:
     name: str
     uuid: str
     free: int
+    index: int = 0
     stack: str = ""
     backend: str | None = "CUDA"
     is_rocm: bool = False
@@ -74,6 +76,10 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the windows, of which no view may be left. Idempotent."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Called first in every thread that waits for marks."""
 
     @abstractmethod
     def stream(self) -> Hashable:

@@ -36,7 +36,7 @@ def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
 
 
 def _reasons(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
-    for look in (_backends, _sockets, _same_device, _slices, _access):
+    for look in (_backends, _sockets, _same_device, _same_number, _slices, _access):
         yield from look(facts)
     yield from _memory(facts, spec)
 
@@ -79,6 +79,20 @@ def _same_device(facts: Sequence[DeviceFacts]) -> Iterator[str]:
                 f"ranks {', '.join(map(str, sharing))} use one and the same GPU ({own.name}), and rank {rank} does "
                 "not allow it. Give every rank a GPU of its own (Trainer(devices=N) with N visible GPUs). For tests "
                 f'only, set {OVERLAP_VARIABLE}=1 for every rank and use ODCStrategy(process_group_backend="gloo").'
+            )
+
+
+def _same_number(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    """By number torch tells devices apart, which means something only where all processes see the same ones."""
+    first: dict[int, int] = {}
+    for rank, own in enumerate(facts):
+        peer = first.setdefault(own.index, rank)
+        if facts[peer].uuid != own.uuid and not own.shares_device:
+            yield (
+                f"ranks {peer} and {rank} have different GPUs, but both know theirs as number {own.index}, and torch "
+                "takes them for one. Let every process see all GPUs of the job (the same CUDA_VISIBLE_DEVICES for all; "
+                f"under SLURM --gpus-per-node instead of --gpus-per-task), or set {OVERLAP_VARIABLE}=1 for every rank, "
+                "which turns torch's check off."
             )
 
 
@@ -144,6 +158,7 @@ def explain(error: Exception, own: DeviceFacts) -> str:
         "--ipc=host), under one user",
         "a sandbox or security profile may forbid CUDA's handles (file descriptors over Unix sockets, NVIDIA IMEX "
         "channels); try without it",
+        "on machines with NVSwitch the fabric manager must run (`systemctl status nvidia-fabricmanager`)",
         f"the driver may be too old for this torch ({own.stack}): see `nvidia-smi`",
     ]
     if own.expandable:

@@ -47,6 +47,7 @@ class SymmetricDevice(Device):
             name=properties.name,
             uuid=str(properties.uuid),
             free=free + cached,
+            index=self._device.index or 0,
             stack=_stack(),
             backend=_compat.symmetric_backend(self._device),
             is_rocm=torch.version.hip is not None,
@@ -100,6 +101,11 @@ class SymmetricDevice(Device):
             with contextlib.suppress(RuntimeError):  # a device that has failed is waited for by nobody
                 torch.cuda.synchronize(self._device)  # views of peers' memory end here
         self._handle = self._own = None
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(
+            self._device
+        )  # else a new thread may make a context on the first GPU, with its memory
 
     def stream(self) -> Hashable:
         return torch.cuda.current_stream(self._device)
