@@ -87,6 +87,10 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
             assert max(idle) > 0
     assert found["loss_difference"] < 1e-6
     assert found["overhead_seconds"] > 0
+    totals = found["runs"][1]["totals"]
+    # Each of three minibatches has at least 4 microbatches, each of 3 layers reads 3 peers' shards twice in each.
+    assert sum(one["reads"] for one in totals) >= 3 * 4 * 3 * 3 * 2
+    assert found["runs"][0]["totals"][0]["reads"] == 0
     slow, fast = (sum(run["bounds"]) for run in found["runs"])
     assert slow > fast
 
