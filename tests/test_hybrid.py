@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.layout import Layout
@@ -25,6 +27,8 @@ from tests.test_parity import assert_same
 
 LENGTHS = [[5, 9, 4, 7, 12, 3, 8, 6], [8, 3, 15, 6, 2, 9, 4, 4], [30, 2, 2, 3, 9, 5, 7, 11]]
 UNEVEN, EVEN = (5, 1, 0, 2), (2, 2, 2, 2)
+#: The number of a signal that nobody handles.
+SIGNAL = 99
 #: Gradients are larger than this, so every step is clipped.
 CLIP = 0.05
 
@@ -42,12 +46,15 @@ class Watcher(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        if trainer.global_rank == 3 and hasattr(engine, "protocol"):
+            engine.protocol.signals.raised.add(SIGNAL)
         shard = next(module.parameters())
         self.seen |= {
             "parameters": full_parameters(module),
             "mesh": list(shard.device_mesh.shape),  # type: ignore[attr-defined]
             "traffic": engine.traffic,
             "exchanged": engine.exchange("test", trainer.global_rank),
+            "signals": sorted(engine.protocol.signals.agreed) if hasattr(engine, "protocol") else [],
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         }
 
@@ -151,20 +158,43 @@ def resumed(rank: int, directory: str, kind: str) -> dict[str, Tensor]:
     return full_parameters(module)
 
 
+class ByHand(TokenModule):
+    right = True
+
+    def configure_model(self) -> None:
+        strategy: Any = self.trainer.strategy
+        for block in self.net.blocks:
+            if not isinstance(block, FSDPModule):
+                fully_shard(block, mesh=strategy.shard_mesh if self.right else None)
+
+
+def by_hand(rank: int) -> list[Any]:
+    """Blocks sharded in ``configure_model``, over the ranks of the node; then over all ranks."""
+    module = ByHand("items", lr=0.01)
+    trainer(4, strategy=hybrid()).fit(module, loader(shares(rank, UNEVEN)))
+    wrong = ByHand("items", lr=0.01)
+    wrong.right = False
+    try:
+        trainer(4, strategy=hybrid()).fit(wrong, loader(shares(rank, UNEVEN)))
+    except ValueError as error:
+        return [full_parameters(module), str(error)]
+    return [full_parameters(module), ""]
+
+
 def everything(rank: int, directory: str) -> dict[str, Any]:
     torch.manual_seed(rank)
     return {
         "fp32": fit(rank),
-        "replicas begin apart": fit(rank, disturb=1.0 if rank >= 2 else 0.0),
         "bf16": fit(rank, precision="bf16-mixed"),
         "clipped": fit(rank, gradient_clip_val=CLIP),
         "deterministic": [fit(rank, deterministic=True) for _ in range(2)],
         "collective": fit(rank, EVEN, "collective", gradient_clip_val=CLIP),
-        "lockstep": fit(rank, EVEN, "lockstep"),
+        "lockstep": fit(rank, EVEN, "lockstep", disturb=1.0 if rank >= 2 else 0.0),
         "steal": balanced(rank, "steal"),
         "edited": edited(rank),
         "full": resumed(rank, directory, "full"),
         "sharded": resumed(rank, directory, "sharded"),
+        "by hand": by_hand(rank),
     }
 
 
@@ -209,11 +239,6 @@ def test_gradients_are_summed_over_nodes_once_per_minibatch(ranks):
         assert result["fp32"]["traffic"].bytes_reduced == 3 * 4 * halves
 
 
-def test_replicas_begin_with_the_values_of_the_first_node(ranks, alone):
-    for result in ranks:
-        assert_same(result["replicas begin apart"]["parameters"], alone["fp32"]["parameters"])
-
-
 def test_bf16(ranks, alone):
     # Gradients are rounded to bf16 (2^-9) per microbatch, then pass through AdamW: a step of 0.01 may be off by a few
     # percent where a gradient is small, or change its sign where it nearly vanishes.
@@ -248,10 +273,23 @@ def test_collective_is_stock_hybrid_sharding(ranks):
         assert result["collective"]["traffic"].reads == result["collective"]["traffic"].bytes_reduced == 0
 
 
-def test_lockstep(ranks, alone):
+def test_lockstep_of_replicas_that_began_apart(ranks, alone):
     for result in ranks:
         assert_same(result["lockstep"]["parameters"], alone["fp32"]["parameters"])
         assert result["lockstep"]["traffic"].reads > 0
+
+
+def test_a_model_sharded_by_hand(ranks, alone):
+    for result in ranks:
+        parameters, error = result["by hand"]
+        assert_same(parameters, alone["fp32"]["parameters"])
+        assert "is sharded over the ranks [0, 1, 2, 3], but this strategy shards over [" in error
+        assert "mesh=self.trainer.strategy.shard_mesh" in error
+
+
+def test_signals_reach_the_ranks_of_all_nodes(ranks):
+    for result in ranks:
+        assert result["fp32"]["signals"] == [SIGNAL]
 
 
 def test_plans_span_all_nodes(ranks, alone):
@@ -314,6 +352,15 @@ def test_a_mesh_of_other_ranks_is_refused():
         layout_of((2, 2), num_nodes=2, world_size=6, rank=0)
     with pytest.raises(ValueError, match=r"arranges 4 ranks, but there are 5"):
         layout_of(None, num_nodes=2, world_size=5, rank=0)
+
+
+def test_a_mesh_from_the_command_line():
+    arguments = ["--trainer.strategy=lightning_odc.ODCStrategy", "--trainer.accelerator=cpu"]
+    arguments += ["--trainer.strategy.sharding_strategy=HYBRID_SHARD", "--trainer.strategy.device_mesh=[2,2]"]
+    command = LightningCLI(LightningModule, args=arguments, run=False, save_config_callback=None)
+    strategy: Any = command.trainer.strategy
+    assert strategy.sharding_strategy.name == "HYBRID_SHARD"
+    assert layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3).row == (2, 3)
 
 
 @pytest.mark.parametrize(

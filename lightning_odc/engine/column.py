@@ -176,7 +176,9 @@ class Column:
         Raises:
             PeerFailedError: somebody left without saying a record.
         """
-        if self._all is None and all(line.waits for line in self._lines.values()):
+        for line in self._lines.values():
+            line.pump()
+        if self._all is None and all(line.has_come for line in self._lines.values()):
             if self.rank == self._first:
                 records = [self._own, *(self._lines[rank].take() for rank in self.ranks[1:])]
                 everything = b"[" + b",".join(records) + b"]"
@@ -197,8 +199,10 @@ class Column:
     # -- how the others are -------------------------------------------------------------------------------
 
     def missing(self) -> str:
-        """For whom this rank waits, for messages."""
-        return ", ".join(f"rank {line.name}" for line in self._lines.values() if not line.waits) or "nobody"
+        """For whom this rank waits, for messages; also for those of other threads."""
+        return (
+            ", ".join(f"rank {line.name}" for line in self._lines.values() if not line.has_come) or "nobody"
+        )
 
     def trouble(self) -> str:
         """Which rank of the column failed or ended out of order, and why; empty if none did."""
@@ -213,7 +217,7 @@ class Column:
 
     def _check_nobody_left(self) -> None:
         for line in self._lines.values():
-            if line.has_left and not line.waits:
+            if line.has_left and not line.has_come:
                 raise PeerFailedError(
                     f"Rank {line.name} has left the training while rank {self.rank} still needs it. Every rank needs "
                     "the same number of Lightning batches and optimizer steps."

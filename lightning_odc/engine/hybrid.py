@@ -65,7 +65,11 @@ class HybridProtocol(Protocol):
 
     def open(self) -> None:
         self._column.open()
-        super().open()
+        try:
+            super().open()
+        except BaseException:
+            self._column.close()
+            raise
 
     def close(self) -> None:
         super().close()

@@ -79,6 +79,11 @@ class Line:
     def waits(self) -> bool:
         """A record has come that nobody has taken."""
         self.pump()
+        return self.has_come
+
+    @property
+    def has_come(self) -> bool:
+        """The same, by what `pump` has found so far: for other threads, which must not call that."""
         return bool(self._records)
 
     def take(self) -> bytes:

@@ -1,0 +1,205 @@
+"""Lines between ranks of different nodes, here between threads of one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from lightning_odc.engine import column as column_module
+from lightning_odc.engine.column import Column
+from lightning_odc.engine.line import Kind, Line
+from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.errors import ODCError, PeerFailedError, WindowError
+
+SILENCE = 30.0
+
+
+def eventually(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < end, "it did not happen within 10 s"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def lines() -> Iterator[tuple[Line, Line]]:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+        pair = Line(one, "0 (here)", SILENCE), Line(other, "1 (there)", SILENCE)
+        for line in pair:
+            stack.callback(line.close)
+        yield pair
+
+
+def test_records_arrive_whole_and_in_order(lines):
+    one, other = lines
+    long = b"x" * 5_000_000  # more than fits into the buffers of a socket
+    for message in (b"first", long, b""):
+        one.send(Kind.RECORD, message)
+    assert not one.sent
+    received = []
+    eventually(lambda: one.sent or other.waits)
+    while len(received) < 3:
+        eventually(lambda: bool(one.sent) | other.waits)
+        received += [other.take()] if other.waits else []
+    assert received == [b"first", long, b""]
+    assert not other.broken
+
+
+def test_a_line_tells_a_failure_from_leaving_and_from_a_crash(lines):
+    one, other = lines
+    one.say_last(Kind.FAILURE, b"ValueError: no")
+    one.say_last(Kind.LEAVE)  # which a rank that has failed does, too
+    one.close()
+    eventually(lambda: (other.pump(), bool(other.broken))[1])
+    assert (other.failure, other.has_left) == ("ValueError: no", False)
+    assert "ended without a word" in other.broken
+
+
+def test_a_length_that_nobody_means_is_refused(lines):
+    one, other = lines
+    one._connection.send((1 << 40).to_bytes(8, "little") + b"\0")
+    with pytest.raises(ODCError, match="more than is allowed"):
+        eventually(lambda: other.waits)
+
+
+def columns(count: int) -> list[Column]:
+    hub = ThreadHub(count)
+    ranks = range(count)
+
+    def rendezvous(rank: int) -> Callable[[Any], list[Any]]:
+        return lambda item: hub.rendezvous(rank, item)
+
+    return [Column(rank, ranks, rendezvous(rank), "127.0.0.1", [0], SILENCE) for rank in ranks]
+
+
+def opened(made: list[Column]) -> None:
+    with ThreadPoolExecutor(len(made)) as pool:
+        for future in [pool.submit(column.open) for column in made]:
+            future.result(timeout=30)
+
+
+@pytest.fixture
+def three() -> Iterator[list[Column]]:
+    made = columns(3)
+    opened(made)
+    yield made
+    for column in made:
+        column.close()
+
+
+def test_a_column_hears_all_records_in_order(three):
+    for meeting in range(2):
+        for rank in (2, 0, 1):  # in any order
+            three[rank].begin({"kind": "test", "rank": rank, "meeting": meeting})
+        eventually(lambda: all(column.complete() for column in three))
+        for column in three:
+            assert [(r["rank"], r["meeting"]) for r in column.records()] == [
+                (0, meeting),
+                (1, meeting),
+                (2, meeting),
+            ]
+
+
+def test_nobody_goes_on_before_the_last_has_come(three):
+    three[0].begin({"rank": 0})
+    three[1].begin({"rank": 1})
+    time.sleep(0.05)
+    assert not three[0].complete()
+    assert not three[1].complete()
+    assert three[0].missing() == "rank 2 (127.0.0.1)"
+
+
+def test_one_that_leaves_while_it_is_needed(three):
+    three[0].begin({"rank": 0})
+    three[1].begin({"rank": 1})
+    three[2].close()
+    with pytest.raises(
+        PeerFailedError, match=r"Rank 2 \(127.0.0.1\) has left the training while rank 0 still needs"
+    ):
+        eventually(three[0].complete)
+
+
+def test_one_that_fails_is_told_with_its_reason_before_one_that_followed(three):
+    three[1].fail("stopped after a peer: something")
+    three[2].fail("ValueError: the reason")
+    eventually(lambda: "the reason" in three[0].trouble())
+    assert (
+        three[0]
+        .trouble()
+        .startswith("Rank 2 (127.0.0.1) failed, so rank 0 stops too. Its error was:\nValueError")
+    )
+
+
+def test_one_that_dies(three):
+    three[2]._lines[0]._connection.close()
+    eventually(lambda: bool(three[0].trouble()))
+    assert three[0].trouble() == (
+        "Rank 2 (127.0.0.1) ended without a word (killed, out of memory, or crashed)."
+    )
+
+
+def test_strangers_are_turned_away(monkeypatch):
+    ports: list[int] = []
+    listen = column_module._listen
+
+    def listen_and_tell() -> socket.socket:
+        listener = listen()
+        ports.append(listener.getsockname()[1])
+        # A stranger is the first to connect: once with the wrong proof, once with nothing at all.
+        stranger = socket.create_connection(("127.0.0.1", ports[0]))
+        stranger.sendall(b"\0" * 32 + (1).to_bytes(8, "little"))
+        socket.create_connection(("127.0.0.1", ports[0])).close()
+        strangers.append(stranger)
+        return listener
+
+    strangers: list[socket.socket] = []
+    monkeypatch.setattr(column_module, "_listen", listen_and_tell)
+    made = columns(2)
+    opened(made)
+    made[0].begin({"rank": 0})
+    made[1].begin({"rank": 1})
+    eventually(lambda: all(column.complete() for column in made))
+    assert strangers[0].recv(1) == b"", "the stranger's connection was closed"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[0]))
+    for column in made:
+        column.close()
+    strangers[0].close()
+
+
+def test_a_rank_that_cannot_connect_ends_all_with_the_reason(monkeypatch):
+    monkeypatch.setattr(column_module, "_PATIENCE", 0.3)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    made = columns(2)
+    errors: list[str] = []
+
+    def open_one(column: Column) -> None:
+        try:
+            column.open()
+        except WindowError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=open_one, args=(column,)) for column in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(errors) == 2
+    for error in errors:
+        assert "rank 1: rank 0 on" in error
+        assert "no route to host" in error
+        assert "Nodes must be able to open TCP connections" in error
