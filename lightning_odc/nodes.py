@@ -21,7 +21,7 @@ from lightning_odc.engine.transports.base import Rendezvous, Transport
 WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 
 #: Seconds without any sign of another host, or without progress of a sum over nodes, before that is an error; at most
-#: half of ``timeout``, so that the message is not that of a wait for a rank that is slow.
+#: a quarter of ``timeout``, so that the message is not that of a wait for a rank that is slow.
 SILENCE = 30.0
 STALL = 60.0
 
@@ -127,7 +127,7 @@ def make_hybrid_engine(
         **options: as in ``OnDemandEngine``.
     """
     seconds = timeout.total_seconds()
-    silence, stall = min(SILENCE, seconds / 2), min(STALL, seconds / 2)
+    silence, stall = min(SILENCE, seconds / 4), min(STALL, seconds / 4)
     columns: list[Column] = []
 
     def make_column() -> Column:

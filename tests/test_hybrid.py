@@ -357,7 +357,9 @@ def test_a_mesh_of_other_ranks_is_refused():
 def test_a_mesh_from_the_command_line():
     arguments = ["--trainer.strategy=lightning_odc.ODCStrategy", "--trainer.accelerator=cpu"]
     arguments += ["--trainer.strategy.sharding_strategy=HYBRID_SHARD", "--trainer.strategy.device_mesh=[2,2]"]
-    command = LightningCLI(LightningModule, args=arguments, run=False, save_config_callback=None)
+    command = LightningCLI(
+        LightningModule, args=arguments, run=False, save_config_callback=None, seed_everything_default=False
+    )
     strategy: Any = command.trainer.strategy
     assert strategy.sharding_strategy.name == "HYBRID_SHARD"
     assert layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3).row == (2, 3)

@@ -61,7 +61,7 @@ def _torchrun(hosts: Hosts, host: int, directory: Path) -> subprocess.Popen[str]
 def test_two_hosts_end_as_one_process_and_send_one_sum_of_gradients(hosts, tmp_path):
     started = [_torchrun(hosts, host, tmp_path) for host in range(2)]
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in started]
+        outputs = [process.communicate(timeout=170)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -112,7 +112,7 @@ def _cut_off(rank: int, hosts: Hosts) -> list[tuple[str, str, float]]:
     os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
     callback = CuttingOff(hosts)
     strategy = ODCStrategy(
-        sharding_strategy="HYBRID_SHARD", timeout=timedelta(seconds=2 * SILENCE), hang_report_after=None
+        sharding_strategy="HYBRID_SHARD", timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None
     )
     t = trainer(2, num_nodes=2, strategy=strategy, callbacks=[callback])
     batches = loader([Minibatch(token_batches([5, 6]))] * 1000)
