@@ -58,7 +58,7 @@ notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAM
 	$(BIN)/python notebooks/build.py $(ARGS)
 
 clean: ## remove what builds, tests and runs leave behind
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-hang-reports notebooks/runs
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-bench odc-hang-reports notebooks/runs
 	find lightning_odc tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv

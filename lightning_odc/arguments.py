@@ -61,7 +61,7 @@ def check_policy(argument: str, policy: Any) -> None:
     """
     if policy is None or callable(policy) or _compat.is_policy(policy):
         return
-    if isinstance(policy, set) and policy and all(isinstance(kind, type) for kind in policy):
+    if isinstance(policy, set) and all(isinstance(kind, type) for kind in policy):
         return
     raise TypeError(
         f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "

@@ -25,6 +25,8 @@ from lightning_odc.checkpoint_checks import check_names, check_optimizers
 
 #: What the model's part is called by Lightning's ``FSDPStrategy`` (and here), and by its ``ModelParallelStrategy``.
 _MODEL_KEYS = ("model", "state_dict")
+#: The index that ``torch.distributed.checkpoint`` writes.
+_METADATA = ".metadata"
 
 
 def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
@@ -49,7 +51,7 @@ def discard_unfinished(path: Path) -> None:
     shutil.rmtree(_unfinished(path), ignore_errors=True)
     before = _before(path)
     if path.exists():
-        shutil.rmtree(before, ignore_errors=True)
+        _discard(before, path)
     elif before.exists():
         before.rename(path)
 
@@ -60,6 +62,15 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
     if path.exists():
         path.rename(before)
     unfinished.rename(path)
+    _discard(before, path)
+
+
+def _discard(before: Path, path: Path) -> None:
+    """Remove a checkpoint that ``path`` has replaced, but keep what somebody else has put into its directory."""
+    for entry in before.iterdir() if before.exists() else ():
+        is_part = entry.suffix == ".distcp" or entry.name in (_METADATA, _compat.METADATA_FILENAME)
+        if not is_part and not (path / entry.name).exists():
+            entry.rename(path / entry.name)
     shutil.rmtree(before, ignore_errors=True)
 
 

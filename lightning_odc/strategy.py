@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
@@ -127,7 +128,7 @@ class ODCStrategy(ShardedStrategy):
         activation_checkpointing_policy: WrapPolicy | None = None,
         sharding_strategy: Any = "FULL_SHARD",
         state_dict_type: Literal["full", "sharded"] = "full",
-        device_mesh: Any = None,
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
         *,
         communication: Communication = "on_demand",
         transport: str = "auto",

@@ -53,9 +53,7 @@ def test_values_that_contradict_each_other_only_together():
 
 
 @pytest.mark.parametrize("argument", ["auto_wrap_policy", "activation_checkpointing_policy"])
-@pytest.mark.parametrize(
-    "policy", [[torch.nn.LSTM], {"torch.nn.LSTM"}, set(), torch.nn.LSTM(1, 1).bias, "LSTM"]
-)
+@pytest.mark.parametrize("policy", [[torch.nn.LSTM], {"torch.nn.LSTM"}, torch.nn.LSTM(1, 1).bias, "LSTM"])
 def test_policies_that_do_not_say_which_modules(argument, policy):
     with pytest.raises(TypeError, match=rf"Write a set of their classes, {argument}=\{{Block\}}"):
         ODCStrategy(**{argument: policy})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,10 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
             assert max(idle) > 0
     assert found["loss_difference"] < 1e-6
     assert found["overhead_seconds"] > 0
+    totals = found["runs"][1]["totals"]
+    # Each of three minibatches has at least 4 microbatches, each of 3 layers reads 3 peers' shards twice in each.
+    assert sum(one["reads"] for one in totals) >= 3 * 4 * 3 * 3 * 2
+    assert found["runs"][0]["totals"][0]["reads"] == 0
     slow, fast = (sum(run["bounds"]) for run in found["runs"])
     assert slow > fast
 
@@ -122,75 +129,103 @@ def test_a_rank_that_fails_is_one_line_and_leaves_no_process() -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "lightning_odc", "bench", *arguments, "--output", str(output)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command,
-        env=environment,
+def processes() -> dict[int, tuple[int, int]]:
+    """Parent and session of every process that lives."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[int(folder.name)] = int(fields[1]), int(fields[3])
+    return found
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that live."""
+    return [pid for pid, (_, own) in processes().items() if own == session]
+
+
+def grandchildren() -> list[int]:
+    """Ranks of this process: their parent is a server, whose parent is this process."""
+    known = processes()
+    return [pid for pid, (server, _) in known.items() if known.get(server, (0, 0))[0] == os.getpid()]
+
+
+def await_windows(candidates: Callable[[], list[int]], ended: Callable[[], bool]) -> list[int]:
+    """Wait until some processes have windows, which ranks have on demand alone; their numbers."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not ended():
+        found = []
+        for pid in candidates():
+            with contextlib.suppress(OSError):
+                if "memfd:lightning-odc" in Path(f"/proc/{pid}/maps").read_text():
+                    found.append(pid)
+        if found:
+            return found
+        time.sleep(0.02)
+    return []
+
+
+# Only the second combination has windows: when they are there, the first one has ended.
+LONG = ["--model", "tiny", "--max-length", "128", "--samples-per-rank", "2", "--minibatches", "30"]
+LONG += ["--repetitions", "1", "--runs", "collective+lb_micro", "on_demand+lb_mini"]
+
+
+def check_partial(output: Path) -> None:
+    """The first combination was kept."""
+    found = json.loads((output / "bench.json").read_text())
+    assert found["rows"][0]["combination"] == "collective+lb_micro"
+    assert found["rows"][0]["minibatches"] == 30
+    assert found["cut_short"]
+
+
+def test_what_was_measured_is_kept_after_ctrl_c_and_no_process_is(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_odc", "bench", *LONG, "--output", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-
-
-def members(session: int) -> list[int]:
-    """Processes of a session that live."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(folder.name))
-    return found
-
-
-def children_mapping_a_window(session: int) -> list[int]:
-    """Ranks that train: they have a window."""
-    found = []
-    for pid in members(session):
-        try:
-            if "memfd:lightning-odc" in Path(f"/proc/{pid}/maps").read_text():
-                found.append(pid)
-        except OSError:
-            continue
-    return found
-
-
-@pytest.mark.parametrize("how", ["interrupt", "kill"])
-def test_what_was_measured_is_kept_when_a_run_is_cut_short(how: str, tmp_path: Path) -> None:
-    runs = ["--minibatches", "40", "--repetitions", "1", "--runs", "collective+lb_micro", "on_demand+lb_mini"]
-    process = start(tmp_path, *["--model", "tiny", "--max-length", "128", "--samples-per-rank", "2"], *runs)
-    session = process.pid
     try:
-        deadline = time.monotonic() + 100
-        # Only the second combination has windows: by then the first one has ended.
-        while not (ranks := children_mapping_a_window(session)) and time.monotonic() < deadline:
-            assert process.poll() is None, process.stderr.read()  # type: ignore[union-attr]
-            time.sleep(0.02)
-        assert len(ranks) >= 1
-        if how == "interrupt":
-            os.killpg(session, signal.SIGINT)  # as a terminal does
-        else:
-            os.kill(ranks[0], signal.SIGKILL)
+        assert await_windows(lambda: members(process.pid), lambda: process.poll() is not None)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == (130 if how == "interrupt" else 1)
-    assert err.strip().splitlines()[-1].startswith("lightning-odc: ")
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1] == "lightning-odc: interrupted; what was measured before is kept"
     assert "Traceback" not in err
-    assert "what was measured before is kept" in err
     assert "| collective | lb_micro |" in out
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert found["rows"][0]["minibatches"] == 40
-    assert found["cut_short"]
-    while members(session) and time.monotonic() < deadline:  # the server of the ranks follows its parent
+    check_partial(tmp_path)
+    deadline = time.monotonic() + 30
+    while members(process.pid) and time.monotonic() < deadline:  # the server of the ranks follows its parent
         time.sleep(0.05)
-    assert members(session) == []
+    assert members(process.pid) == []
+
+
+def test_what_was_measured_is_kept_when_a_rank_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        killed.extend(await_windows(grandchildren, lambda: False)[:1])
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    code = cli.main(["bench", *LONG, "--output", str(tmp_path)])
+    killer.join()
+    assert (code, len(killed)) == (1, 1)
+    err = capsys.readouterr().err
+    assert "ended with exit code -9" in err.strip().splitlines()[-1]
+    assert "Traceback" not in err
+    check_partial(tmp_path)
+    assert not Path(f"/proc/{killed[0]}").exists()
 
 
 def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

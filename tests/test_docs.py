@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 BENCH = re.compile(r"python -m (lightning_odc\.bench\.\w+)(.*)")
+MEASURE = re.compile(r"lightning-odc (bench \w+)( .*|$)")
 
 
 def run(arguments: list[str], cwd: Path) -> str:
@@ -72,15 +73,17 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
     ]
     asked: dict[str, set[str]] = {}
     for line in lines:
-        match = BENCH.match(line)
+        match = BENCH.match(line) or MEASURE.match(line)
         command = match.group(1) if match else "demo" if line.startswith("--") else None
         if command:
             asked.setdefault(command, set()).update(w for w in shlex.split(line) if w.startswith("--"))
     assert len(asked) >= 5
+    assert {"bench train", "bench sweep", "bench comm"} <= asked.keys()
     for command, options in asked.items():
-        main = cli.main if command == "demo" else importlib.import_module(command).main
+        is_module = command.startswith("lightning_odc.")
+        main = importlib.import_module(command).main if is_module else cli.main
         with pytest.raises(SystemExit, match=r"^0$"):
-            main(["demo", "--help"] if command == "demo" else ["--help"])
+            main([*([] if is_module else command.split()), "--help"])
         known = capsys.readouterr().out
         assert not {option for option in options if option not in known}, command
 

@@ -288,27 +288,30 @@ class SlowLoader(torch.utils.data.IterableDataset[Any]):
             yield microbatch(0)
 
 
-def _slow_data(rank: int) -> Any:
+def _slow_data(rank: int, seconds: float) -> Any:
     memory = Memory()
     fitting = trainer(
         2, callbacks=[DeviceIdleMonitor(every_n_steps=1)], logger=memory, limit_train_batches=STEPS
     )
-    data = torch.utils.data.DataLoader(SlowLoader(0.05 if rank == 0 else 0), batch_size=None)
+    data = torch.utils.data.DataLoader(SlowLoader(seconds if rank == 0 else 0), batch_size=None)
     fitting.fit(Sleeper("mean"), data)
     return memory.rows
 
 
 def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data():
-    rows = [row for _, row in run_ranks(_slow_data)[0] if "step_seconds" in row]
-    for row in rows[:-1]:  # the last one had been fetched before
-        # A mean over ranks; rank 1 has its data at once, and waits for rank 0 at the end of the step.
-        assert row["idle/data_seconds"] >= 0.05 / 2 - HARD
-    assert min(row["idle/data_seconds"] for row in rows[:-1]) < 0.05 / 2 + SLACK
-    assert max(row["idle/fraction_rank1"] for row in rows[:-1]) > 0.5
-    assert max(row["idle/settle_seconds"] for row in rows) > 0.01
+    for seconds in (0.05, 0.5):  # longer, if something else kept the machine busy
+        rows = [row for _, row in run_ranks(_slow_data, seconds)[0] if "step_seconds" in row]
+        for row in rows[:-1]:  # the last one had been fetched before
+            # A mean over ranks; rank 1 has its data at once, and waits for rank 0 at the end of the step.
+            assert row["idle/data_seconds"] >= seconds / 2 - HARD
+        assert max(row["idle/settle_seconds"] for row in rows) > 0.01
+        seen = min(row["idle/data_seconds"] for row in rows[:-1]) < seconds / 2 + SLACK
+        if seen and max(row["idle/fraction_rank1"] for row in rows[:-1]) > 0.5:
+            return
+    pytest.fail(f"{seconds} s of loading on rank 0 are seen as {rows}")
 
 
-def one_process(monitor: Callback, module: Any = None, validation: bool = False, **options: Any) -> Trainer:
+def one_process(monitor: Callback, module: Any = None, validation: float = 0.0, **options: Any) -> Trainer:
     defaults = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     fitting = Trainer(
         accelerator="cpu",
@@ -320,23 +323,19 @@ def one_process(monitor: Callback, module: Any = None, validation: bool = False,
     fitting.fit(
         module or Sleeper(),
         loader([microbatch(0)] * STEPS),
-        loader([microbatch(0.1)]) if validation else None,
+        loader([microbatch(validation)]) if validation else None,
     )
     return fitting
 
 
 def test_evaluation_does_not_count():
-    memory = Memory()
-    one_process(
-        DeviceIdleMonitor(every_n_steps=1),
-        None,
-        True,
-        logger=memory,
-        val_check_interval=1,
-        num_sanity_val_steps=0,
-    )
-    assert min(row["step_seconds"] for row in memory.steps) < 0.1
-    assert min(row["idle/data_seconds"] for row in memory.steps) < 0.1
+    for seconds in (0.1, 1.0):  # longer, if something else kept the machine busy
+        monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+        one_process(monitor, None, seconds, logger=memory, val_check_interval=1, num_sanity_val_steps=0)
+        rows = memory.steps[1:]  # those that begin after an evaluation
+        if all(min(row[name] for row in rows) < seconds for name in ("step_seconds", "idle/data_seconds")):
+            return
+    pytest.fail(f"steps with {seconds} s of validation before them: {rows}")
 
 
 def test_steps_between_logged_rows_are_not_lost():

@@ -295,6 +295,10 @@ def test_the_command_line_and_a_file_choose_the_strategy(ran):
         ("mixed_precision: {param_dtype: torch.bfloat16}", lambda made: made.mixed_precision),
         ("cpu_offload: {offload_params: true}", lambda made: made.cpu_offload),
         ("sharding_strategy: SHARD_GRAD_OP", lambda made: made.sharding_strategy),
+        (
+            "{sharding_strategy: HYBRID_SHARD, device_mesh: [1, 2]}",
+            lambda made: getattr(made, "device_mesh", made.kwargs.get("device_mesh")),
+        ),
     ],
 )
 def test_a_file_means_what_it_means_under_fsdp(option, meaning):

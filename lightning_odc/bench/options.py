@@ -64,6 +64,7 @@ DEFAULT_RUNS = (
 )
 EMULATED_RUNS = (
     Combination("collective", PAPERS_OWN),
+    Combination("lockstep", PAPERS_OWN),
     Combination("collective", "lb_micro"),
     Combination("on_demand", PAPERS_OWN),
     Combination("on_demand", "lb_mini"),

@@ -64,11 +64,13 @@ class Totals:
     Attributes:
         peak_bytes: largest private memory, 0 where the kernel does not tell.
         window_bytes: of its window.
+        reads: shards that it read from peers' windows.
         stolen: microbatches of others that it ran.
     """
 
     peak_bytes: int = 0
     window_bytes: int = 0
+    reads: int = 0
     stolen: int = 0
 
 

@@ -17,10 +17,12 @@ from lightning_odc.bench.train import check, measure
 from lightning_odc.demo.options import prepare_output
 from lightning_odc.demo.report import write_atomically, write_json
 
-BASELINE = Combination("collective", PAPERS_OWN)
-OWN_BASELINE = Combination("collective", "lb_micro")
+# Lockstep meets as collectives do. On a few cores gloo's own time is not what a real machine's collectives take, and
+# bytes are not emulated, so they are left out of the comparison.
+BASELINE = Combination("lockstep", PAPERS_OWN)
+OWN_BASELINE = Combination("lockstep", "lb_micro")
 BEST = Combination("on_demand", "lb_mini")
-RUNS = (BASELINE, OWN_BASELINE, Combination("on_demand", PAPERS_OWN), BEST)
+RUNS = (BASELINE, OWN_BASELINE, BEST)
 ARITHMETIC = 100
 GOLDEN = TrainOptions(
     output=None,
@@ -96,14 +98,17 @@ def run_sweep(options: SweepOptions) -> int:
         prepare_output(options.output)
     console, code = Console(highlight=False, soft_wrap=True), 0
     cells: list[Cell] = []
+    measured: dict[TrainOptions, Cell] = {}
     load = os.getloadavg()[0]
     for sweep, value, setting in settings(options):
-        outcome = Outcome(setting, training.cached_samples(setting))
-        check(setting)
-        code = measure(outcome)
-        if code:
-            break
-        cells.append(cell(sweep, value, outcome))
+        if setting not in measured:  # the golden one is in every sweep
+            outcome = Outcome(setting, training.cached_samples(setting))
+            check(setting)
+            code = measure(outcome)
+            if code:
+                break
+            measured[setting] = cell(sweep, value, outcome)
+        cells.append(replace(measured[setting], sweep=sweep, value=value))
         console.print(f"{sweep} {value}: {show_ratio(cells[-1].speed_up)}, bound {cells[-1].bound:.3f}")
         if options.output is not None:
             record = {"cells": [asdict(one) for one in cells], "machine": machine(load)}
@@ -181,7 +186,7 @@ def table(cells: Sequence[Cell]) -> str:
         "same plans, no communication",
         "100 minibatches, no communication",
     ]
-    heads += ["paper", "bound / measured: on demand", "collective", "over our lb_micro"]
+    heads += ["paper", "bound / measured: on demand", "lockstep", "over our lb_micro"]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for one in cells:
         paper = PUBLISHED.get((one.sweep, one.value), "-")

@@ -21,7 +21,7 @@ from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import with_speeds
 from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
 from lightning_odc.balance.planner import Planner
-from lightning_odc.bench.emulation import SleepingModel, collate_by
+from lightning_odc.bench.emulation import SleepingLayer, SleepingModel, collate_by
 from lightning_odc.bench.lengths import Samples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, emulated_cost, find_config, planned_cost
 from lightning_odc.bench.options import EQUAL_COUNTS, PAPERS_OWN, Combination, TrainOptions
@@ -66,7 +66,7 @@ def fit(
         config = find_config(options.model, int(cached_samples(options).lengths.max()))
         module = CausalModel(config, options.seed, slowness, by_hand)
     recorder = MinibatchRecorder(tell)
-    trainer = _trainer(combination, world_size, WARM_UP + options.minibatches, recorder)
+    trainer = _trainer(combination, world_size, WARM_UP + options.minibatches, recorder, options.emulate)
     trainer.fit(module, ByHand(loader) if by_hand else loader)
     return recorder.totals
 
@@ -214,6 +214,7 @@ class MinibatchRecorder(Callback):
         if isinstance(strategy, ODCStrategy):
             strategy.engine.unlisten(self._meetings)
             self.totals.window_bytes = strategy.engine.window_bytes
+            self.totals.reads = strategy.engine.traffic.reads
             self.totals.stolen = getattr(strategy.engine, "stolen", 0)
         elif isinstance(self._meetings, GradientWatch):
             self._meetings.release()
@@ -242,9 +243,14 @@ class MinibatchRecorder(Callback):
         return waits, engine.seconds.get("settle_and_publish", 0.0), time.process_time()
 
 
-def _trainer(combination: Combination, world_size: int, steps: int, recorder: Callback) -> Trainer:
+def _trainer(
+    combination: Combination, world_size: int, steps: int, recorder: Callback, emulate: bool
+) -> Trainer:
     communication: Any = combination.communication
-    strategy: Any = "ddp" if communication == "ddp" else ODCStrategy(communication=communication)
+    strategy: Any = "ddp"
+    if communication != "ddp":
+        layers: Any = {SleepingLayer} if emulate else None
+        strategy = ODCStrategy(communication=communication, auto_wrap_policy=layers, hang_report_after=None)
     return Trainer(
         strategy=strategy,
         accelerator="cpu",

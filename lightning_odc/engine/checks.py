@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -73,6 +75,13 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _as_integers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    sizes = [size for t in (one, other) for size in (t.nbytes, t.storage_offset() * t.itemsize)]
-    widest = next(dtype for dtype in _INTEGERS if all(size % dtype.itemsize == 0 for size in sizes))
+    width = one.itemsize
+    sizes = (one.nbytes, other.nbytes, one.storage_offset() * width, other.storage_offset() * width)
+    widest = _widest_integer(math.gcd(8, *sizes))
     return one.view(widest), other.view(widest)
+
+
+@functools.cache
+def _widest_integer(divisor: int) -> torch.dtype:
+    """The widest type whose size divides ``divisor``, which is 8 at most."""
+    return next(dtype for dtype in _INTEGERS if divisor % dtype.itemsize == 0)

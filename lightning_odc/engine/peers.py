@@ -47,6 +47,7 @@ class Activity(IntEnum):
     MEET = 3
 
 
+_ACTIVITIES = len(Activity)
 _ACTIVITY_TEXT = {
     Activity.COMPUTE: "computing (last communicated for unit {unit!r})",
     Activity.GATHER: "reading shards of unit {unit!r}",
@@ -78,7 +79,7 @@ class Peers:
         """This rank begins to do something else; returns when, in nanoseconds of the monotonic clock."""
         now = time.monotonic_ns()
         self._transport.store(Word.SINCE, now)
-        self._transport.store(Word.ACTIVITY, unit * len(Activity) + activity)
+        self._transport.store(Word.ACTIVITY, unit * _ACTIVITIES + activity)
         return now
 
     def fail(self, message: bytes) -> None:

@@ -294,6 +294,8 @@ class Protocol(Traced):
 
     def _await_version(self, owner: int, unit: int) -> None:
         word, version, load = Word.COUNT + unit, self.version, self.transport.load
+        if load(owner, word) == version:
+            return
         self.waiter.until(
             lambda: load(owner, word) >= version,
             Cause.READ,

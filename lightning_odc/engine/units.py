@@ -12,6 +12,7 @@ when the engine attaches; the second is known from a hook on every unsharded par
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,7 +165,7 @@ class Unit:
                 part = _part_of(whole.detach(), slot.home, shard)
                 yield slot.name, part.reshape(-1), shard.to(part.device, part.dtype).reshape(-1)
 
-    @property
+    @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
         wider = _compat.reduce_dtype_of(self.modules[0])

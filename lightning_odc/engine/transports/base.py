@@ -187,6 +187,9 @@ class Transport(ABC):
     def add(self, owner: int, unit: int, chunk: Tensor, segments: Sequence[Segment], source: int = 0) -> None:
         """Add ``chunk`` into an accumulator of ``owner``; the caller holds the lock if sources share it."""
         accumulator = self.accumulator(owner, unit, source)
+        if len(segments) == 1 and segments[0].numel == accumulator.numel() == chunk.numel():
+            accumulator.add_(chunk)
+            return
         for part in segments:
             target = accumulator.narrow(0, part.target, part.numel)
             target.add_(chunk.narrow(0, part.source, part.numel))
