@@ -41,6 +41,7 @@ from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.materialize import check_filled
 from lightning_odc.model_checks import refuse_layers
+from lightning_odc.program import compare_programs
 from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.signals import HeldSignals
 from lightning_odc.training import Training
@@ -416,6 +417,7 @@ class ODCStrategy(ShardedStrategy):
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
         self._hold_signals()
+        compare_programs(self.engine, self.lightning_module.trainer)
         self._training.compare_batches()
         self.publish_parameters()
 

@@ -58,7 +58,7 @@ class Shares(IterableDataset[Any]):
 
 
 class Module(TokenModule):
-    """In fp64, so that ten thousand sums in another order stay equal within what a bound can tell from an error."""
+    """Parameters and accumulators in fp64; computed in fp32, as the trainer's precision says."""
 
     def __init__(self) -> None:
         super().__init__("items", depth=2)
