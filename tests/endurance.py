@@ -58,7 +58,7 @@ class Shares(IterableDataset[Any]):
 
 
 class Module(TokenModule):
-    """Parameters and accumulators in fp64; computed in fp32, as the trainer's precision says."""
+    """In fp64 in the process to compare with; the trainer's precision makes fp32 of it on the ranks."""
 
     def __init__(self) -> None:
         super().__init__("items", depth=2)

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 import torchmetrics
@@ -221,3 +222,8 @@ def test_the_trainers_signal_handlers_are_known():
     Trainer(accelerator="cpu", devices=1, barebones=False, enable_model_summary=False, **options).fit(module)
     assert module.found == {signal.SIGTERM}
     assert _compat.handlers_of_lightning() == {}
+
+
+def test_it_is_known_whether_batches_begin_with_a_broadcast():
+    version = tuple(map(int, lightning.__version__.split(".")[:2]))
+    assert _compat.BROADCASTS_BEFORE_BATCHES == (version >= (2, 6))

@@ -32,7 +32,7 @@ def limit_files(size: int) -> None:
 
 def _trained(kind: str, lr: float) -> Any:
     module = TokenModule("items", lr=lr)
-    fit = trainer(2, state_dict_type=kind)
+    fit = trainer(2, state_dict_type=kind, deterministic=True)
     fit.fit(module, loader(BATCHES))
     return module, fit
 
