@@ -29,6 +29,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
+_lightning_training: Any = importlib.import_module("lightning.pytorch.loops.training_epoch_loop")
 _lightning_signals: Any = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")
 
 #: What a strategy's launcher must be, for the Trainer and for Fabric.
@@ -44,6 +45,9 @@ METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
 
 #: How the name of the action ends under which Lightning's training loop profiles the fetching of a batch.
 FETCH_ACTION = ".train_dataloader_next"
+
+#: Whether Lightning's training loop broadcasts one number from rank 0 before every batch (2.6 does, 2.5 does not).
+BROADCASTS_BEFORE_BATCHES = hasattr(_lightning_training._TrainingEpochLoop, "_broadcast_sigterm_tensor")
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from lightning_odc.engine.layout import Layout
 from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.materialize import Unfilled, materialize
 from lightning_odc.precision import ODCPrecision
+from lightning_odc.progress import mend_epochs
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
@@ -247,6 +248,7 @@ class ShardedStrategy(FSDPStrategy):
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
         rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        mend_epochs(rest)
         if averaging.averages(self.lightning_module.trainer):
             averaging.cut(rest, self.model)
         return rest

@@ -54,24 +54,29 @@ class HeldSignals(Callback):
     @contextmanager
     def held(self, trainer: Trainer) -> Iterator[None]:
         """Take the place of the trainer's handlers, which exist only after the strategy's setup."""
-        if (
-            threading.current_thread() is not threading.main_thread()
-        ):  # where no handler can be set, nor is one called
-            yield
-            return
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.append(self)
+        try:
+            if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
+                with self._before_handlers():
+                    yield
+            else:
+                yield
+        finally:
+            callbacks[:] = [callback for callback in callbacks if callback is not self]
+
+    @contextmanager
+    def _before_handlers(self) -> Iterator[None]:
         for number, handler in _compat.handlers_of_lightning().items():
             self._handlers[number] = handler
             signal.signal(number, self._note)
         watch = threading.Thread(target=self._press, name="lightning-odc signals", daemon=True)
         watch.start()
-        callbacks.append(self)
         try:
             yield
         finally:
             self._stop.set()
             watch.join()
-            callbacks[:] = [callback for callback in callbacks if callback is not self]
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 

@@ -43,9 +43,11 @@ from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import check_transport, make_transport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.evaluation import Evaluation
+from lightning_odc.loop_ends import LoopEnds
 from lightning_odc.materialize import check_filled
 from lightning_odc.model_checks import refuse_layers
 from lightning_odc.outermost import surrounded
+from lightning_odc.program import compare_programs
 from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.sharding import WrapPolicy
 from lightning_odc.signals import HeldSignals
@@ -457,7 +459,8 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
-        self._hold_signals()
+        self._watch_loops()
+        compare_programs(self.engine, self.lightning_module.trainer)
         self._training.compare_batches()
         self.publish_parameters()
 
@@ -494,7 +497,7 @@ class ODCStrategy(ShardedStrategy):
     def _begin_evaluation(self) -> None:
         check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
-        self._hold_signals()
+        self._watch_loops()
         self.publish_parameters()
 
     def _redirect(
@@ -506,12 +509,17 @@ class ODCStrategy(ShardedStrategy):
         with context(), self.engine.traced("forward", step=name):
             return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
 
-    def _hold_signals(self) -> None:
-        """As soon as the trainer has set its handlers. See Note [Signals wait for a meeting]."""
-        if self._signals is None and isinstance(self._engine, OnDemandEngine):
+    def _watch_loops(self) -> None:
+        """When the trainer has set its handlers. See Note [Signals wait for a meeting] and Note [Who has left]."""
+        engine = self._engine
+        if self._signals is None and isinstance(engine, OnDemandEngine):
             assert self.lightning_module is not None
-            self._signals = HeldSignals(self._engine.protocol.signals)
-            self._on_teardown.enter_context(self._signals.held(self.lightning_module.trainer))
+            trainer = self.lightning_module.trainer
+            self._signals = HeldSignals(engine.protocol.signals)
+            self._on_teardown.enter_context(self._signals.held(trainer))
+            ends = LoopEnds(lambda: engine.protocol.come_to_end())
+            trainer.callbacks.insert(0, ends)  # type: ignore[attr-defined]
+            self._on_teardown.callback(trainer.callbacks.remove, ends)  # type: ignore[attr-defined]
 
     # -- data ---------------------------------------------------------------------------------------------
 

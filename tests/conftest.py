@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+#: Sockets of servers that end with this process, and caches that torch keeps.
+_OF_OTHERS = ("pymp-", "torchinductor_", "listener-")
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +29,45 @@ def _no_leaks() -> Iterator[None]:
     assert _windows() == windows, "windows left open"
     changed = {k for k in environment.keys() ^ os.environ.keys() if not k.startswith("PYTEST_")}
     assert not changed, f"environment variables left: {changed}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail on processes, windows and temporary files that the whole run leaves behind."""
+    mark = f"LIGHTNING_ODC_TEST_RUN={secrets.token_hex(8)}"
+    name, _, value = mark.partition("=")
+    os.environ[name] = value  # every process that is started from here on inherits it
+    before, folder = os.environ.get("TMPDIR"), tmp_path_factory.mktemp("run")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    yield
+    deadline = time.monotonic() + 10
+    while (processes := _descendants(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    del os.environ[name], os.environ["TMPDIR"]
+    if before is not None:
+        os.environ["TMPDIR"] = before
+    tempfile.tempdir = None
+    left = [path.name for path in folder.iterdir() if not path.name.startswith(_OF_OTHERS)]
+    assert not processes, f"processes left: {processes}"
+    assert _windows() == 0, "windows left open"
+    assert not left, f"temporary files left: {left}"
+
+
+def _descendants(mark: str) -> dict[int, str]:
+    """Command lines of processes of this run, but for itself and its servers that fork ranks."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() not in (path / "environ").read_bytes().split(b"\0"):
+                continue
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it has just ended, or is not ours
+        is_server = parent == os.getpid() and "multiprocessing" in line
+        if line and int(path.name) != os.getpid() and not is_server:
+            found[int(path.name)] = line
+    return found
 
 
 def _windows() -> int:

@@ -58,7 +58,7 @@ class Shares(IterableDataset[Any]):
 
 
 class Module(TokenModule):
-    """In fp64, so that ten thousand sums in another order stay equal within what a bound can tell from an error."""
+    """In fp64 in the process to compare with; the trainer's precision makes fp32 of it on the ranks."""
 
     def __init__(self) -> None:
         super().__init__("items", depth=2)

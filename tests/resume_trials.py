@@ -36,6 +36,7 @@ WORLD_SIZE = 2
 SAMPLES = 48
 PER_STEP = 4 * WORLD_SIZE
 EPOCHS = 4
+PATIENCE = 600  # seconds for one job, on a machine that may be busy
 STEPS = EPOCHS * SAMPLES // PER_STEP
 
 
@@ -144,11 +145,13 @@ def trial(crashes: int, seed: int, kind: str = "full") -> Trial:
     """Train with that many crashes at random moments."""
     rng, found, begin = random.Random(seed), Trial(kind), time.monotonic()
     with tempfile.TemporaryDirectory() as straight, tempfile.TemporaryDirectory() as folder:
-        expected = {o.result for o in try_ranks(run, straight, kind, None, world_size=WORLD_SIZE)}
+        expected = {
+            o.result for o in try_ranks(run, straight, kind, None, world_size=WORLD_SIZE, timeout=PATIENCE)
+        }
         assert len(expected) == 1, expected
         while len(found.crashes) < crashes:
             kill = (rng.randrange(WORLD_SIZE), rng.randint(1, 30), rng.random() < 0.5)
-            outcomes = try_ranks(run, folder, kind, kill, world_size=WORLD_SIZE, timeout=60)
+            outcomes = try_ranks(run, folder, kind, kill, world_size=WORLD_SIZE, timeout=PATIENCE)
             if all(outcome.exitcode == 0 for outcome in outcomes):
                 break  # it was through before it was killed
             assert outcomes[kill[0]].exitcode == -signal.SIGKILL, outcomes
@@ -158,7 +161,7 @@ def trial(crashes: int, seed: int, kind: str = "full") -> Trial:
             found.crashes.append(
                 {"rank": kill[0], "pass": kill[1], "whole_job": kill[2], "next_from_step": step}
             )
-        ends = {o.result for o in try_ranks(run, folder, kind, None, world_size=WORLD_SIZE)}
+        ends = {o.result for o in try_ranks(run, folder, kind, None, world_size=WORLD_SIZE, timeout=PATIENCE)}
         found.equal = ends == expected
         found.samples_exact = every_sample_once(Path(folder))
         leftovers = [f.name for f in Path(folder).iterdir() if f.suffix not in (".ckpt", ".pid", ".jsonl")]

@@ -77,7 +77,7 @@ def pause(place: str, expected: str, seconds: float = PAUSE) -> Stall:
 def give_up(place: str, timeout: float = 2.0) -> Stall:
     """Stop the victim for good; somebody kills it long after the others have given up."""
     with tempfile.TemporaryDirectory() as folder:
-        after = timeout + 4
+        after = timeout + 2
         fault = f"stopped {after} KILL"
         outcomes = try_ranks(watched, fault, place, folder, timeout, world_size=WORLD_SIZE, timeout=90)
         struck = json.loads((Path(folder) / "struck.json").read_text())

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 import torchmetrics
@@ -253,3 +254,8 @@ def test_gpus_are_asked_for_their_facts_by_public_names():
         assert callable(getattr(torch.cuda, name))
     assert "blocking" in inspect.signature(torch.cuda.Event.__new__).parameters
     assert torch.cuda.Stream.__hash__ is not None
+
+
+def test_it_is_known_whether_batches_begin_with_a_broadcast():
+    version = tuple(map(int, lightning.__version__.split(".")[:2]))
+    assert (version >= (2, 6)) == _compat.BROADCASTS_BEFORE_BATCHES

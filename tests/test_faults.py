@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults import FAULTS, PLACES, STEP, attempt
+from tests.faults import DISK_FULL, FAULTS, PLACES, STEP, attempt
 
 #: What the issue of a broken rank may cost the others, on a machine that may be busy.
 SECONDS = 10
 
 TRIALS = [
     ("killed", "adding, lock held"),
-    ("killed", "saving a checkpoint"),
-    ("killed", "publishing"),
+    ("killed", "checkpoint not yet in place"),
     ("segfault", "reading a shard"),
     ("exits", "before the meeting"),
+    ("out of memory", "publishing"),
     ("raises", "optimizer step"),
+    ("raises", "loading data"),
     ("interrupted", "validation"),
     ("terminated", "forward"),
-    ("raises", "loading data"),
+    ("terminated alone", "saving a checkpoint"),
 ]
 
 CODES = {"killed": -9, "segfault": -11, "exits": 7}
@@ -32,14 +33,14 @@ def test_every_fault_and_every_place_is_tried() -> None:
     assert {place for _, place in TRIALS} == set(PLACES)
 
 
-@pytest.mark.parametrize(("fault", "place"), TRIALS)
+@pytest.mark.parametrize(("fault", "place"), [*TRIALS, DISK_FULL])
 def test_all_ranks_end(fault: str, place: str) -> None:
     result = attempt(fault, place)
     assert result.seconds < SECONDS
     assert result.checkpoints >= STEP
     assert all(code != 0 for code in result.exit_codes)
     assert CODES.get(fault, 1) in result.exit_codes
-    if fault == "terminated":
+    if fault.startswith("terminated"):
         assert all("SIGTERMException" in error for error in result.errors)
     else:
         assert result.named == result.survivors == 2

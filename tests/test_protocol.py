@@ -201,6 +201,24 @@ def test_the_explorer_finds_a_first_version_that_words_start_with(monkeypatch):
     assert breaks(Protocol)
 
 
+LAST_WORD = 2**63 - 1
+
+
+@pytest.mark.parametrize("last", [2**31, 2**32, 2**53, LAST_WORD - 2**10], ids=hex)
+def test_versions_and_meetings_go_on_beyond_every_width(monkeypatch, last):
+    """A word has 63 bits; Python, JSON and the records in between must not lose any of them."""
+    monkeypatch.setattr(protocol_module, "_FIRST_VERSION", last - 2)
+
+    class Long(Protocol):
+        def open(self) -> None:
+            self._meetings = self._barriers = last - 3
+            super().open()
+
+    for seed in range(3):
+        assert explore(seed, 2, Long) == [None, None]
+        assert explore(seed, 2, Long, deterministic=True) == [None, None]
+
+
 def add_ones(protocol: Protocol, unit: int) -> None:
     numel = UNITS[unit].grad_numel
     ones = torch.ones(protocol.transport.world_size, numel)

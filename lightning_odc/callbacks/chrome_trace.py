@@ -56,9 +56,16 @@ def from_chrome_trace(trace: Any) -> Timeline:
     Raises:
         ValueError: this trace was written by something else.
     """
-    about = trace.get("otherData", {}) if isinstance(trace, dict) else {}
-    if about.get("format") != FORMAT:
+    about = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
+    try:
+        return _read(trace, about)
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
+
+
+def _read(trace: dict[str, Any], about: dict[str, Any]) -> Timeline:
     spans: dict[int, list[Span]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
@@ -96,9 +103,12 @@ def decode(content: bytes) -> Timeline:
     """The timeline in a trace file.
 
     Raises:
-        ValueError: this trace was written by something else.
+        ValueError: this trace was written by something else, or is damaged.
     """
-    return from_chrome_trace(json.loads(content))
+    try:
+        return from_chrome_trace(json.loads(content))
+    except RecursionError as error:
+        raise ValueError("this trace is nested deeper than any that TimelineRecorder wrote") from error
 
 
 def load_timeline(path: str | Path) -> Timeline:

@@ -115,6 +115,9 @@ class FiniteCheck(Callback):
 
 def _units(module: nn.Module) -> dict[str, nn.Module]:
     """Modules whose parameters are gathered together, by name; outer ones first."""
-    names = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
-    found = {name: module.get_submodule(name) for name in names}
+    found = {name: child for name, child in module.named_modules() if _is_unit(child)}
     return found or {"": module}
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from lightning_odc.engine.transports.base import Transport, UnitSpec
-from lightning_odc.errors import PeerFailedError
+from lightning_odc.errors import DisagreementError, PeerFailedError
 
 #: Mailbox for the message of a rank that failed, after those for records.
 FAILURE_BOX = 2
@@ -27,7 +27,8 @@ class Word(IntEnum):
     MICROBATCH = 5  # for reports: microbatches begun in this minibatch
     SINCE = 6  # for reports: monotonic nanoseconds when the activity began
     RATE = 7  # measured seconds per planned cost, as the bits of a float: for stealing
-    COUNT = 8
+    ENDS = 8  # of batches, epochs and training, that this rank has come to
+    COUNT = 9
 
 
 class State(IntEnum):
@@ -82,6 +83,10 @@ class Peers:
         self._transport.store(Word.ACTIVITY, unit * _ACTIVITIES + activity)
         return now
 
+    def come_to_end(self, ends: int) -> None:
+        """This rank has come to so many ends of batches and epochs. See Note [Who has left]."""
+        self._transport.store(Word.ENDS, ends)
+
     def fail(self, message: bytes) -> None:
         """This rank has failed; ``message`` says why and fits its mailbox."""
         if self._is_open:
@@ -118,6 +123,7 @@ class Peers:
 
         Raises:
             PeerFailedError: one cannot.
+            DisagreementError: one has gone on without doing it.
         """
         trouble = self.trouble()
         if trouble:
@@ -128,6 +134,13 @@ class Peers:
             raise PeerFailedError(
                 f"Rank {gone} has left the training while rank {own} still needs it. Every rank needs the same number "
                 "of Lightning batches and optimizer steps."
+            )
+        ended = self._transport.load(self._transport.rank, Word.ENDS)
+        ahead = [peer for peer in self._others if self._transport.load(peer, Word.ENDS) > ended]
+        if ahead:  # and yet this rank waits: it would wait for ever, if both ran the same steps in a batch
+            raise DisagreementError(
+                f"Rank {ahead[0]} has ended a batch or an epoch in which rank {self._transport.rank} waits for it. Every "
+                "rank must call the same optimizer steps in the same batches, and leave the loop with all others."
             )
 
     def trouble(self) -> str:

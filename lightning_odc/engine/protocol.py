@@ -148,6 +148,7 @@ class Protocol(Traced):
         self.deterministic = deterministic
         self._barriers = 0
         self._meetings = 0
+        self._ends = 0
         self._ended = False
         self._finished = False
         world = transport.world_size
@@ -436,6 +437,11 @@ class Protocol(Traced):
         self.version += 1
         self.transport.store(Word.VERSION, self.version)
         self.transport.store(Word.MICROBATCH, 0)
+
+    def come_to_end(self) -> None:
+        """This rank has come to the end of a batch, an epoch or training, with all that peers may wait for there."""
+        self._ends += 1
+        self.peers.come_to_end(self._ends)
 
     def begin_microbatch(self, index: int) -> None:
         """For reports only."""

@@ -1,0 +1,143 @@
+"""Whatever stands in a file, reading it gives a value, a warning or the documented error, and runs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_odc import Minibatch
+from lightning_odc.callbacks.chrome_trace import FORMAT, decode, encode
+from lightning_odc.callbacks.spans import RankTimeline, Span, Timeline
+from lightning_odc.data.length_cache import LengthCache
+from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+TRACE = json.loads(
+    encode(
+        Timeline(
+            [RankTimeline(0, "host", [Span("read", 1, 2, {"unit": "a"})])],
+            world_size=1,
+            strategy="odc",
+            run="1",
+            waiting_seen=True,
+            notes=[],
+        )
+    )
+)
+
+
+def paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [before, *(path for key, one in inner for path in paths(one, (*before, key)))]
+
+
+def with_other(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    """A copy with something else at one place."""
+    if not path:
+        return other
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = with_other(value[path[0]], path[1:], other)
+    return copy
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(paths(TRACE)), JSON)
+def test_a_trace_with_anything_anywhere(path, other):
+    content = json.dumps(with_other(TRACE, path, other)).encode()
+    with contextlib.suppress(ValueError):
+        assert isinstance(decode(content), Timeline)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 100_000, b"\xff\xfe", b'{"otherData": {"format": "%s"}}' % FORMAT.encode()]
+)
+def test_a_trace_that_is_none(content):
+    with pytest.raises(ValueError):  # noqa: PT011 - JSON's own, or ours
+        decode(content)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300), st.integers(0, 5), st.booleans())
+def test_a_cache_with_anything_in_it(tmp_path, content, count, keep_line):
+    cache = LengthCache(tmp_path)
+    folder = tmp_path / "lengths"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    line = json.dumps(
+        {"format": "lightning-odc lengths 1", "key": "ab", "count": count, "sha256": ""}
+    ).encode()
+    (folder / "ab.lengths").write_bytes((line + b"\n" if keep_line else b"") + content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert cache.get("ab", count, lambda: np.arange(count)).tolist() == list(range(count))
+
+
+@given(
+    st.lists(st.floats() | st.integers(-3, 3), max_size=5), st.integers(0, 5), st.none() | st.text(max_size=3)
+)
+def test_a_minibatch_of_anything(weights, count, plan):
+    valid = len(weights) == count and all(0 <= weight < float("inf") for weight in weights)
+    try:
+        share = Minibatch(range(count), weights, plan)
+    except ValueError:
+        assert not valid
+        return
+    assert valid
+    assert [task.weight for task in share.tasks()] == [weight for _, weight in share.weighted()]
+    doubled = share.map(lambda microbatch: 2 * microbatch)
+    assert list(doubled) == [2 * microbatch for microbatch in share]
+    assert (doubled.weights, doubled.plan) == (share.weights, share.plan)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), max_size=4),
+    st.integers(0, 20),
+    st.integers(1, 4),
+)
+def test_nothing_in_a_window_overlaps_or_sticks_out(sizes, words, sources):
+    units = tuple(UnitSpec(str(i), a, torch.bfloat16, b, torch.float32) for i, (a, b) in enumerate(sizes))
+    spec = WindowSpec(units, words, mailboxes=3, mailbox_bytes=64, sources=sources)
+    parts = [(0, (words + 1) * 8)]
+    parts += [(spec.mailbox_offset(box), spec.mailbox_stride) for box in range(3)]
+    for index, unit in enumerate(units):
+        parts.append((spec.shard_offsets()[index], unit.shard_bytes))
+        starts = [spec.grad_offsets()[index] + s * spec.grad_stride(index) for s in range(sources)]
+        parts += [(start, unit.grad_bytes) for start in starts]
+    ends = 0
+    for start, size in sorted(part for part in parts if part[1]):
+        assert start >= ends
+        ends = start + size
+    assert ends <= spec.total_bytes
+
+
+FORBIDDEN = (
+    "import pickle",
+    "pickle.load",
+    "marshal",
+    "shelve",
+    "yaml.load",
+    " eval(",
+    " exec(",
+    "shell=True",
+)
+
+
+def test_this_package_unpickles_nothing_and_runs_no_text():
+    """What torch and Lightning unpickle (checkpoints, object collectives, results of launchers) is theirs."""
+    files = sorted(Path(__file__).parent.parent.glob("lightning_odc/**/*.py"))
+    assert len(files) > 100
+    assert [(file.name, word) for file in files for word in FORBIDDEN if word in file.read_text()] == []
