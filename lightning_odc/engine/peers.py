@@ -139,8 +139,8 @@ class Peers:
         ahead = [peer for peer in self._others if self._transport.load(peer, Word.ENDS) > ended]
         if ahead:  # and yet this rank waits: it would wait for ever, if both ran the same steps in a batch
             raise DisagreementError(
-                f"Rank {ahead[0]} has ended a batch or an epoch in which rank {self._transport.rank} waits for it. Every "
-                "rank must call the same optimizer steps in the same batches, and leave the loop with all others."
+                f"Rank {ahead[0]} has ended a batch or an epoch in which rank {self._transport.rank} waits for it. "
+                "Every rank must call the same optimizer steps in the same batches, and leave the loop with all others."
             )
 
     def trouble(self) -> str:
