@@ -355,6 +355,7 @@ def test_a_mesh_of_other_ranks_is_refused():
 
 
 def test_a_mesh_from_the_command_line():
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
     arguments = ["--trainer.strategy=lightning_odc.ODCStrategy", "--trainer.accelerator=cpu"]
     arguments += ["--trainer.strategy.sharding_strategy=HYBRID_SHARD", "--trainer.strategy.device_mesh=[2,2]"]
     command = LightningCLI(
