@@ -94,8 +94,11 @@ def fit(
     strategy = hybrid(communication, **{k: options.pop(k) for k in ("deterministic",) if k in options})
     validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
     t = trainer(4, strategy=strategy, callbacks=[watcher], **options)
-    t.fit(module, loader(shares(rank, counts)), validation if communication == "on_demand" else None)
-    return watcher.seen
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        t.fit(module, loader(shares(rank, counts)), validation if communication == "on_demand" else None)
+    drifted = [str(w.message) for w in caught if "differed between nodes" in str(w.message)]
+    return {**watcher.seen, "drifted": drifted}
 
 
 def in_one_process(_: int, directory: str | None) -> dict[str, Any]:
@@ -263,6 +266,8 @@ def test_the_norm_is_that_of_the_whole_gradient(ranks, alone):
 
 def test_deterministic_runs_are_bit_equal_on_all_nodes(ranks):
     for result in ranks:
+        for run in [*result["deterministic"], result["fp32"], result["bf16"], result["clipped"]]:
+            assert run["drifted"] == [], "replicas stayed equal without help"
         for run in result["deterministic"]:
             assert_same(run["parameters"], ranks[0]["deterministic"][0]["parameters"], tolerance=0)
 
@@ -277,6 +282,7 @@ def test_lockstep_of_replicas_that_began_apart(ranks, alone):
     for result in ranks:
         assert_same(result["lockstep"]["parameters"], alone["fp32"]["parameters"])
         assert result["lockstep"]["traffic"].reads > 0
+        assert result["lockstep"]["drifted"] == [], "they were levelled at setup, which is worth no warning"
 
 
 def test_a_model_sharded_by_hand(ranks, alone):
@@ -355,6 +361,7 @@ def test_a_mesh_of_other_ranks_is_refused():
 
 
 def test_a_mesh_from_the_command_line():
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
     arguments = ["--trainer.strategy=lightning_odc.ODCStrategy", "--trainer.accelerator=cpu"]
     arguments += ["--trainer.strategy.sharding_strategy=HYBRID_SHARD", "--trainer.strategy.device_mesh=[2,2]"]
     command = LightningCLI(
