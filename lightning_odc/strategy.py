@@ -251,6 +251,7 @@ class ODCStrategy(ShardedStrategy):
                 fail=self.on_exception,
             )
         )
+        self._watch_ends(trainer)
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)
@@ -459,7 +460,7 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
-        self._watch_loops()
+        self._hold_signals()
         compare_programs(self.engine, self.lightning_module.trainer)
         self._training.compare_batches()
         self.publish_parameters()
@@ -497,7 +498,7 @@ class ODCStrategy(ShardedStrategy):
     def _begin_evaluation(self) -> None:
         check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
-        self._watch_loops()
+        self._hold_signals()
         self.publish_parameters()
 
     def _redirect(
@@ -509,17 +510,23 @@ class ODCStrategy(ShardedStrategy):
         with context(), self.engine.traced("forward", step=name):
             return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
 
-    def _watch_loops(self) -> None:
-        """When the trainer has set its handlers. See Note [Signals wait for a meeting] and Note [Who has left]."""
+    def _watch_ends(self, trainer: pl.Trainer) -> None:
+        """See Note [Who has left]."""
+        engine = self._engine
+        if isinstance(engine, OnDemandEngine):
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            ends = LoopEnds(lambda: engine.protocol.come_to_end())
+            callbacks.insert(0, ends)
+            self._on_teardown.callback(callbacks.remove, ends)
+
+    def _hold_signals(self) -> None:
+        """When the trainer has set its handlers. See Note [Signals wait for a meeting]."""
         engine = self._engine
         if self._signals is None and isinstance(engine, OnDemandEngine):
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._signals = HeldSignals(engine.protocol.signals)
             self._on_teardown.enter_context(self._signals.held(trainer))
-            ends = LoopEnds(lambda: engine.protocol.come_to_end())
-            trainer.callbacks.insert(0, ends)  # type: ignore[attr-defined]
-            self._on_teardown.callback(trainer.callbacks.remove, ends)  # type: ignore[attr-defined]
 
     # -- data ---------------------------------------------------------------------------------------------
 

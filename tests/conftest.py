@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-#: Sockets of servers that end with this process, and caches that torch keeps.
-_OF_OTHERS = ("pymp-", "torchinductor_", "listener-")
+#: Sockets of servers that end with this process, caches that torch keeps, and what its `torchrun` leaves.
+_OF_OTHERS = ("pymp-", "torchinductor_", "listener-", "torchelastic_")
 
 
 @pytest.fixture(autouse=True)

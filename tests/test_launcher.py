@@ -123,8 +123,9 @@ make().launch(work)
 """
 
 
-def test_ranks_end_when_the_kernel_is_killed() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def test_ranks_end_when_the_kernel_is_killed(tmp_path: Path) -> None:
+    # Nobody can empty the folder of a kernel that is killed.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         ranks = [int(parent.stdout.readline()) for _ in range(2)]

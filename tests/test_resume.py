@@ -80,3 +80,21 @@ def _resume(rank: int, directory: str, kind: str, make: Any, steps: tuple[int, .
 def test_bit_equal(tmp_path, kind, make, steps, last):
     for found in run_ranks(_resume, str(tmp_path), kind, make, steps):
         assert found == dict.fromkeys(steps, (last, True))
+
+
+def _again_and_again(rank: int, directory: str) -> Any:
+    """From the end of an epoch into the next one, and on from there."""
+    options = {"deterministic": True, "max_epochs": 3, "enable_checkpointing": True}
+    straight, loader, t = _plain_batches(rank, **options | {"enable_checkpointing": False})
+    t.fit(straight, loader)
+    for start, stop in ((0, 6), (6, 8), (8, -1)):
+        save = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=-1)
+        module, loader, t = _plain_batches(rank, callbacks=[save], max_steps=stop, **options)
+        t.fit(module, loader, ckpt_path=f"{directory}/step={start}.ckpt" if start else None)
+    one, other = full_parameters(straight), full_parameters(module)
+    return t.global_step, all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_went_on_at_the_end_of_an_epoch_can_be_taken_up_again(tmp_path):
+    # Without `mend_epochs` Lightning trains for 20 steps: it takes step 8 for the end of an epoch.
+    assert run_ranks(_again_and_again, str(tmp_path)) == [(18, True), (18, True)]
