@@ -55,7 +55,7 @@ def with_other(value: Any, path: tuple[Any, ...], other: Any) -> Any:
     return copy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(paths(TRACE)), JSON)
 def test_a_trace_with_anything_anywhere(path, other):
     content = json.dumps(with_other(TRACE, path, other)).encode()
