@@ -81,13 +81,9 @@ CASES: dict[str, tuple[type[TokenModule], dict[str, Any], float, str]] = {
     "learning rate": (TokenModule, {}, 0.2, r"where rank 1 has\s+optimizer 0: AdamW\(lr=0.2"),
     "accumulation": (TokenModule, {"accumulate_grad_batches": 3}, 0.1, "accumulate_grad_batches=3"),
     "clipping": (TokenModule, {"gradient_clip_val": 1.0}, 0.1, "gradient_clip_val=1.0"),
-    "optimizer steps": (
-        StepsOnce,
-        {},
-        0.1,
-        "Rank 1 has ended a batch or an epoch in which rank 0 waits",
-    ),
-    "skips the epoch": (LeavesTheEpoch, {}, 0.1, "Rank 1 (is at the end of an epoch|has ended a batch)"),
+    # Who finds it out, and in which words, depends on where Lightning's versions make ranks wait.
+    "optimizer steps": (StepsOnce, {}, 0.1, "DisagreementError: Rank [01] "),
+    "skips the epoch": (LeavesTheEpoch, {}, 0.1, "DisagreementError: Rank [01] "),
 }
 
 

@@ -119,8 +119,10 @@ def test_sigterm_does_not_wait_for_a_peer_that_hangs():
     peer, terminated = try_ranks(_terminated_while_a_peer_hangs, timeout=60)
     assert terminated.error.strip().endswith("SIGTERMException"), terminated.error
     assert "waiting.py" in terminated.error
-    assert "Rank 1 failed, so rank 0 stops too. Its error was:" in peer.error
-    assert "SIGTERMException" in peer.error
+    assert peer.exitcode == 1
+    assert (
+        "SIGTERMException" in peer.error
+    )  # rank 1's, or its own: rank 1 had asked for the meeting before it raised
 
 
 def _own_handler(rank: int) -> list[int]:
