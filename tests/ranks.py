@@ -6,7 +6,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -16,8 +15,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+from torch.distributed import TCPStore
+
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lightning.pytorch", "lightning_odc", "tests.models"])
+_CONTEXT.set_forkserver_preload(["pytest", "lightning.pytorch", "lightning_odc", "tests.models", "tests.modules"])
 
 
 @dataclass
@@ -48,9 +49,10 @@ def try_ranks(
     function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
 ) -> list[Outcome]:
     """Like ``run_ranks``, for ranks that may fail. A rank that outlives ``timeout`` is killed and fails the test."""
-    port = free_port()
+    # As `torchrun` does it: ranks that look for each other at one of them wait for its store, and then some more.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begin = time.monotonic()
-    started = [_start(function, args, rank, world_size, port) for rank in range(world_size)]
+    started = [_start(function, args, rank, world_size, store.port) for rank in range(world_size)]
     outcomes = []
     late = []
     # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
@@ -65,12 +67,6 @@ def try_ranks(
         outcomes.append(Outcome(rank, result, error, process.exitcode, time.monotonic() - begin))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
     return outcomes
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _start(
@@ -131,5 +127,5 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "tests",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)}
+_WIDEST = max(_INTEGERS)
 
 
 class ContentChecks:
@@ -21,21 +20,21 @@ class ContentChecks:
 
     def __init__(self, deferred: bool) -> None:
         self._deferred = deferred
-        self._found: dict[str, Tensor] = {}
-        self._errors: dict[str, Callable[[], Exception]] = {}
+        self._found: dict[Hashable, Tensor] = {}
+        self._errors: dict[Hashable, Callable[[], Exception]] = {}
         self._answers: Tensor | None = None
 
     @property
     def deferred(self) -> bool:
         return self._deferred
 
-    def expect_same(self, one: Tensor, other: Tensor, what: str, error: Callable[[], Exception]) -> None:
+    def expect_same(self, one: Tensor, other: Tensor, what: Hashable, error: Callable[[], Exception]) -> None:
         """Raise what ``error`` makes if two 1-D tensors of one dtype differ.
 
         Args:
             one: a tensor.
             other: another one, of its dtype, size and device.
-            what: a name; comparisons under the same one count as one.
+            what: a key; comparisons under the same one count as one.
             error: called only if they differ.
         """
         if not self._deferred:
@@ -75,13 +74,8 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _as_integers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    width = one.itemsize
-    sizes = (one.nbytes, other.nbytes, one.storage_offset() * width, other.storage_offset() * width)
-    widest = _widest_integer(math.gcd(8, *sizes))
+    starts = int(one.storage_offset()) | int(other.storage_offset())
+    divisible = _WIDEST | starts * one.itemsize | one.nbytes | other.nbytes
+    divisor = divisible & -divisible  # the largest power of two that divides all of them
+    widest = _INTEGERS[divisor]
     return one.view(widest), other.view(widest)
-
-
-@functools.cache
-def _widest_integer(divisor: int) -> torch.dtype:
-    """The widest type whose size divides ``divisor``, which is 8 at most."""
-    return next(dtype for dtype in _INTEGERS if divisor % dtype.itemsize == 0)

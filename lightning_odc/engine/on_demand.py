@@ -194,23 +194,29 @@ class OnDemandEngine(Engine):
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
-        self.protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
-        self.protocol.lockstep = self._lockstep and not self.evaluating
+        protocol = self.protocol
+        protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
+        protocol.lockstep = self._lockstep and not self.evaluating
         if not self._checks.deferred:  # else when the step settles
             # In a backward pass, too: this rank's slice is what it is now, the peers' are not.
             self._verify(unit, own)
-        self.protocol.gather(unit.index, output.view(self.protocol.transport.world_size, -1))
+        protocol.gather(unit.index, output.view(protocol.transport.world_size, -1))
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
         published = self.protocol.own_shard(unit.index)
-
-        def error() -> StaleShardError:
-            now = self._shard_now(unit) if self._checks.deferred else own
-            return _stale(unit, published, now)
-
-        self._checks.expect_same(published, own, f"shard of {unit.name}", error)
+        now = None if self._checks.deferred else own  # not to keep it until then
+        self._checks.expect_same(published, own, unit.index, partial(self._stale, unit, now))
         unit.verified = True
+
+    def _stale(self, unit: Unit, now: Tensor | None) -> StaleShardError:
+        published = self.protocol.own_shard(unit.index)
+        name = unit.differs_from(published, self._shard_now(unit) if now is None else now)
+        return StaleShardError(
+            f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "
+            "parameters outside the optimizer step on all ranks together, and then call "
+            "`trainer.strategy.publish_parameters()` on all of them."
+        )
 
     def _shard_now(self, unit: Unit) -> Tensor:
         """What this rank would publish if it did so now."""
@@ -219,13 +225,14 @@ class OnDemandEngine(Engine):
         return own
 
     def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
+        protocol = self.protocol
         self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
         segments = unit.take_fresh()
-        rows = chunks.view(self.protocol.transport.world_size, -1)
+        rows = chunks.view(protocol.transport.world_size, -1)
         assert unit.divided_by_fully_shard == (rows.dtype not in (torch.float32, torch.bfloat16))
         if sum(part.numel for part in segments) != rows.shape[1]:
             raise self._unexpected_gradient(unit)
-        self.protocol.accumulate(unit.index, rows, segments)
+        protocol.accumulate(unit.index, rows, segments)
 
     def _unexpected_gradient(self, unit: Unit) -> ODCError:
         names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
@@ -381,7 +388,7 @@ class OnDemandEngine(Engine):
         """Before gathered parameters are freed, and what was written into them with them."""
         for unit in self._units:
             for name, part, shard in unit.gathered():
-                self._checks.expect_same(part, shard, f"gathered {name}", partial(_lost, name))
+                self._checks.expect_same(part, shard, name, partial(_lost, name))
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""
@@ -432,14 +439,6 @@ def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
         )
-
-
-def _stale(unit: Unit, published: Tensor, own: Tensor) -> StaleShardError:
-    return StaleShardError(
-        f"Parameter {unit.differs_from(published, own)!r} changed after it was published, so peers would compute with "
-        "its old value. Change parameters outside the optimizer step on all ranks together, and then call "
-        "`trainer.strategy.publish_parameters()` on all of them."
-    )
 
 
 def _lost(name: str) -> StaleShardError:

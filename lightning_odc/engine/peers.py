@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 from lightning_odc.engine.transports.base import Transport, UnitSpec
 from lightning_odc.errors import DisagreementError, PeerFailedError
@@ -23,12 +24,11 @@ class Word(IntEnum):
     STATE = 1  # a State
     LOCKSTEP = 2  # barriers passed under communication="lockstep"
     VERSION = 3  # for reports: the version this rank works on
-    ACTIVITY = 4  # for reports: an Activity, plus its unit times the number of activities
+    DOING = 4  # for reports: an Activity, its unit and when it began; see `Doing`
     MICROBATCH = 5  # for reports: microbatches begun in this minibatch
-    SINCE = 6  # for reports: monotonic nanoseconds when the activity began
-    RATE = 7  # measured seconds per planned cost, as the bits of a float: for stealing
-    ENDS = 8  # of batches, epochs and training, that this rank has come to
-    COUNT = 9
+    RATE = 6  # measured seconds per planned cost, as the bits of a float: for stealing
+    ENDS = 7  # of batches, epochs and training, that this rank has come to
+    COUNT = 8
 
 
 class State(IntEnum):
@@ -48,7 +48,33 @@ class Activity(IntEnum):
     MEET = 3
 
 
-_ACTIVITIES = len(Activity)
+class Doing(NamedTuple):
+    """What a rank does, in one word, which is told several times per unit and microbatch.
+
+    Attributes:
+        activity: what.
+        unit: with which unit, below 2**22.
+        since: since when, in milliseconds of the monotonic clock, below 2**39 (17 years).
+    """
+
+    activity: Activity
+    unit: int
+    since: int
+
+    @classmethod
+    def of(cls, word: int) -> Doing:
+        return cls(Activity(word & 3), word >> 2 & 0x3FFFFF, word >> 24)
+
+    @staticmethod
+    def word(activity: Activity, unit: int, nanoseconds: int) -> int:
+        return nanoseconds // 1_000_000 << 24 | unit << 2 | activity
+
+    @property
+    def seconds(self) -> float:
+        """For how long, by now."""
+        return max(time.monotonic_ns() // 1_000_000 - self.since, 0) / 1e3
+
+
 _ACTIVITY_TEXT = {
     Activity.COMPUTE: "computing (last communicated for unit {unit!r})",
     Activity.GATHER: "reading shards of unit {unit!r}",
@@ -79,8 +105,7 @@ class Peers:
     def begin(self, activity: Activity, unit: int = 0) -> int:
         """This rank begins to do something else; returns when, in nanoseconds of the monotonic clock."""
         now = time.monotonic_ns()
-        self._transport.store(Word.SINCE, now)
-        self._transport.store(Word.ACTIVITY, unit * _ACTIVITIES + activity)
+        self._transport.store(Word.DOING, Doing.word(activity, unit, now))
         return now
 
     def come_to_end(self, ends: int) -> None:
@@ -162,14 +187,12 @@ class Peers:
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""
-        begun = [
-            self._transport.load(rank, Word.SINCE)
+        running = [
+            Doing.of(self._transport.load(rank, Word.DOING))
             for rank in range(self._transport.world_size)
             if self._state(rank) == State.RUNNING
-            and self._transport.load(rank, Word.ACTIVITY) % len(Activity) != Activity.COMPUTE
         ]
-        now = time.monotonic_ns()  # after the looks, or a wait that has just begun would be less than none
-        return max((now - since for since in begun), default=0) / 1e9
+        return max((doing.seconds for doing in running if doing.activity != Activity.COMPUTE), default=0.0)
 
     def report(self) -> str:
         """Where every rank is: version, microbatch, activity, and for how long."""
@@ -188,11 +211,10 @@ class Peers:
         state = self._state(rank)
         if state != State.RUNNING:
             return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"
-        unit, activity = divmod(load(Word.ACTIVITY), len(Activity))
-        doing = _ACTIVITY_TEXT[Activity(activity)].format(unit=self._units[unit].name)
-        since = max(time.monotonic_ns() - load(Word.SINCE), 0) / 1e9
+        doing = Doing.of(load(Word.DOING))
+        text = _ACTIVITY_TEXT[doing.activity].format(unit=self._units[doing.unit].name)
         step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
-        return f"  {name}: {step}, {doing} for {since:.1f} s"
+        return f"  {name}: {step}, {text} for {doing.seconds:.1f} s"
 
     def _state(self, rank: int) -> int:
         return self._transport.load(rank, Word.STATE)

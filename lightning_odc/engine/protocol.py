@@ -221,9 +221,10 @@ class Protocol(Traced):
         begin = self.peers.begin(Activity.GATHER, unit)
         if self.lockstep:
             self._barrier()
+        rows = out.unbind()
         for owner in self._readers_order:
             self._await_version(owner, unit)
-            self.transport.read(owner, unit, out[owner])
+            self.transport.read(owner, unit, rows[owner])
         self.reads += len(self._readers_order)
         self.bytes_read += len(self._readers_order) * self._units[unit].shard_bytes
         self.peers.begin(Activity.COMPUTE, unit)
@@ -241,10 +242,11 @@ class Protocol(Traced):
         self.check_not_ended(unit)
         self._finished = False
         begin = self.peers.begin(Activity.ACCUMULATE, unit)
+        rows = chunks.unbind()
         if self._spec.sources > 1 or not self.transport.needs_locks:
-            self._add_in_turn(unit, chunks, segments)
+            self._add_in_turn(unit, rows, segments)
         else:
-            self._add_under_locks(unit, chunks, segments)
+            self._add_under_locks(unit, rows, segments)
         self.adds += len(self._readers_order)
         self.bytes_added += chunks.numel() * chunks.element_size()
         if self.lockstep:
@@ -315,26 +317,31 @@ class Protocol(Traced):
                 "order."
             )
 
-    def _add_in_turn(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
+    def _add_in_turn(self, unit: int, chunks: Sequence[Tensor], segments: Sequence[Segment]) -> None:
         source = self.transport.rank if self._spec.sources > 1 else 0
         for owner in self._adders_order:
             self.transport.add(owner, unit, chunks[owner], segments, source)
 
-    def _add_under_locks(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
-        waiting = list(self._adders_order)
-
-        def add_where_free() -> bool:
-            for owner in list(waiting):
-                if self.transport.try_lock(owner, unit):
-                    try:
-                        self.transport.add(owner, unit, chunks[owner], segments)
-                    finally:
-                        self.transport.unlock(owner, unit)
-                    waiting.remove(owner)
-            return not waiting
-
-        while not add_where_free():
+    def _add_under_locks(self, unit: int, chunks: Sequence[Tensor], segments: Sequence[Segment]) -> None:
+        waiting = self._add_where_free(self._adders_order, unit, chunks, segments)
+        while waiting:
             self._await_any_lock(unit, waiting)
+            waiting = self._add_where_free(waiting, unit, chunks, segments)
+
+    def _add_where_free(
+        self, owners: list[int], unit: int, chunks: Sequence[Tensor], segments: Sequence[Segment]
+    ) -> list[int]:
+        """Returns the owners that are left, because others hold their locks."""
+        taken = []
+        for owner in owners:
+            if not self.transport.try_lock(owner, unit):
+                taken.append(owner)
+                continue
+            try:
+                self.transport.add(owner, unit, chunks[owner], segments)
+            finally:
+                self.transport.unlock(owner, unit)
+        return taken
 
     def _await_any_lock(self, unit: int, owners: list[int]) -> None:
         """Sleep until one of the owners' locks is free, without keeping it."""

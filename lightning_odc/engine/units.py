@@ -102,6 +102,8 @@ class Unit:
     as_bytes: bool = False
     grad_dtype: torch.dtype = torch.float32
     verified: bool = False
+    _trainable: int = 0
+    _whole: list[Segment] = field(default_factory=list)
 
     @property
     def trainable(self) -> list[ParamSlot]:
@@ -118,6 +120,7 @@ class Unit:
                 slot.grad_offset, grad_offset = grad_offset, grad_offset + slot.padded_numel
             else:
                 slot.grad_offset = -1
+        self._trainable, self._whole = len(self.trainable), _joined(self.trainable)
         own = [slot.sharded.dtype for slot in self.trainable]
         self.grad_dtype = accumulator_dtype or torch.promote_types(
             own[0] if own else torch.float32, torch.float32
@@ -189,19 +192,10 @@ class Unit:
 
         Neighbours are joined, so that a unit of which every parameter was used is one segment.
         """
-        segments: list[Segment] = []
-        source = 0
-        for slot in self.slots:
-            if not slot.fresh:
-                continue
+        fresh = [slot for slot in self.slots if slot.fresh]
+        for slot in fresh:
             slot.fresh, slot.used = False, True
-            last = segments[-1] if segments else None
-            if last and last.target + last.numel == slot.grad_offset:
-                segments[-1] = Segment(last.target, last.source, last.numel + slot.padded_numel)
-            else:
-                segments.append(Segment(slot.grad_offset, source, slot.padded_numel))
-            source += slot.padded_numel
-        return segments
+        return self._whole if len(fresh) == self._trainable else _joined(fresh)
 
     def take_used(self) -> list[bool]:
         """Which parameters (by position in `slots`) received a gradient on this rank; then forget it."""
@@ -234,6 +228,19 @@ class Unit:
             f"{'trainable' if slot.grad_offset >= 0 else 'frozen'}"
             for slot in self.slots
         ]
+
+
+def _joined(fresh: list[ParamSlot]) -> list[Segment]:
+    segments: list[Segment] = []
+    source = 0
+    for slot in fresh:
+        last = segments[-1] if segments else None
+        if last and last.target + last.numel == slot.grad_offset:
+            segments[-1] = Segment(last.target, last.source, last.numel + slot.padded_numel)
+        else:
+            segments.append(Segment(slot.grad_offset, source, slot.padded_numel))
+        source += slot.padded_numel
+    return segments
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -109,7 +110,7 @@ class Region:
     def lock(self, byte: int, kind: int) -> bool:
         """Set (``F_WRLCK``) or lift (``F_UNLCK``) the lock of one byte; ``False`` if another rank holds it."""
         try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _flock(kind, byte))
         except BlockingIOError:
             return False
         return True
@@ -121,6 +122,11 @@ class Region:
         self.words = self.bytes = memoryview(b"")
         self.memory = torch.empty(0, dtype=torch.uint8)
         os.close(self.fd)
+
+
+@functools.cache
+def _flock(kind: int, byte: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -50,7 +50,7 @@ class SharedMemoryTransport(Transport):
         self._regions: dict[int, Region] = {}
         self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
-        self._fence: fence.Fence | None = None
+        self._fence: fence.Fence | None = None  # see Note [What orders memory]
 
     # -- opening: see Note [Opening in parts] -------------------------------------------------------------
 
@@ -101,22 +101,26 @@ class SharedMemoryTransport(Transport):
 
     def try_lock(self, owner: int, unit: int) -> bool:
         taken = self._regions[owner].lock(unit, fcntl.F_WRLCK)
-        self._order_memory()
+        if self._fence is not None:
+            self._fence()
         return taken
 
     def unlock(self, owner: int, unit: int) -> None:
-        self._order_memory()
+        if self._fence is not None:
+            self._fence()
         self._regions[owner].lock(unit, fcntl.F_UNLCK)
 
     # -- control plane ------------------------------------------------------------------------------------
 
     def load(self, owner: int, word: int) -> int:
         value = self._regions[owner].words[word]
-        self._order_memory()
+        if self._fence is not None:
+            self._fence()
         return value
 
     def store(self, word: int, value: int) -> None:
-        self._order_memory()
+        if self._fence is not None:
+            self._fence()
         self._regions[self.rank].words[word] = value
 
     @property
@@ -127,7 +131,8 @@ class SharedMemoryTransport(Transport):
         return self.load(owner, self._spec.words)
 
     def store_claim(self, owner: int, value: int) -> None:
-        self._order_memory()
+        if self._fence is not None:
+            self._fence()
         self._regions[owner].words[self._spec.words] = value
 
     def post(self, box: int, message: bytes) -> None:
@@ -145,10 +150,6 @@ class SharedMemoryTransport(Transport):
                 f"Rank {self.job_rank(owner)} posted a message of {length} bytes, more than its mailbox holds."
             )
         return bytes(memory[start + 8 : start + 8 + length])
-
-    def _order_memory(self) -> None:
-        if self._fence is not None:  # see Note [What orders memory]
-            self._fence()
 
     # -- peers --------------------------------------------------------------------------------------------
 
