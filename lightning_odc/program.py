@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import linecache
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,13 +65,21 @@ def _plain(group: Mapping[str, Any]) -> str:
 
 
 def _sources(module: nn.Module) -> Iterator[str]:
-    """The classes that the model is made of, with a digest of their code where it can be had."""
+    """The classes that the model is made of, with a digest of the file they are from."""
     classes = {base: None for child in module.modules() for base in type(child).__mro__}
+    digests: dict[str, str] = {}
     for one in classes:
         if one.__module__.partition(".")[0] in _LIBRARIES:
             continue
-        try:
-            source = hashlib.sha256(inspect.getsource(one).encode()).hexdigest()[:12]
-        except (OSError, TypeError):  # made while running, or typed into a console
-            source = "unknown"
-        yield f"class {one.__module__}.{one.__qualname__} with code {source}"
+        if one.__module__ not in digests:
+            digests[one.__module__] = _file_digest(one)
+        yield f"class {one.__module__}.{one.__qualname__} in a file with digest {digests[one.__module__]}"
+
+
+def _file_digest(one: type) -> str:
+    """Whole files, since to cut one class out of its file takes Python as long as some steps of training."""
+    try:
+        lines = linecache.getlines(inspect.getfile(one))
+    except (OSError, TypeError):  # made while running, or typed into a console
+        lines = []
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12] if lines else "unknown"

@@ -18,7 +18,17 @@ from typing import Any
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "lightning.pytorch", "lightning_odc", "tests.models", "tests.modules"])
+_CONTEXT.set_forkserver_preload(  # what is not installed is passed over
+    [
+        "pytest",
+        "lightning.pytorch",
+        "lightning_odc",
+        "transformers.models.llama.modeling_llama",
+        "peft",
+        "tests.models",
+        "tests.modules",
+    ]
+)
 
 
 @dataclass

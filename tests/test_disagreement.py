@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +73,12 @@ def _fit(rank: int, case: str) -> None:
 
 
 CASES: dict[str, tuple[type[TokenModule], dict[str, Any], float, str]] = {
-    "code": (OtherCode, {}, 0.1, r"where rank 1 has\s+class tests.test_disagreement.OtherCode with code"),
+    "code": (
+        OtherCode,
+        {},
+        0.1,
+        r"where rank 1 has\s+class tests.test_disagreement.OtherCode in a file with digest",
+    ),
     "dtype": (
         TokenModule,
         {"precision": "bf16-true"},
@@ -95,6 +103,30 @@ def test_it_is_named_at_once(case):
     texts = "".join(outcome.error for outcome in outcomes)
     assert "DisagreementError" in texts
     assert re.search(CASES[case][3], texts), texts
+
+
+OF_TWO_FILES = """
+from tests.modules import TokenModule
+
+class Edited(TokenModule):
+    factor = {factor}
+"""
+
+
+def _fits_another_file(rank: int, folder: Path) -> None:
+    file = folder / str(rank) / "edited.py"
+    file.parent.mkdir()
+    file.write_text(OF_TWO_FILES.format(factor=rank))
+    sys.path.insert(0, str(file.parent))
+    edited = importlib.import_module("edited")
+    trainer(2, timeout=TIMEOUT).fit(edited.Edited("items"), loader([Minibatch(token_batches([5]))]))
+
+
+def test_another_version_of_the_same_class_is_named(tmp_path):
+    for outcome in try_ranks(_fits_another_file, tmp_path, timeout=90):
+        assert outcome.exitcode == 1
+        first, second = re.findall(r"class edited.Edited in a file with digest ([0-9a-f]{12})", outcome.error)
+        assert first != second
 
 
 def _stops(rank: int, who: int) -> int:

@@ -109,6 +109,7 @@ def _cut_off(rank: int, hosts: Hosts) -> list[tuple[str, str, float]]:
     """What ended training, then what ended a sum over nodes: kind and text of the error, and after how long."""
     hosts.enter(rank // 2)
     os.environ |= {"MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the tests' own is on a third host
     os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
     callback = CuttingOff(hosts)
     strategy = ODCStrategy(
