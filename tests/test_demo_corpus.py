@@ -22,6 +22,7 @@ from lightning_odc.demo.corpus import (
     plan_minibatches,
     read_corpus,
 )
+from tests.ranks import run_ranks
 
 CAP = 2048
 
@@ -63,8 +64,12 @@ def test_samples_are_whole_definitions_under_the_cap(corpus: Corpus) -> None:
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
 
-def test_reading_twice_gives_the_same_samples(corpus: Corpus) -> None:
-    assert read_corpus(CAP).digest == corpus.digest
+def _digest(_: int) -> str:
+    return read_corpus(CAP).digest
+
+
+def test_every_process_cuts_the_same_samples(corpus: Corpus) -> None:
+    assert run_ranks(_digest) == 2 * [corpus.digest]
 
 
 def test_a_cap_drops_and_counts(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from lightning_odc import cli
 from lightning_odc.callbacks import load_timeline
+from tests.ranks import run_ranks, torchrun_environment
 
 for package in ("transformers", "matplotlib", "rich"):
     pytest.importorskip(package)
@@ -132,12 +136,20 @@ def test_ctrl_c_ends_every_process_with_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_process_is_enough(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+def _run(_: int, options: str) -> tuple[int, str]:
+    for name in torchrun_environment(0, 1, 0):
+        del os.environ[name]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = cli.main(["demo", *SMALL.split(), *options.split()])
+    return code, out.getvalue()
+
+
+def test_one_process_is_enough(tmp_path: Path) -> None:
     options = f"--devices 1 --output {tmp_path} --communication on_demand --repetitions 1 --equal-lengths"
-    process = start(options.split(), started)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
+    ((code, out),) = run_ranks(_run, options, world_size=1)
+    assert code == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["speedup"] is None
     assert len(set(result["corpus"]["tokens"].values())) == 1
+    assert "on_demand" in out
     assert "speed-up by" not in out

@@ -10,6 +10,7 @@ Everything here is a pure function of its arguments and of the installed standar
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import random
 import sysconfig
@@ -78,6 +79,8 @@ class Corpus:
 def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
     """Cut every top-level function and class of at most ``max_length`` tokens out of the library's source.
 
+    That takes seconds the first time; a process keeps what it has cut.
+
     Longer definitions are *dropped*, not truncated: truncation would put about a sixth of all samples at
     exactly the cap, a spike that no data has and that flatters on-demand communication, and would train
     on functions without an end.
@@ -90,14 +93,20 @@ def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
         CorpusError: no source is there, or no definition is short enough.
     """
     root = _standard_library() if root is None else root
-    files = source_files(root)
-    definitions = [text for path in files for text in cut_definitions(path.read_bytes())]
+    definitions, files = _definitions(root)
     if not definitions:
         raise CorpusError(f"there are no Python source files in {root} to cut samples from")
     samples = tuple(text for text in definitions if len(text) + SPECIAL_TOKENS <= max_length)
     if not samples:
         raise CorpusError(f"no function or class in {root} fits in {max_length} tokens")
-    return Corpus(samples, max_length, dropped=len(definitions) - len(samples), files=len(files))
+    return Corpus(samples, max_length, dropped=len(definitions) - len(samples), files=files)
+
+
+@functools.cache
+def _definitions(root: Path) -> tuple[tuple[bytes, ...], int]:
+    """Everything that can be cut out of the files of a folder, and how many files there are."""
+    files = source_files(root)
+    return tuple(text for path in files for text in cut_definitions(path.read_bytes())), len(files)
 
 
 def _standard_library() -> Path:
