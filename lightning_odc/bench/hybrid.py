@@ -27,6 +27,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
+from lightning_odc.balance import PolynomialCost
 from lightning_odc.bench.hosts import Hosts, two_hosts
 from lightning_odc.bench.processes import run_ranks
 
@@ -151,6 +152,7 @@ def _run(
         lengths=lengths,
         minibatch_size=options["samples"],
         policy=variant.policy,
+        cost=PolynomialCost(quadratic=1.0, linear=0.0),  # what `Sleeper` does
         collate_fn=torch.tensor,
         num_replicas=world_size,
         rank=rank,
