@@ -126,3 +126,24 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> Non
 )
 def test_the_page_of_the_command_line_is_what_the_parsers_print() -> None:
     assert docs_cli.PAGE.read_text() == docs_cli.page(), "write it anew: python -m tests.docs_cli"
+
+
+def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None:
+    """As the hosts of the documentation do, who install neither torch nor lightning."""
+    pytest.importorskip("mkdocs")
+    blocked = dict.fromkeys(("torch", "lightning", "pytorch_lightning", "lightning_odc"))
+    build = [
+        "build",
+        "--strict",
+        "--quiet",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    code = f"import sys; sys.modules.update({blocked}); from mkdocs.__main__ import cli; cli({build})"
+    run(["-c", code], tmp_path)
+    assert "Not measured" in (tmp_path / "site" / "gpus" / "index.html").read_text() or list(
+        (ROOT / "docs" / "data").glob("gpu-*.json")
+    )
+    assert "ODCStrategy" in (tmp_path / "site" / "reference" / "index.html").read_text()

@@ -14,6 +14,7 @@ is described by its peers alone.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import threading
 import time
@@ -106,12 +107,26 @@ class HangReport:
         """Returns where it was written, for people."""
         if self.path is None or not self._writable:
             return "(There is no file of it.)"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(self.path, flags, 0o644), "a") as file:
-                file.write(text)
+            _append(self.path, text)
         except OSError as error:
             self._writable = False
             return f"(It could not be written to {self.path}: {error.strerror or error}.)"
         return f"Also in {self.path}, with the Python stack."
+
+
+def _append(path: Path, text: str) -> None:
+    """Write to the end of a plain file in a plain directory, made if missing; links and pipes there are errors.
+
+    A pipe that nobody reads would keep the rank here for ever.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(path.name, flags, 0o644, dir_fd=folder), "a") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(f"{path} is not a regular file")
+            file.write(text)
+    finally:
+        os.close(folder)
