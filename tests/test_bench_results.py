@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -89,6 +90,13 @@ def test_losses_are_compared_minibatch_by_minibatch() -> None:
     assert loss_difference([run(COLLECTIVE, [1.0, 1.0]), other]) == 0
     other.ranks[0][2].loss_sum += 0.12
     assert loss_difference([run(COLLECTIVE, [1.0, 1.0]), other]) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_losses_that_are_no_numbers_never_agree(wrong: float) -> None:
+    runs = [run(COLLECTIVE, [1.0, 1.0]), run(BALANCED, [1.0, 1.0])]
+    runs[1].ranks[0][2].loss_sum = wrong
+    assert loss_difference(runs) == loss_difference(runs[::-1]) == loss_difference(runs[1:]) == math.inf
 
 
 def test_intervals_narrow_with_more_values_and_contain_the_median() -> None:

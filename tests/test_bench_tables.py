@@ -7,7 +7,14 @@ import math
 import pytest
 
 from lightning_odc.bench.planner_table import Column, Table, put_into
-from lightning_odc.bench.policies_report import COMBINATIONS, Combination, bound, summarize, table
+from lightning_odc.bench.policies_report import (
+    COMBINATIONS,
+    Combination,
+    bound,
+    summarize,
+    table,
+    worst_loss_difference,
+)
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
 
@@ -53,6 +60,10 @@ def test_a_speed_up_is_split_in_two():
     assert best.idle == pytest.approx((0.25 + 0.125) / 2)
     assert best.over_bound == pytest.approx((1 / 0.75 + 2 / 1.75) / 2 - 1)
     assert best.losses == [2.0]
+    assert worst_loss_difference([best, best._replace(losses=[2.5])]) == 0.25
+    for wrong in (math.nan, math.inf):
+        worse = best._replace(losses=[wrong])
+        assert worst_loss_difference([best, worse]) == worst_loss_difference([worse, best]) == math.inf
     record = best.record()
     assert (record["communication"], record["by_communication"], record["cost"]) == ("on_demand", 2, "fitted")
     assert rows[Combination("collective", "lb_micro")].record()["idle"] == pytest.approx(

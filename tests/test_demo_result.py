@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -115,6 +117,14 @@ def test_disagreement_is_the_largest_over_minibatches_modes_and_repetitions() ->
     assert loss_disagreement([same, other]) == 0.0
     other.ranks[1].loss_sums[1] += 3.0
     assert loss_disagreement([same, other, same]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_losses_that_are_no_numbers_never_agree(wrong: float) -> None:
+    same, other = repetition("collective", [1.0, 1.0, 1.0]), repetition("on_demand", [1.0, 1.0, 1.0])
+    other.ranks[1].loss_sums[1] = wrong
+    assert loss_disagreement([same, other]) == loss_disagreement([other, same]) == math.inf
+    assert loss_disagreement([other, other]) == math.inf
 
 
 def test_quartiles_of_one_value() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -137,5 +138,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def worst_loss_difference(rows: Sequence[Row]) -> float:
-    """The largest relative difference of any minibatch's loss from that of the first row."""
-    return max(abs(a - b) / abs(b) for row in rows for a, b in zip(row.losses, rows[0].losses, strict=True))
+    """The largest relative difference of any minibatch's loss from that of the first row.
+
+    Infinite if a loss is NaN or infinite.
+    """
+    pairs = [(a, b) for row in rows for a, b in zip(row.losses, rows[0].losses, strict=True)]
+    if not all(math.isfinite(loss) for pair in pairs for loss in pair):
+        return math.inf
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)

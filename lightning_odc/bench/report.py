@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -86,7 +87,8 @@ class Outcome:
         parts = [table(rows), "", *(sentence(split) for split in splits(self.runs))]
         difference = loss_difference(self.runs)
         verdict = "losses agree" if difference <= LOSS_TOLERANCE else "LOSSES DIFFER"
-        parts.append(f"{verdict}: largest relative difference {difference:.1e}")
+        reason = "" if math.isfinite(difference) else " (a loss is NaN or infinite)"
+        parts.append(f"{verdict}: largest relative difference {difference:.1e}{reason}")
         if self.options.emulate:
             parts.append(self._emulation(rows))
         if self.load > 0.5 * available_cores():

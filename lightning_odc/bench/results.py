@@ -20,6 +20,7 @@ import numpy as np
 
 from lightning_odc.bench.options import PAPERS_OWN, Combination
 from lightning_odc.callbacks.step_numbers import Meeting, waits_in_meetings
+from lightning_odc.demo.result import relative_spread
 
 WARM_UP = 1
 RESAMPLES = 2000
@@ -309,9 +310,12 @@ def _split(
 
 
 def loss_difference(runs: Sequence[Run]) -> float:
-    """The largest relative difference between the losses of one minibatch under any two combinations."""
+    """The largest relative difference between the losses of one minibatch under any two combinations.
+
+    Infinite if a loss is NaN or infinite.
+    """
     losses: dict[int, list[float]] = {}
     for run in runs:
         for index in range(run.count):
             losses.setdefault(index, []).append(run.loss(index))
-    return max(((max(of) - min(of)) / max(abs(min(of)), 1e-12) for of in losses.values()), default=0.0)
+    return max(map(relative_spread, losses.values()), default=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -114,7 +115,10 @@ class Outcome:
         difference = loss_disagreement(self.repetitions)
         tolerance = LOSS_TOLERANCE[self.options.precision]
         verdict = "[green]losses agree[/]" if self.losses_agree else "[bold red]LOSSES DIFFER[/]"
-        console.print(f"{verdict}: largest relative difference {difference:.1e} (tolerance {tolerance:.0e})")
+        reason = "" if math.isfinite(difference) else "; a loss is NaN or infinite"
+        console.print(
+            f"{verdict}: largest relative difference {difference:.1e} (tolerance {tolerance:.0e}{reason})"
+        )
         pairs = speedups_by_repetition(self.repetitions)
         if len(pairs) > 1:
             listed = ", ".join(f"x{pair:.2f}" for pair in pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -76,8 +77,16 @@ def _percent(share: float | None) -> str:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write ``result``, atomically."""
-    write_atomically(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+    """Write ``result``, atomically; JSON has neither NaN nor infinity, they become ``null``."""
+    write_atomically(path, (json.dumps(_finite(result), indent=2, allow_nan=False) + "\n").encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, content: bytes) -> None:

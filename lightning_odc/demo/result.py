@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,4 +193,14 @@ def speedup_undisturbed(
 def loss_disagreement(repetitions: Sequence[Repetition]) -> float:
     """Largest relative difference between the losses of a minibatch in any two repetitions, of any modes."""
     of_minibatches = zip(*(repetition.losses for repetition in repetitions), strict=True)
-    return max((max(losses) - min(losses)) / max(min(losses), 1e-12) for losses in of_minibatches)
+    return max(map(relative_spread, of_minibatches))
+
+
+def relative_spread(losses: Sequence[float]) -> float:
+    """Largest minus smallest over the size of the smallest; infinite if one of them is NaN or infinite.
+
+    Comparisons with NaN are false: ``max`` and ``min`` alone would pass over it.
+    """
+    if not all(map(math.isfinite, losses)):
+        return math.inf
+    return (max(losses) - min(losses)) / max(abs(min(losses)), 1e-12)
