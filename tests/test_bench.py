@@ -256,8 +256,21 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--ranks 1000", "--ranks 1000 is too many for"),
         ("--emulate --ranks 1000", "--ranks 1000 is too many: the most is 64"),
         ("--emulate --ranks 64 --samples-per-rank 4096", "is more than the 4096 there are"),
-        ("--model big", "--model 'big' is neither a file nor one of demo, tiny, small, wide"),
-        ("--model 1.5b", "can be emulated: --emulate"),
+        ("--model big", "--model 'big' is neither a file, nor one of tiny, demo, small, wide, nor a type"),
+        ("--emulate --model big", "--model 'big' is neither a file, nor one of 1.5b, 7b, nor a type"),
+        ("--model 1.5b", "can only be emulated: write --emulate, or one of demo"),
+        ("--emulate --model demo", "is not for --emulate: write 1.5b or 7b"),
+        ("--model t5", "t5 is not a causal language model"),
+        ("--model bert", "bert is not a causal language model"),
+        ("--emulate --model t5", "has experts or an encoder"),
+        ("--model gpt2 --max-length 2048", "is more than the 1024 positions of --model gpt2"),
+        ("--model {heads}", "The hidden size (30) is not a multiple of the number of attention heads (4)"),
+        ("--emulate --model {heads}", "The hidden size (30) is not a multiple"),
+        ("--model {width}", "Field 'hidden_size' expected int, got str (value: 'x')"),
+        ("--model {none}", "transformers knows: integer division or modulo by zero"),
+        ("--model {activation}", "no model can be made of it: KeyError: 'nope'"),
+        ("--model {bytes}", 'knows 257 tokens, and the samples have 258: write "vocab_size": 258 or more'),
+        ("--model {bits} --lengths aime", "knows 255 tokens, and the samples have 256: write"),
         ("--model {t5}", "t5 is not a causal language model"),
         ("--model {bert}", "bert is not a causal language model"),
         ("--model {nothing}", 'it has no "model_type"'),
@@ -271,6 +284,7 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
         ("--cost fitted", "collectives and ddp do not have"),
         ("--cost dear", "--cost 'dear' is unknown"),
+        ("--seed -1", "--seed -1: use 0 or more"),
         ("--minibatches 0", "--minibatches 0: use 1 or more"),
         ("--slow-rank 0.5", "--slow-rank 0.5: use 1 or more"),
         ("--output {words}", "File exists"),
@@ -284,6 +298,9 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_bad_options_get_one_line(
     line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def llama(**values: Any) -> str:
+        return json.dumps({"model_type": "llama", "max_position_embeddings": 4096, **values})
+
     huge = {"hidden_size": 131072, "num_hidden_layers": 2, "num_attention_heads": 1024, "vocab_size": 1000}
     files = {
         "t5": json.dumps({"model_type": "t5"}),
@@ -293,7 +310,13 @@ def test_bad_options_get_one_line(
         "negative": "3 -4",
         "records": '[{"text": "abc"}]',
         "long": "5000 6000",
-        "huge": json.dumps({"model_type": "llama", "max_position_embeddings": 4096, **huge}),
+        "huge": llama(**huge),
+        "heads": llama(hidden_size=30, num_attention_heads=4),
+        "width": llama(hidden_size="x"),
+        "none": llama(num_attention_heads=0),
+        "activation": llama(hidden_act="nope"),
+        "bytes": llama(vocab_size=257),
+        "bits": llama(vocab_size=255),
     }
     for name, text in files.items():
         (tmp_path / f"{name}.json" if text[0] in "[{" else tmp_path / name).write_text(text)

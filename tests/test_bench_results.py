@@ -11,7 +11,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from lightning_odc.bench import sweeps, training
+from lightning_odc.balance import transformer
+from lightning_odc.balance.costs import resolve_cost
+from lightning_odc.bench import models, sweeps, training
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.lengths import PUBLISHED, draw
 from lightning_odc.bench.options import Combination, SweepOptions, TrainOptions, parse_size
@@ -150,6 +152,15 @@ def test_the_unit_of_time_makes_sleeping_dominate() -> None:
     assert seconds_per_cost(0.001, 10.0, None) * 10 == pytest.approx(1.0)
     assert seconds_per_cost(9.0, 10.0, None) * 10 == pytest.approx(20.0)
     assert seconds_per_cost(0.1, 10.0, 3.0) * 10 == pytest.approx(3.0)
+
+
+def test_a_type_of_model_is_its_default_configuration() -> None:
+    config = models.find_config("gpt2", 64)
+    assert (config.vocab_size, config.max_position_embeddings, config.use_cache) == (50257, 1024, False)
+    # Published: 124 million parameters, with the head tied to the embedding.
+    assert models.count_parameters("gpt2", config) == 124_439_808
+    qwen = models.emulated_cost("qwen2")
+    assert qwen == resolve_cost(transformer(models.find_config("qwen2", 64)))
 
 
 def test_sizes() -> None:

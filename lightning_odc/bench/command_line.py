@@ -93,7 +93,8 @@ def _add_train(kinds: Any) -> None:
     train.add_argument(
         "--model",
         metavar="M",
-        help=f"one of {', '.join(MODELS)} (emulated: {', '.join(PAPER_MODELS)}), or a Hugging Face config.json",
+        help=f"one of {', '.join(MODELS)} (emulated: {', '.join(PAPER_MODELS)}); a type of model that transformers "
+        "knows, such as gpt2, in its default configuration with random weights; or a Hugging Face config.json",
     )
     train.add_argument(
         "--lengths",

@@ -56,7 +56,7 @@ class Samples(Sequence[Tensor]):
         lengths: of every sample.
         source: what they are, for people.
         text: the tokens of a sample; by default random ones, the same on all ranks.
-        vocabulary: random tokens are below it.
+        vocabulary: all tokens are below it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Samples(Sequence[Tensor]):
         self.lengths = lengths
         self.source = source
         self._text = text
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -78,7 +78,7 @@ class Samples(Sequence[Tensor]):
         if self._text is not None:
             return self._text(int(index))
         generator = torch.Generator().manual_seed(int(index))
-        return torch.randint(self._vocabulary, (int(self.lengths[index]),), generator=generator)
+        return torch.randint(self.vocabulary, (int(self.lengths[index]),), generator=generator)
 
 
 def find_samples(name: str, max_length: int | None, seed: int) -> Samples:

@@ -1,9 +1,10 @@
-"""The models of a benchmark: a small table of our own, or a Hugging Face configuration from a file."""
+"""The models of a benchmark: a small table of our own, or a Hugging Face configuration, by its type or from a file."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
@@ -46,11 +50,12 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
     """The configuration of a causal language model.
 
     Args:
-        name: one of `SIZES`, or a ``config.json`` as Hugging Face writes it.
+        name: one of `SIZES`; a ``config.json`` as Hugging Face writes it; or a type of model that transformers knows,
+            such as ``gpt2``, which stands for its default configuration.
         max_length: the longest sample in tokens.
 
     Raises:
-        OptionError: the file is no configuration, or not of a causal language model.
+        OptionError: it is none of these, or not of a causal language model.
     """
     if name in SIZES:
         layers, width = SIZES[name]
@@ -64,31 +69,78 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
             max_position_embeddings=max_length,
             use_cache=False,
         )
-    config = _read_config(Path(name))
-    heads = [name for name in config.architectures or () if name.endswith(_CAUSAL_HEADS)]
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (config.architectures and not heads):
+    config = _configuration(name, SIZES)
+    if not _is_causal(config):
         raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")
     config.use_cache = False
     return config
 
 
+def _is_causal(config: PretrainedConfig) -> bool:
+    """Whether it says so, or else whether its type is made for nothing but predicting the next token."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    if config.architectures:
+        return any(name.endswith(_CAUSAL_HEADS) for name in config.architectures)
+    others = (MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+    return getattr(config, "is_decoder", False) or not any(type(config) in mapping for mapping in others)
+
+
+def _configuration(name: str, own: Iterable[str]) -> PretrainedConfig:
+    """From a file, or the default one of a type; ``own`` are further names for the message."""
+    if Path(name).is_file():
+        return _read_config(Path(name))
+    if name not in CONFIG_MAPPING:
+        raise OptionError(
+            f"--model {name!r} is neither a file, nor one of {', '.join(own)}, nor a type of model that transformers "
+            "knows, such as gpt2 or qwen2"
+        )
+    try:
+        return AutoConfig.for_model(name)
+    except Exception as error:
+        raise OptionError(f"--model {name}: it has no default configuration: {_one_line(error)}") from error
+
+
 def _read_config(path: Path) -> PretrainedConfig:
     try:
         raw = json.loads(path.read_text())
-        return AutoConfig.for_model(raw.pop("model_type"), **raw)
+        kind = raw.pop("model_type")
+    except KeyError as error:
+        raise OptionError(
+            f'--model {path}: not a configuration that transformers knows: it has no "model_type"'
+        ) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
-        raise OptionError(f"--model {path}: not a configuration: {' '.join(str(error).split())}") from error
-    except (KeyError, ValueError) as error:
-        reason = (
-            'it has no "model_type"' if isinstance(error, KeyError) else " ".join(str(error).split())[:120]
-        )
-        raise OptionError(f"--model {path}: not a configuration that transformers knows: {reason}") from error
+        raise OptionError(f"--model {path}: not a configuration: {_one_line(error)}") from error
+    # Every type checks its values in its own way, with exceptions of its own: bases of theirs are not public.
+    try:
+        return AutoConfig.for_model(kind, **raw)
+    except Exception as error:
+        raise OptionError(
+            f"--model {path}: not a configuration that transformers knows: {_one_line(error)}"
+        ) from error
 
 
-def count_parameters(config: PretrainedConfig) -> int:
-    """Of the model that a configuration describes, without making it."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+def _one_line(error: Exception) -> str:
+    """The start of what an exception says, and its type where that is not much."""
+    text = " ".join(str(error).split())
+    return text[:160] if " " in text else f"{type(error).__name__}: {text}"
+
+
+def count_parameters(name: str, config: PretrainedConfig) -> int:
+    """Of the model that a configuration describes, without making it.
+
+    Args:
+        name: of the model, for the message.
+        config: its configuration.
+
+    Raises:
+        OptionError: transformers cannot make such a model.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as in `_read_config`
+        raise OptionError(f"--model {name}: no model can be made of it: {_one_line(error)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -105,12 +157,13 @@ def emulated_cost(name: str) -> Cost:
     """What a microbatch of an emulated model costs, by a fit of the paper or by the FLOPs of a configuration.
 
     Raises:
-        OptionError: the file is no configuration, or FLOPs of such a model are not known.
+        OptionError: there is no such configuration, or FLOPs of such a model are not known.
     """
     if name in FITTED:
         return FITTED[name]
+    config = _configuration(name, FITTED)
     try:
-        return resolve_cost(transformer(_read_config(Path(name))))
+        return resolve_cost(transformer(config))
     except ValueError as error:
         raise OptionError(f"--model {name}: {' '.join(str(error).split())}") from error
 

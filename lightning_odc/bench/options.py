@@ -107,6 +107,8 @@ class TrainOptions:
                 raise OptionError(f"--{name.replace('_', '-')} {getattr(self, name):g}: use 1 or more")
         if self.seconds_per_minibatch is not None and not 0 < self.seconds_per_minibatch <= 3600:
             raise OptionError(f"--seconds-per-minibatch {self.seconds_per_minibatch:g}: use more than 0")
+        if self.seed < 0:
+            raise OptionError(f"--seed {self.seed}: use 0 or more")
         if self.cost not in COSTS:
             raise OptionError(f"--cost {self.cost!r} is unknown: choose from {', '.join(COSTS)}")
         self._check_runs()
@@ -134,12 +136,13 @@ class TrainOptions:
             raise OptionError(f"--ranks {self.ranks} is too many{hint}: the most is {most}")
 
     def _check_model(self) -> None:
-        known = PAPER_MODELS if self.emulate else MODELS
-        if self.model is not None and self.model not in known and not Path(self.model).is_file():
+        """Of a model only its name: whether transformers knows a type is found out by importing it, later."""
+        if self.model in PAPER_MODELS and not self.emulate:
             raise OptionError(
-                f"--model {self.model!r} is neither a file nor one of {', '.join(known)}"
-                + ("" if self.emulate else f" ({', '.join(PAPER_MODELS)} can be emulated: --emulate)")
+                f"--model {self.model} can only be emulated: write --emulate, or one of {', '.join(MODELS)}"
             )
+        if self.model in MODELS and self.emulate:
+            raise OptionError(f"--model {self.model} is not for --emulate: write {' or '.join(PAPER_MODELS)}")
         lengths = self.lengths
         if lengths is not None and lengths not in DISTRIBUTIONS and not Path(lengths).exists():
             raise OptionError(

@@ -136,7 +136,13 @@ def check(options: TrainOptions) -> None:
         raise OptionError(
             f"--max-length {int(samples.lengths.max())} is more than the {limit} positions of --model {options.model}"
         )
-    parameters = count_parameters(config)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is not None and vocabulary < samples.vocabulary:
+        raise OptionError(
+            f"--model {options.model} knows {vocabulary} tokens, and the samples have {samples.vocabulary}: write "
+            f'"vocab_size": {samples.vocabulary} or more'
+        )
+    parameters = count_parameters(options.model, config)
     state = (
         parameters * _STATE_BYTES // options.ranks + parameters * 4
     )  # the whole model once, before it is sharded
