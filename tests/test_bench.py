@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib")
 
 from lightning_odc import cli
 from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.results import MinibatchRecord
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -78,13 +79,16 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
 
 
 def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> None:
-    runs = ["collective+lb_micro_paper", "on_demand+lb_mini"]
+    runs = ["collective+lb_micro_paper", "on_demand+lb_mini", "on_demand+steal"]
     short = ["--minibatches", "2", "--repetitions", "1", "--seconds-per-minibatch", "0.6"]
     code, found = bench(tmp_path, "--emulate", "--ranks", "4", "--runs", *runs, *short)
     assert code == 0
-    for row in found["rows"]:
+    for row in found["rows"][:2]:
         assert 0 < row["efficiency"] < 1  # never faster than without communication
-    for run in found["runs"]:
+    # Who steals may well be faster than the plan.
+    assert (found["rows"][2]["efficiency"], found["runs"][2]["bounds"]) == (None, [])
+    assert "% | - |" in (tmp_path / "bench.md").read_text().splitlines()[6]
+    for run in found["runs"][:2]:
         for seconds, bound, idle in zip(run["seconds"], run["bounds"], run["idle"], strict=True):
             assert seconds > bound > 0
             assert max(idle) > 0
@@ -94,7 +98,7 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     # Each of three minibatches has at least 4 microbatches, each of 3 layers reads 3 peers' shards twice in each.
     assert sum(one["reads"] for one in totals) >= 3 * 4 * 3 * 3 * 2
     assert found["runs"][0]["totals"][0]["reads"] == 0
-    slow, fast = (sum(run["bounds"]) for run in found["runs"])
+    slow, fast = (sum(run["bounds"]) for run in found["runs"][:2])
     assert slow > fast
 
 
@@ -235,6 +239,10 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [(one["ranks"], one["operation"]) for one in results] == [
         (ranks, operation) for ranks in (1, 2) for operation in ("gather", "accumulate", "settle")
     ]
+    for one in results:
+        for low, middle, high in (one["ours"], one["theirs"], one["plain"], one["faster"]):
+            assert 0 < low <= middle <= high
+    assert "faster than the group [quartiles]" in (tmp_path / "comm.md").read_text()
     late = {one["operation"]: one for one in results if one["ranks"] == 2}
     # The second rank comes 10 ms late: a collective keeps the first one waiting, 5 ms on average; a gather does not.
     assert late["gather"]["theirs"][1] > 0.0045 > late["gather"]["ours"][1]
@@ -244,6 +252,32 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["python"]["fully_shard_microseconds"] > 0
     assert [row["peers"] for row in found["busy owner"]] == [1]
     assert "The engine's own Python" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["train", "comm", "engine"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed", "the traceback")])
+def test_nothing_measured_leaves_earlier_results(
+    kind: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: Any, heard: Callable[[int, Any], None] | None = None) -> None:
+        if heard:  # the warm-up, which does not count
+            for rank in (0, 1):
+                heard(rank, MinibatchRecord(1.0, {}, 1.0, 1))
+        raise error
+
+    monkeypatch.setattr(Ranks, "__init__", lambda self, *_: setattr(self, "world_size", 2))
+    monkeypatch.setattr(Ranks, "__enter__", lambda self: self)
+    monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "call", call)
+    names = ["bench.json", "bench.md", "bench.png", "comm.json", "comm.md", "engine.json"]
+    for name in names:
+        (tmp_path / name).write_text("earlier")
+    options = TINY if kind == "train" else []
+    failed = isinstance(error, RankFailedError)
+    assert cli.main(["bench", kind, *options, "--output", str(tmp_path)]) == (1 if failed else 130)
+    assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * len(names)
+    told = tmp_path / "bench-error.txt"
+    assert (told.read_text() if told.exists() else "") == "the traceback" * (failed and kind == "train")
 
 
 @pytest.mark.parametrize(

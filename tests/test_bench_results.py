@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 from lightning_odc.balance import transformer
 from lightning_odc.balance.costs import resolve_cost
-from lightning_odc.bench import models, sweeps, training
+from lightning_odc.bench import comm, models, sweeps, training
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.lengths import PUBLISHED, draw
 from lightning_odc.bench.options import Combination, SweepOptions, TrainOptions, parse_size
@@ -161,6 +161,13 @@ def test_a_type_of_model_is_its_default_configuration() -> None:
     assert models.count_parameters("gpt2", config) == 124_439_808
     qwen = models.emulated_cost("qwen2")
     assert qwen == resolve_cost(transformer(models.find_config("qwen2", 64)))
+
+
+def test_quartiles_of_few_rounds_lie_between_them() -> None:
+    names = {name for operation in comm.OPERATIONS for name in operation}
+    found = comm.summarize([{name: [1.0, 10.0] for name in names}] * 2, 4096, 0.0)
+    assert {one.ours for one in found} == {(3.25, 5.5, 7.75)}
+    assert {one.faster for one in found} == {(1.0, 1.0, 1.0)}
 
 
 def test_sizes() -> None:

@@ -30,6 +30,7 @@ from lightning_odc.bench.options import CommOptions
 from lightning_odc.bench.processes import RankFailedError, Ranks
 from lightning_odc.demo.options import OptionError, prepare_output
 from lightning_odc.demo.report import write_atomically, write_json
+from lightning_odc.demo.result import quartiles
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol
@@ -48,6 +49,8 @@ _BUFFERS = 3
 _PROCESS_BYTES = 150 * 2**20
 
 Seconds = dict[str, list[float]]
+Quartiles = tuple[float, float, float]
+"""First quartile, median, third quartile."""
 
 
 def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: float) -> Seconds:
@@ -135,10 +138,10 @@ class Result:
     ranks: int
     unit_bytes: int
     operation: str
-    ours: list[float]
-    theirs: list[float]
-    plain: list[float]
-    faster: list[float]
+    ours: Quartiles
+    theirs: Quartiles
+    plain: Quartiles
+    faster: Quartiles
     rate: float
     of_copy: float
 
@@ -173,15 +176,11 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
     return results
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
-    """First quartile, median, third quartile."""
-    return statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
-
-
 def table(results: Sequence[Result]) -> str:
     """The results as Markdown."""
     lines = [
-        "| ranks | unit | operation | time | bytes/s | of a plain copy's | the group's | faster than the group |",
+        "| ranks | unit | operation | time | bytes/s | of a plain copy's | the group's "
+        "| faster than the group [quartiles] |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     names = {ours: theirs for ours, theirs, _ in OPERATIONS}

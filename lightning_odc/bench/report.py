@@ -84,7 +84,7 @@ class Outcome:
         rows = self.rows
         if not rows:
             return "Nothing was measured."
-        parts = [table(rows), "", *(sentence(split) for split in splits(self.runs))]
+        parts = [table(rows, self.options.emulate), "", *(sentence(split) for split in splits(self.runs))]
         difference = loss_difference(self.runs)
         verdict = "losses agree" if difference <= LOSS_TOLERANCE else "LOSSES DIFFER"
         reason = "" if math.isfinite(difference) else " (a loss is NaN or infinite)"
@@ -114,7 +114,7 @@ class Outcome:
                 "source": self.samples.source,
                 "tokens": length_facts(self.samples.lengths.tolist()),
             },
-            "baseline": str(baseline_of([row.combination for row in self.rows])) if self.rows else None,
+            "baseline": str(baseline_of([row.combination for row in self.rows])),
             "rows": [row.record() for row in self.rows],
             "splits": [split.record() for split in splits(self.runs)],
             "loss_difference": loss_difference(self.runs),
@@ -127,20 +127,27 @@ class Outcome:
         }
 
     def write_files(self, console: Console) -> None:
-        """Write ``bench.json``, ``bench.md`` and ``bench.png`` into the output folder, if there is one."""
+        """Write ``bench.json``, ``bench.md`` and ``bench.png`` into the output folder, if there is one.
+
+        Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said why it
+        failed.
+        """
         folder = self.options.output
-        if folder is None or not self.runs:
+        if folder is None:
             return
+        if not self.rows:
+            if self.details:
+                write_atomically(folder / "bench-error.txt", self.details.encode())
+                console.print(f"files in {folder}/: bench-error.txt")
+            return
+        (folder / "bench-error.txt").unlink(missing_ok=True)
         write_json(folder / "bench.json", self.as_dict())
         write_atomically(folder / "bench.md", f"{self.introduction}\n\n{self.text}\n".encode())
-        names = ["bench.json", "bench.md"]
-        if self.rows:
-            from lightning_odc.bench.pictures import rows_picture
-            from lightning_odc.demo.pictures import write_picture
+        from lightning_odc.bench.pictures import rows_picture
+        from lightning_odc.demo.pictures import write_picture
 
-            write_picture(folder / "bench.png", rows_picture(self.rows))
-            names.append("bench.png")
-        console.print(f"files in {folder}/: {', '.join(names)}")
+        write_picture(folder / "bench.png", rows_picture(self.rows))
+        console.print(f"files in {folder}/: bench.json, bench.md, bench.png")
 
 
 def machine(load: float) -> dict[str, Any]:
@@ -169,9 +176,8 @@ def _run_record(run: Run) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
-    emulated = any(row.efficiency is not None for row in rows)
+def table(rows: Sequence[Row], emulated: bool) -> str:
+    """The rows as Markdown; what is emulated has no memory worth telling, but may have bounds."""
     heads = ["communication", "policy", "s/minibatch [95 %]", "speed-up [95 %]", "idle", "over bound"]
     heads += ["bound / measured"] if emulated else ["settle + publish", "peak memory", "window"]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]

@@ -82,7 +82,8 @@ class Run:
     Attributes:
         ranks: by rank, what it told.
         totals: by rank; empty if the run did not end.
-        bounds: seconds of each minibatch without any communication, if they are known (emulated devices).
+        bounds: seconds of each minibatch without any communication, if they are known: of emulated devices, and of
+            plans that are run as they were made, so not under ``steal``, where ranks take from each other.
     """
 
     combination: Combination
@@ -137,7 +138,7 @@ class Row:
         processor: share of the machine's cores that was busy.
         peak_bytes: of the rank that took most, its window left out.
         window_bytes: of its window.
-        efficiency: time without any communication, by the cost model, over time; emulated devices only.
+        efficiency: time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
         stolen: microbatches per minibatch that another rank ran than was planned.
         minibatches: how many were timed.
         total: seconds of all of them.

@@ -76,7 +76,7 @@ def _run_all(outcome: Outcome, ranks: Ranks, advance: Advance) -> None:
         for combination in options.runs:
             title = f"{combination} {repetition + 1}/{options.repetitions}"
             run = Run(combination, repetition, [[] for _ in range(ranks.world_size)])
-            if options.emulate:
+            if options.emulate and combination.policy != "steal":
                 bounds = training.planned_bounds(options, combination, WARM_UP + options.minibatches)
                 run.bounds = [cost * outcome.seconds_per_cost for cost in bounds]
             outcome.runs.append(run)
