@@ -314,6 +314,9 @@ def test_nothing_measured_leaves_earlier_results(
         ("--lengths nowhere", "--lengths 'nowhere' is neither a file or folder nor one of stdlib"),
         ("--lengths {words}", "could not convert string to float"),
         ("--lengths {negative}", "expected whole numbers of at least 1"),
+        ("--lengths {endless}", "no sample can have 1e+21 tokens, lengths are below 2**40"),
+        ("--lengths {over}", "too large to convert to float"),
+        ("--lengths {nested}", "a list is of something else than token ids"),
         ("--lengths {records}", "a record has no 'input_ids'"),
         ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
         ("--cost fitted", "collectives and ddp do not have"),
@@ -327,6 +330,7 @@ def test_nothing_measured_leaves_earlier_results(
         ("comm --ranks 17", "--ranks 17: use 1 to 16"),
         ("comm --ranks 16 --sizes 1G --rounds 1", "GiB are free: use fewer --ranks or smaller --sizes"),
         ("engine --peers 0", "--peers: use 1 to 15"),
+        ("engine --mib 1024 --peers 1 15", "GiB are free: use fewer --peers or a smaller --mib"),
     ],
 )
 def test_bad_options_get_one_line(
@@ -342,6 +346,9 @@ def test_bad_options_get_one_line(
         "nothing": "{}",
         "words": "these are words",
         "negative": "3 -4",
+        "endless": "3 1e21",
+        "over": f"[1{'0' * 400}]",
+        "nested": "[[[1, 2]]]",
         "records": '[{"text": "abc"}]',
         "long": "5000 6000",
         "huge": llama(**huge),

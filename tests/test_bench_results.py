@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from lightning_odc.balance import transformer
 from lightning_odc.balance.costs import resolve_cost
 from lightning_odc.bench import comm, models, sweeps, training
 from lightning_odc.bench.emulation import seconds_per_cost
-from lightning_odc.bench.lengths import PUBLISHED, draw
+from lightning_odc.bench.lengths import PUBLISHED, draw, find_samples
 from lightning_odc.bench.options import Combination, SweepOptions, TrainOptions, parse_size
 from lightning_odc.bench.results import (
     MinibatchRecord,
@@ -168,6 +169,21 @@ def test_quartiles_of_few_rounds_lie_between_them() -> None:
     found = comm.summarize([{name: [1.0, 10.0] for name in names}] * 2, 4096, 0.0)
     assert {one.ours for one in found} == {(3.25, 5.5, 7.75)}
     assert {one.faster for one in found} == {(1.0, 1.0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ids.json", "[[1, 2, 3], [4, 5]]"),
+        ("ids.jsonl", "[1, 2, 3]\n\n[4, 5]\n"),
+        ("records.jsonl", '{"input_ids": [1, 2, 3]}\n{"length": 2}\n'),
+        ("lengths.json", "[3, 2]"),
+        ("lengths.txt", "3, 2"),
+    ],
+)
+def test_lengths_from_a_file(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert find_samples(str(tmp_path / name), None, 0).lengths.tolist() == [3, 2]
 
 
 def test_sizes() -> None:

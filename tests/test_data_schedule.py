@@ -187,6 +187,8 @@ def test_the_text_tells_plans_apart():
         ({"minibatch_size": 2.0}, "minibatch_size must be"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"seed": 1.5}, "seed must be a whole number of at least 0, got 1.5: seed="),
+        ({"seed": "1"}, "seed must be a whole number of at least 0, got '1': seed="),
         ({"cost": "cubic"}, "cost='cubic' is unknown"),
         ({"regroup": True}, "write window=16"),
         ({"window": 0}, "window must be a whole number of at least 1"),

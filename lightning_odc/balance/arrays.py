@@ -14,6 +14,9 @@ Bools = npt.NDArray[np.bool_]
 Plan = list[list[list[int]]]
 """For each rank its microbatches in the order to run them, each a list of sample indices."""
 
+LENGTH_LIMIT = 2**40
+"""Lengths are below it: far above any sample, and the sum of 8192 of them is still exact in float64."""
+
 
 def as_lengths(lengths: Any) -> Ints:
     """``lengths`` as a one-dimensional int64 array of positive numbers of tokens.
@@ -34,24 +37,24 @@ def as_lengths(lengths: Any) -> Ints:
         raise ValueError(
             f"lengths must be numbers of tokens, got {array.dtype}: lengths=[len(x) for x in samples]."
         )
-    good = (array >= 1) & (array < 2**40) & (array == np.floor(array))  # NaN compares false
+    good = (array >= 1) & (array < LENGTH_LIMIT) & (array == np.floor(array))  # NaN compares false
     if not good.all():
         index = int(np.argmin(good))
         raise ValueError(
-            f"the length of sample {index} is {array[index]}; lengths are positive whole numbers of tokens. Leave "
-            "empty samples out of the data set."
+            f"the length of sample {index} is {array[index]}; lengths are positive whole numbers of tokens, below "
+            "2**40. Leave empty samples out of the data set."
         )
     return array.astype(np.int64)
 
 
-def check_count(name: str, value: Any) -> int:
-    """``value`` as an integer of at least 1.
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an integer of at least ``least``.
 
     Raises:
         ValueError: it is not one.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}: {name}=8.")
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}: {name}=8.")
     return int(value)
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from lightning_odc.bench.options import CommOptions
-from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
 from lightning_odc.demo.options import OptionError, prepare_output
 from lightning_odc.demo.report import write_atomically, write_json
 from lightning_odc.demo.result import quartiles
@@ -46,7 +46,6 @@ OPERATIONS = (
 """Ours, the process group's, and the plain operation on the same bytes."""
 _WARM_UP = 2
 _BUFFERS = 3
-_PROCESS_BYTES = 150 * 2**20
 
 Seconds = dict[str, list[float]]
 Quartiles = tuple[float, float, float]
@@ -239,7 +238,7 @@ def run_comm(options: CommOptions) -> int:
 
 def _check_memory(ranks: int, size: int) -> None:
     """Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit."""
-    needed = ranks * (_BUFFERS * size + _PROCESS_BYTES) + 2 * size
+    needed = ranks * (_BUFFERS * size + PROCESS_BYTES) + 2 * size
     free = available_memory()
     if needed > free:
         raise OptionError(

@@ -32,15 +32,16 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_odc._compat import comms_of
 from lightning_odc.bench.options import EngineOptions
-from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
-from lightning_odc.demo.options import prepare_output
+from lightning_odc.demo.options import OptionError, prepare_output
 from lightning_odc.demo.report import write_json
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import AccumulateComm, GatherComm, set_comms
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.host import available_memory, gib
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.units import find_units
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model
@@ -175,8 +176,9 @@ def run_engine(options: EngineOptions) -> int:
     """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
 
     Raises:
-        OptionError: the output folder cannot be written to.
+        OptionError: the output folder cannot be written to, or memory does not suffice.
     """
+    _check_memory(max(options.peers), options.mib)
     if options.output is not None:
         prepare_output(options.output)
     console, errors = (Console(stderr=error, highlight=False, soft_wrap=True) for error in (False, True))
@@ -204,6 +206,17 @@ def run_engine(options: EngineOptions) -> int:
         write_json(options.output / "engine.json", {**found, "machine": machine(load)})
         console.print(f"files in {options.output}/: engine.json")
     return code
+
+
+def _check_memory(peers: int, mib: int) -> None:
+    """On every rank a window with a shard and an accumulator, and two tensors of the same size."""
+    needed = (peers + 1) * (4 * mib * 2**20 + PROCESS_BYTES)
+    free = available_memory()
+    if needed > free:
+        raise OptionError(
+            f"{peers} peers that add {mib} MiB need about {gib(needed)} GiB, and {gib(free)} GiB are free: use fewer "
+            "--peers or a smaller --mib"
+        )
 
 
 def _python_row(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_odc.balance.arrays import LENGTH_LIMIT
 from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, find_lengths
 from lightning_odc.demo.corpus import encode, read_corpus
 from lightning_odc.demo.options import OptionError
@@ -149,11 +150,15 @@ def _read(path: Path) -> LengthArray:
     try:
         found = _from_folder(path) if path.is_dir() else _from_file(path)
         lengths = np.asarray(found, dtype=np.float64)
-    except (OSError, ValueError, TypeError, LengthsUnknownError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, LengthsUnknownError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--lengths {path}: {reason}") from error
     if lengths.ndim != 1 or not len(lengths) or (lengths < 1).any() or (lengths % 1).any():
         raise OptionError(f"--lengths {path}: expected whole numbers of at least 1, one per sample")
+    if lengths.max() >= LENGTH_LIMIT:
+        raise OptionError(
+            f"--lengths {path}: no sample can have {lengths.max():g} tokens, lengths are below 2**40"
+        )
     return lengths.astype(np.int64)
 
 
@@ -167,7 +172,11 @@ def _from_file(path: Path) -> Any:
 
 
 def _length_of(record: Any) -> float:
-    """Of a number, or of a record with ``input_ids`` or a column that says it."""
+    """Of a number, of a list of token ids, or of a record with ``input_ids`` or a column that says it."""
+    if isinstance(record, list):
+        if not all(isinstance(token, int) for token in record):
+            raise ValueError("a list is of something else than token ids")
+        return len(record)
     if not isinstance(record, dict):
         return float(record)
     if "input_ids" in record:

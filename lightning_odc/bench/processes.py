@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+PROCESS_BYTES = 150 * 2**20
+"""Private memory of a rank that has imported everything and made nothing yet, about."""
 _GRACE_SECONDS = 10.0
 
 Tell = Callable[[Any], None]

@@ -15,14 +15,13 @@ from lightning_odc.bench import training
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.models import count_parameters, emulated_cost, find_config
 from lightning_odc.bench.options import TrainOptions
-from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run
 from lightning_odc.demo.options import OptionError, prepare_output
 from lightning_odc.engine.transports.host import available_memory, gib
 
 PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")
-_PROCESS_BYTES = 150 * 2**20
 _STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published shard and accumulator
 _SILENT_MINIBATCHES = 2
 
@@ -127,7 +126,7 @@ def check(options: TrainOptions) -> None:
         )
     if options.emulate:
         emulated_cost(options.model)
-        _check_memory(options.ranks, _PROCESS_BYTES)
+        _check_memory(options.ranks, PROCESS_BYTES)
         return
     config = find_config(options.model, int(samples.lengths.max()))
     most_tokens = int(options.packing_ratio * samples.lengths.max())
@@ -149,7 +148,7 @@ def check(options: TrainOptions) -> None:
     logits = 3 * 4 * most_tokens * int(getattr(config, "vocab_size", 0))
     if any(run.communication == "ddp" for run in options.runs or ()):
         state = parameters * 4 * 5
-    _check_memory(options.ranks, _PROCESS_BYTES + state + logits)
+    _check_memory(options.ranks, PROCESS_BYTES + state + logits)
 
 
 def _check_memory(ranks: int, each: int) -> None:

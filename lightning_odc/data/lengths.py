@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from lightning_odc.balance.arrays import LENGTH_LIMIT
 from lightning_odc.data.length_cache import LengthCache
 from lightning_odc.data.length_key import dataset_key
 from lightning_odc.data.rng import isolated_rng
@@ -125,7 +126,7 @@ def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> Le
     """
     try:
         values = np.asarray(lengths, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{name} must be one number per sample: lengths=[12, 7, ...]. numpy says: {error}"
         ) from None
@@ -135,12 +136,13 @@ def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> Le
         raise ValueError(
             f"{name} has {len(values)} entries, but the data set has {count} samples: give one for each."
         )
-    wrong = ~(np.isfinite(values) & (values > 0) & (values == np.floor(values)))
+    wrong = ~((values > 0) & (values < LENGTH_LIMIT) & (values == np.floor(values)))  # NaN compares false
     if wrong.any():
         index = int(wrong.argmax())
         raise ValueError(
             f"{name}: sample {index} has length {values[index]:g} ({int(wrong.sum())} such samples in all). Lengths "
-            "are whole numbers of at least 1; leave empty samples out: torch.utils.data.Subset(dataset, indices)."
+            "are whole numbers of at least 1, below 2**40; leave empty samples out: "
+            "torch.utils.data.Subset(dataset, indices)."
         )
     return values.astype(np.int64)
 

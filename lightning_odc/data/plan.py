@@ -58,8 +58,7 @@ class Recipe:
         check_count("window", self.window)
         if not callable(self.weighting):
             check_choice("weighting", self.weighting, WEIGHTINGS)
-        if self.seed < 0:
-            raise ValueError(f"seed must be a whole number of at least 0: seed=0; got {self.seed!r}.")
+        check_count("seed", self.seed, least=0)
         if self.regroup and self.window == 1:
             raise ValueError(
                 "regroup=True lets the minibatches of a window exchange samples: write window=16."
