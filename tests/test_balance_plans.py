@@ -248,6 +248,31 @@ def test_more_starts_never_hurt() -> None:
         assert with_starts <= without
 
 
+def test_equal_counts_leave_a_microbatch_empty_only_where_they_must() -> None:
+    """A rank with a sample more must put two of its samples together, so each of those ranks needs a pair that fits."""
+    cases = [([50, 61, 51, 88, 93, 26, 38, 60], 3, 93, "quadratic")]
+    generator = np.random.default_rng(5)
+    for _ in range(400):
+        num_ranks = int(generator.integers(2, 5))
+        samples = generator.integers(30, 100, num_ranks * int(generator.integers(1, 4)) + 1).tolist()
+        cost = with_speeds("quadratic", [1.0] * (num_ranks - 1) + [0.7])
+        cases.append((samples, num_ranks, 100 + len(cases) % 30, cost))
+    avoided = 0
+    for lengths, num_ranks, cap, cost in cases:
+        plan = plan_minibatch(lengths, num_ranks, cap, "lb_micro", cost, allow_empty=True, starts=0)
+        more = len(lengths) % num_ranks
+        ends = sorted(lengths)[: 2 * more]
+        # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
+        must = max(a + b for a, b in zip(ends[:more], ends[::-1], strict=False)) > cap
+        assert any([] in rank for rank in plan) == must
+        counts = [sum(map(len, rank)) for rank in plan]
+        assert max(counts) - min(counts) == 1
+        assert sorted(permutation(plan)) == list(range(len(lengths)))
+        assert max(sum(lengths[i] for i in part) for rank in plan for part in rank) <= cap
+        avoided += not must
+    assert 0 < avoided < len(cases)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [5, 0, 3]}, r"sample 1 is 0.*Leave empty samples out"),
     ({"lengths": [5, 3, -2]}, r"sample 2 is -2"),

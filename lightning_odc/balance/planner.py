@@ -13,6 +13,7 @@ from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_cap, chec
 from lightning_odc.balance.costs import Cost, resolve_cost
 from lightning_odc.balance.overheads import partition_with_overheads
 from lightning_odc.balance.packing import Bins, pack
+from lightning_odc.balance.pairing import fitting_pairs, share_with_pairs
 from lightning_odc.balance.partition import STARTS, partition
 from lightning_odc.balance.terms import Terms, terms_of
 from lightning_odc.balance.workload import Workload
@@ -45,7 +46,7 @@ class Planner:
         allow_empty: under ``"local_sort"`` and ``"lb_micro"``, which give ranks equally many samples, take also
             numbers of samples that ``num_ranks`` does not divide: counts of samples then differ by one, and a rank
             that has fewer samples than others have microbatches ends with empty ones, which the caller must run with
-            weight zero.
+            weight zero; see `pairing` for when ``"lb_micro"`` can do without.
         align: under ``"lb_micro"``, pack each rank along the others, see `aligning`; without, as in the paper, each
             rank spreads its cost evenly over its microbatches.
         starts: how hard to search where the first result can still be better; 0 is about three times as fast and a
@@ -129,14 +130,24 @@ class Planner:
         likely = -(-int(lengths.sum()) // (cap * self.num_ranks))
         work = Workload.of(terms.samples, self.num_ranks, terms.overhead * likely)
         groups = [work.order[group] for group in partition(work, equal_counts=True, starts=self.starts)]
-        shares = [self._share(lengths, terms, rank, group) for rank, group in enumerate(groups)]
-        packed = pack_equally(shares, cap, self.align)
+        shares, packed = self._pack_equally(lengths, cap, terms, groups)
+        if _some_are_short(packed) and (pairs := fitting_pairs(lengths, cap, len(lengths) % self.num_ranks)):
+            paired = share_with_pairs(work, [len(group) for group in groups], pairs)
+            other_shares, other_packed = self._pack_equally(lengths, cap, terms, paired)
+            if not _some_are_short(other_packed):
+                groups, shares, packed = paired, other_shares, other_packed
         count = max(map(len, packed))
         plan = []
         for group, share, bins in zip(groups, shares, packed, strict=True):
             ordered = _costliest_first(bins, share, group.tolist())
             plan.append(ordered + [[] for _ in range(count - len(ordered))])
         return plan
+
+    def _pack_equally(
+        self, lengths: Ints, cap: int, terms: Terms, groups: list[Ints]
+    ) -> tuple[list[Share], list[Bins]]:
+        shares = [self._share(lengths, terms, rank, group) for rank, group in enumerate(groups)]
+        return shares, pack_equally(shares, cap, self.align)
 
     def _lb_mini(self, lengths: Ints, cap: int, terms: Terms) -> Plan:
         if terms.depend_on_packing:
@@ -217,6 +228,11 @@ def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
             "whole data set: renumber its samples first."
         )
     return back
+
+
+def _some_are_short(packed: list[Bins]) -> bool:
+    """Whether some ranks would end with empty microbatches."""
+    return min(map(len, packed)) < max(map(len, packed))
 
 
 def _costliest_first(bins: Bins, share: Share, samples: list[int]) -> list[list[int]]:
