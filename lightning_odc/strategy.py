@@ -152,6 +152,9 @@ class ODCStrategy(ShardedStrategy):
         arguments.check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         arguments.check_balance(balance, communication, deterministic)
         arguments.check_hang_report(hang_report_after)
+        arguments.check_timeout(timeout)
+        arguments.check_accumulator_dtype(accumulator_dtype)
+        arguments.check_mixed_precision(mixed_precision)
         arguments.check_cost(cost if balance else None, communication, deterministic)
         arguments.check_unknown(kwargs)
         super().__init__(
@@ -185,6 +188,10 @@ class ODCStrategy(ShardedStrategy):
         }
         if balance is None:
             arguments.warn_of_idle_options(self._balance_options)
+        if communication == "collective":
+            arguments.warn_of_no_engine(
+                {"deterministic": deterministic, "accumulator_dtype": accumulator_dtype}
+            )
         self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
