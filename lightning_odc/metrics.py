@@ -152,5 +152,5 @@ def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
 def _seconds(name: str, value: Seconds) -> float:
     seconds = float(value.detach().double().sum() if isinstance(value, Tensor) else value)
     if not 0 <= seconds < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {seconds}")
+        raise ValueError(f"{name} must be a number of at least 0, got {seconds}")
     return seconds

@@ -185,12 +185,12 @@ OUTPUTS: dict[str, tuple[Any, type[Exception], str]] = {
     "negative": (
         lambda loss: {"loss": loss, "num_items": -1},
         ValueError,
-        '"num_items" must be a number of at least',
+        '"num_items" must be a finite number of at least',
     ),
     "text": (
         lambda loss: {"loss": loss, "num_items": "3"},
         ValueError,
-        '"num_items" must be a number of at least',
+        '"num_items" must be a finite number of at least',
     ),
 }
 

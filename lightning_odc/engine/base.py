@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.engine.protocol import Record
+from lightning_odc.engine.protocol import Record, Signals
 from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -167,6 +167,11 @@ class Engine(Traced, ABC):
     @property
     @abstractmethod
     def world_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def signals(self) -> Signals:
+        """What ranks were sent by the operating system, and tell each other when they settle weighted losses."""
 
     @abstractmethod
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
