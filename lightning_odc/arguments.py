@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.fsdp import MixedPrecision
 
 from lightning_odc import _compat, nodes
 from lightning_odc.balance import FittedCost
@@ -126,6 +128,42 @@ def check_hang_report(after: Any) -> None:
         raise ValueError(
             f"ODCStrategy(hang_report_after={after!r}) is no time to wait: write datetime.timedelta(seconds=60), "
             "or None for no reports."
+        )
+
+
+def check_accumulator_dtype(dtype: Any) -> None:
+    """Refuse what gradients cannot be summed in."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"ODCStrategy(accumulator_dtype={dtype!r}) cannot hold sums of gradients: write torch.float32, another "
+            "floating-point dtype of torch, or None for fp32."
+        )
+
+
+def check_mixed_precision(mixed_precision: Any) -> None:
+    """Refuse what is no policy."""
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+        raise TypeError(
+            f'ODCStrategy(mixed_precision={mixed_precision!r}) is no policy: write Trainer(precision="bf16-mixed"), or '
+            "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
+        )
+
+
+def check_timeout(timeout: Any) -> None:
+    """Refuse what is no time."""
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise ValueError(
+            f"ODCStrategy(timeout={timeout!r}) is no time to wait: write datetime.timedelta(minutes=30)."
+        )
+
+
+def warn_of_no_engine(options: Mapping[str, Any]) -> None:
+    """Say which options of the engine were given although stock collectives do its work."""
+    given = [f"{name}={value!r}" for name, value in options.items() if value]
+    if given:
+        rank_zero_warn(
+            f'ODCStrategy({", ".join(given)}) has no effect under communication="collective", where PyTorch\'s '
+            "collectives do the work."
         )
 
 

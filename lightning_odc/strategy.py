@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, nodes
+from lightning_odc import _compat, arguments, nodes, stragglers
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -41,7 +41,7 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import check_transport, make_transport
-from lightning_odc.errors import ODCError, PeerFailedError
+from lightning_odc.errors import ODCError, PeerFailedError, WaitTimeoutError
 from lightning_odc.evaluation import Evaluation
 from lightning_odc.loop_ends import LoopEnds
 from lightning_odc.materialize import check_filled
@@ -152,6 +152,9 @@ class ODCStrategy(ShardedStrategy):
         arguments.check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         arguments.check_balance(balance, communication, deterministic)
         arguments.check_hang_report(hang_report_after)
+        arguments.check_timeout(timeout)
+        arguments.check_accumulator_dtype(accumulator_dtype)
+        arguments.check_mixed_precision(mixed_precision)
         arguments.check_cost(cost if balance else None, communication, deterministic)
         arguments.check_unknown(kwargs)
         super().__init__(
@@ -185,6 +188,10 @@ class ODCStrategy(ShardedStrategy):
         }
         if balance is None:
             arguments.warn_of_idle_options(self._balance_options)
+        if communication == "collective":
+            arguments.warn_of_no_engine(
+                {"deterministic": deterministic, "accumulator_dtype": accumulator_dtype}
+            )
         self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
@@ -352,6 +359,8 @@ class ODCStrategy(ShardedStrategy):
             exception.add_note(f"This followed from something else. {trouble}")
             prefix = FOLLOWED
         self._engine.fail(prefix + text)
+        if isinstance(exception, WaitTimeoutError):
+            stragglers.end_at_exit(self.launcher)
 
     def _peer_trouble(self, exception: BaseException) -> str:
         """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
@@ -371,6 +380,7 @@ class ODCStrategy(ShardedStrategy):
         is_share = bool(args) and isinstance(args[0], Minibatch)
         if is_share:
             self._check_loaders(module.trainer.train_dataloader)
+            self._hold_signals()
         training.begin_batch("Minibatch" if is_share else "plain batch")
         run = partial(self._redirect, "training_step", self.precision_plugin.train_step_context)
         if is_share and module.automatic_optimization:
@@ -460,7 +470,8 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
-        self._hold_signals()
+        if isinstance(self._engine, OnDemandEngine):
+            self._hold_signals()
         compare_programs(self.engine, self.lightning_module.trainer)
         self._training.compare_batches()
         self.publish_parameters()
@@ -498,7 +509,8 @@ class ODCStrategy(ShardedStrategy):
     def _begin_evaluation(self) -> None:
         check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
-        self._hold_signals()
+        if isinstance(self._engine, OnDemandEngine):
+            self._hold_signals()
         self.publish_parameters()
 
     def _redirect(
@@ -520,12 +532,14 @@ class ODCStrategy(ShardedStrategy):
             self._on_teardown.callback(callbacks.remove, ends)
 
     def _hold_signals(self) -> None:
-        """When the trainer has set its handlers. See Note [Signals wait for a meeting]."""
-        engine = self._engine
-        if self._signals is None and isinstance(engine, OnDemandEngine):
+        """When the trainer has set its handlers. See Note [Signals wait for a meeting].
+
+        Under stock collectives ranks meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
+        """
+        if self._signals is None and self.world_size > 1:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            self._signals = HeldSignals(engine.protocol.signals)
+            self._signals = HeldSignals(self.engine.signals)
             self._on_teardown.enter_context(self._signals.held(trainer))
 
     # -- data ---------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ one whose ranks help each other: there, no backward pass is left for later.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -152,8 +154,8 @@ class _WithValue(torch.autograd.Function):
 def _checked(num_items: Any) -> float | Tensor:
     if isinstance(num_items, Tensor):
         return num_items.detach()
-    if not isinstance(num_items, int | float) or num_items < 0:
+    if not isinstance(num_items, numbers.Real) or not 0 <= float(num_items) < math.inf:
         raise ValueError(
-            f'"num_items" must be a number of at least 0, for example labels.ne(-100).sum(); got {num_items!r}.'
+            f'"num_items" must be a finite number of at least 0, for example labels.ne(-100).sum(); got {num_items!r}.'
         )
     return float(num_items)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,6 +13,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.unroll import contribution
 from tests.modules import TokenModule, loader, token_batches, trainer
 from tests.ranks import run_ranks
 
@@ -39,6 +42,10 @@ from tests.ranks import run_ranks
             {"balance": "steal", "deterministic": True},
             r'Use balance="lb_mini" with deterministic=True \(the same plan without stealing\)',
         ),
+        ({"accumulator_dtype": torch.int32}, "write torch.float32, another floating-point dtype"),
+        ({"accumulator_dtype": "float32"}, "write torch.float32, another floating-point dtype"),
+        ({"timeout": 5}, r"write datetime.timedelta\(minutes=30\)"),
+        ({"timeout": timedelta(0)}, r"write datetime.timedelta\(minutes=30\)"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -57,6 +64,49 @@ def test_values_that_contradict_each_other_only_together():
 def test_policies_that_do_not_say_which_modules(argument, policy):
     with pytest.raises(TypeError, match=rf"Write a set of their classes, {argument}=\{{Block\}}"):
         ODCStrategy(**{argument: policy})
+
+
+def test_a_precision_that_is_no_policy():
+    with pytest.raises(TypeError, match=r'write Trainer\(precision="bf16-mixed"\)'):
+        ODCStrategy(mixed_precision="bf16")
+
+
+def test_options_of_an_engine_that_is_not_used():
+    with pytest.warns(UserWarning, match=r"ODCStrategy\(deterministic=True\) has no effect"):
+        ODCStrategy(communication="collective", deterministic=True)
+
+
+class Miscounts(TokenModule):
+    """Rank 0 returns a number of items that is none, as its last microbatch."""
+
+    def __init__(self, items: float) -> None:
+        super().__init__("items")
+        self.items = items
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return output | {"num_items": torch.tensor(self.items)} if batch.shape[1] == 3 else output
+
+
+def _miscounts(rank: int) -> None:
+    for communication in ("on_demand", "collective"):
+        for items in (-2.0, float("inf"), float("nan")):
+            lengths = [5, 3] if rank == 0 else [6, 7]
+            with pytest.raises(Exception, match=r'rank 0 .*"num_items" must be finite and at least 0'):
+                trainer(2, communication=communication).fit(
+                    Miscounts(items), loader([Minibatch(token_batches(lengths))])
+                )
+
+
+def test_a_number_of_items_on_a_device_is_found_out_by_all():
+    run_ranks(_miscounts)
+
+
+def test_numbers_of_items_of_numpy():
+    assert contribution({"loss": torch.ones(()), "num_items": np.int64(3)}, 1.0).weight == 3
+    for wrong in (np.float32(-1), float("nan"), float("inf"), "3"):
+        with pytest.raises(ValueError, match="finite number of at least 0"):
+            contribution({"loss": torch.ones(()), "num_items": wrong}, 1.0)
 
 
 def test_arguments_of_fsdp1_without_meaning_are_named():
@@ -135,12 +185,12 @@ OUTPUTS: dict[str, tuple[Any, type[Exception], str]] = {
     "negative": (
         lambda loss: {"loss": loss, "num_items": -1},
         ValueError,
-        '"num_items" must be a number of at least',
+        '"num_items" must be a finite number of at least',
     ),
     "text": (
         lambda loss: {"loss": loss, "num_items": "3"},
         ValueError,
-        '"num_items" must be a number of at least',
+        '"num_items" must be a finite number of at least',
     ),
 }
 

@@ -6,7 +6,7 @@ import torch
 from lightning_odc.callbacks.spans import RankTimeline, Timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
-from lightning_odc.lessons import strokes, texts
+from lightning_odc.lessons import pictures, strokes, texts
 from lightning_odc.lessons.closeup import close_up
 from lightning_odc.lessons.interleavings import PROTOCOL, explore, microbatches, swapped, without
 from lightning_odc.lessons.logs import mean_of_log, read_log
@@ -36,6 +36,13 @@ def test_a_replay_with_unequal_counts_meets_at_the_end_only():
     assert duration(replay(times, "minibatch")) == 3
     with pytest.raises(ValueError, match="wait forever"):
         replay(times, "layer")
+
+
+@pytest.mark.parametrize(("scale", "written"), [(1.0, "10 tokens"), (5134.4, "51,344 tokens")])
+def test_a_picture_of_a_replay_says_how_long_it_is_in_plain_digits(scale, written):
+    times = [[[scale * layer for layer in microbatch] for microbatch in rank] for rank in TIMES]
+    figure = pictures.replays_figure({"one": replay(times, "minibatch")}, "tokens")
+    assert figure.axes[0].get_title(loc="left").startswith(f"one: {written}, idle")
 
 
 def test_bent_lengths_keep_their_mean():

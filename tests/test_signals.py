@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
@@ -90,10 +91,10 @@ def test_a_requeue_signal_to_one_rank_writes_a_checkpoint_at_the_end_of_the_batc
     assert checkpoint["global_step"] == 2  # after the step in which the signal came
 
 
-def _terminated(rank: int) -> None:
+def _terminated(rank: int, communication: str) -> None:
     module = Signalled(rank, signal.SIGTERM)
     try:
-        trainer(2).fit(module, loader(BATCHES))
+        trainer(2, communication=communication).fit(module, loader(BATCHES))
     finally:
         print(module.steps_when_sent)
         assert module.trainer.global_step == 2
@@ -101,8 +102,9 @@ def _terminated(rank: int) -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_sigterm_to_one_rank_ends_all_after_the_same_batch():
-    for outcome in try_ranks(_terminated, timeout=60):
+@pytest.mark.parametrize("communication", ["on_demand", "lockstep", "collective"])
+def test_sigterm_to_one_rank_ends_all_after_the_same_batch(communication):
+    for outcome in try_ranks(_terminated, communication, timeout=60):
         assert outcome.error.strip().endswith("SIGTERMException"), outcome.error
 
 

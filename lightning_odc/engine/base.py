@@ -10,6 +10,7 @@ over ranks: the denominator is then the world size.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.engine.protocol import Record
+from lightning_odc.engine.protocol import Record, Signals
 from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
-from lightning_odc.errors import DisagreementError
+from lightning_odc.errors import DisagreementError, ODCError
 
 _PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
 
@@ -43,6 +44,7 @@ class Ledger:
     is_weighted: bool = False
     counting: Counting | None = None
     weight: float | Tensor = 0.0
+    least: float | Tensor = 0.0  # the smallest weight, if it is negative
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
     is_last: bool = False
@@ -63,7 +65,13 @@ class Ledger:
         if counting is Counting.MEAN:
             return
         self.is_weighted = True
-        self.weight = self.weight + (weight.detach() if isinstance(weight, Tensor) else weight)
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
+        self.weight = self.weight + weight
+        # On a device nobody waits for it now: it is looked at when the step settles.
+        if isinstance(weight, Tensor):
+            self.least = weight.float().clamp(max=self.least)
+        else:
+            self.least = min(self.least, weight)
         self.microbatches += 1
 
     def begin_minibatch(self, plan: str | None) -> None:
@@ -76,6 +84,7 @@ class Ledger:
             "batches": None if self.is_idle else _WEIGHTED if self.is_weighted else _PLAIN,
             "counting": self.counting,
             "weight": float(self.weight) if self.is_weighted else 1.0,
+            "least": float(self.least),
             "microbatches": self.microbatches,
             "plans": self.plans,
             "last": self.is_last,
@@ -87,6 +96,7 @@ def denominator(records: list[Record]) -> float:
 
     Raises:
         DisagreementError: naming the first rank that differs from rank 0.
+        ODCError: naming a rank with a weight that is none.
     """
     first, counting = records[0], next((r["counting"] for r in records if r["counting"]), None)
     trained = [(rank, r["batches"]) for rank, r in enumerate(records) if r["batches"] is not None]
@@ -114,13 +124,14 @@ def denominator(records: list[Record]) -> float:
                 f"Rank {rank} follows another minibatch plan than rank 0: {record['plans']} against {first['plans']}. "
                 "Every rank must plan the same global minibatch: same seed, epoch, lengths and options."
             )
+        if not (record["least"] >= 0 and math.isfinite(record["weight"])):
+            raise ODCError(
+                f"The losses of rank {rank} have the weight {record['weight']} in this optimizer step, and one of them "
+                f'has {min(record["least"], record["weight"])}. "num_items" must be finite and at least 0, for example '
+                "labels.ne(-100).sum()."
+            )
     weights = [0.0 if r["batches"] is None and kind == _WEIGHTED else r["weight"] for r in records]
-    total = float(sum(weights))
-    if total < 0 or total != total:
-        raise DisagreementError(
-            f"The weights of this minibatch add up to {total}; they must be positive numbers."
-        )
-    return total or 1.0
+    return float(sum(weights)) or 1.0
 
 
 @dataclass
@@ -156,6 +167,11 @@ class Engine(Traced, ABC):
     @property
     @abstractmethod
     def world_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def signals(self) -> Signals:
+        """What ranks were sent by the operating system, and tell each other when they settle weighted losses."""
 
     @abstractmethod
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc.engine.agreement import check_equal_counts, check_equal_kinds
 from lightning_odc.engine.base import Engine, denominator
 from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, rest, set_comms
+from lightning_odc.engine.protocol import Signals
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import find_units
@@ -46,10 +47,15 @@ class CollectiveEngine(Engine):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._root: RootUnit | None = None
         self._has_compared_kinds = world_size == 1
+        self._signals = Signals()
 
     @property
     def world_size(self) -> int:
         return self._world_size
+
+    @property
+    def signals(self) -> Signals:
+        return self._signals
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         self._model = model
@@ -109,7 +115,9 @@ class CollectiveEngine(Engine):
             self.notes = []
             if not ledger.is_weighted:
                 return [logs] * self._world_size
-            records = self.exchange("optimizer step", {**ledger.record(), "logs": logs, "note": self.note})
+            record = {**ledger.record(), "logs": logs, "note": self.note, "signals": self._signals.raised}
+            records = self.exchange("optimizer step", record)
+            self._signals.agreed.update(*(record["signals"] for record in records))
             self.notes = [record["note"] for record in records]
             # fully_shard has divided by the world size already.
             scale = self._world_size / denominator(records)

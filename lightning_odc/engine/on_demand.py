@@ -27,7 +27,7 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.placeholders import Placeholders
-from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.protocol import Protocol, Signals
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
@@ -90,6 +90,10 @@ class OnDemandEngine(Engine):
     @property
     def world_size(self) -> int:
         return self.protocol.transport.world_size
+
+    @property
+    def signals(self) -> Signals:
+        return self.protocol.signals
 
     def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
         return Protocol(transport, units, **options)

@@ -88,7 +88,9 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
         axes.set_ylim(count - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        summary = f"{duration(pieces):,.4g} {unit}, idle {idle_fraction(pieces):.0%}"
+        whole = duration(pieces)
+        length = f"{whole:,.0f}" if whole >= 1000 else f"{whole:.4g}"
+        summary = f"{length} {unit}, idle {idle_fraction(pieces):.0%}"
         axes.set_title(f"{title}: {summary}", loc="left", fontsize=11)
     panels[-1].set_xlim(left=0)
     panels[-1].set_xlabel(x or unit)

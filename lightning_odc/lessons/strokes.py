@@ -149,7 +149,8 @@ def policy_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
     """Minus the sum of advantage times log-probability over the answers' tokens, and how many these are.
 
     The answers are those of this very model, so the ratio of new to old probabilities is 1, and clipping has nothing to
-    clip: this is the gradient of GRPO with one update per sampling.
+    clip: over the tokens of all answers of a step, it is the gradient of GRPO with one update per sampling and the
+    token mean of DAPO. (GRPO as published divides each answer by its own length first.)
     """
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     labels = batch["labels"][0, 1:]

@@ -8,8 +8,9 @@
 # - how to measure the waiting, and how to see it;
 # - how it grows with the skew of the lengths and with the number of devices.
 #
-# **It needs** Linux, two CPU cores, about a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
-# network. You should know what a training loop in PyTorch looks like. You need not know how sharding works.
+# **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. You should know what a training
+# loop in PyTorch looks like. You need not know how sharding works.
 
 # %%
 from lightning.pytorch import Trainer
@@ -123,8 +124,8 @@ show(
 
 # %% [markdown]
 # Look at the upper diagram. In the first microbatch rank 1 is done with its little layer at once, and cannot
-# begin the next one: rank 0 has not come yet. In the last microbatch it is the other way round. At every single
-# moment somebody waits, although the work was dealt out *perfectly*.
+# begin the next one: rank 0 has not come yet. In the last microbatch it is the other way round. Most of the time
+# somebody waits, although the work was dealt out *perfectly*.
 #
 # As a formula, with `T[m, d, l]` for the time of rank `d` in layer `l` of its microbatch `m`:
 #

@@ -8,9 +8,9 @@
 # - what DDP, FSDP and ODC do differently, as timelines of your own machine;
 # - the second line, which lets ranks have different amounts of work.
 #
-# **It needs** Linux, two CPU cores, about a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
-# network. You should have written a `LightningModule` before. [Notebook 1](01_seeing_the_imbalance.ipynb)
-# explains why ranks wait.
+# **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. You should have written a
+# `LightningModule` before. [Notebook 1](01_seeing_the_imbalance.ipynb) explains why ranks wait.
 
 # %%
 import torch

@@ -8,8 +8,9 @@
 # - how a cost is learnt while training, also when one device is slower than the others;
 # - what no planner can level: the longest sample.
 #
-# **It needs** Linux, two CPU cores, less than a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
-# network. [Notebook 1](01_seeing_the_imbalance.ipynb) has the words: rank, minibatch, microbatch, idle.
+# **It needs** Linux, two CPU cores, less than a minute, and the package: until its first release,
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network.
+# [Notebook 1](01_seeing_the_imbalance.ipynb) has the words: rank, minibatch, microbatch, idle.
 
 # %%
 import random

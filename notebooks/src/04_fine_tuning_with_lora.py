@@ -8,9 +8,10 @@
 # - how to train LoRA adapters with sharded, frozen base weights;
 # - how to move checkpoints between a sharded training and a single process, and how to resume to the last bit.
 #
-# **It needs** Linux, two CPU cores, about a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
-# network: the model has random weights and is taught here. With a model from the Hub, replace one line. [Notebook
-# 2](02_your_first_odc_run.ipynb) is a good beginning.
+# **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network: the model has random weights
+# and is taught here. With a model from the Hub, replace one line. [Notebook 2](02_your_first_odc_run.ipynb) is
+# a good beginning.
 
 # %%
 from pathlib import Path
@@ -244,7 +245,7 @@ print_table(["loss", "prose", "code"], rows)
 # %%
 torch.manual_seed(1)
 fresh = Language(get_peft_model(LlamaForCausalLM(config), adapters))
-state = torch.load("runs/lora/step=16.ckpt", weights_only=False)["state_dict"]
+state = torch.load("runs/lora/step=16.ckpt", weights_only=True)["state_dict"]
 fresh.load_state_dict(state)
 print(f"read from the file: {loss_on(fresh.model, held_out):.3f} on prose")
 
@@ -285,7 +286,7 @@ again = Language(
 )
 trainer.fit(again, loader(prose, shuffle=True), ckpt_path="runs/lora/step=8.ckpt")
 
-resumed = torch.load("runs/resumed/step=16.ckpt", weights_only=False)["state_dict"]
+resumed = torch.load("runs/resumed/step=16.ckpt", weights_only=True)["state_dict"]
 differing = [
     name for name, value in state.items() if not torch.equal(value, resumed[name])
 ]

@@ -9,8 +9,9 @@
 #   wrong;
 # - how to write such a loop in Lightning, with manual optimisation and unequal numbers of microbatches.
 #
-# **It needs** Linux, two CPU cores, about a minute, and `pip install "lightning-odc[notebooks]"`. No GPU, no
-# network. [Notebook 3](03_balancing_a_minibatch.ipynb) explains the planner that is used here.
+# **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network.
+# [Notebook 3](03_balancing_a_minibatch.ipynb) explains the planner that is used here.
 
 # %%
 import torch
@@ -103,6 +104,9 @@ show(
 # ```text
 # g  =  sum over the tokens of all answers of ( -advantage * grad log(probability) )  /  number of these tokens
 # ```
+#
+# (We divide by the tokens of all answers, as DAPO does. GRPO as published divides each answer by its own length
+# first, and takes the mean over answers.)
 #
 # Two rules make it exact under *any* placement:
 #
@@ -341,9 +345,9 @@ print(
 #
 # ## Exercises
 #
-# 1. GRPO divides by the tokens of all answers. Some divide each answer by its own length first. Change
-#    `policy_loss` accordingly, keep the gradient exact under any placement, and compare: which one makes answers
-#    longer?
+# 1. We divide by the tokens of all answers. Divide each answer by its own length first, as GRPO was published:
+#    change `policy_loss` accordingly, keep the gradient exact under any placement (by what do you divide the sum
+#    now?), and compare: which one makes answers longer?
 # 2. Subtract the mean only, and do not divide by the standard deviation. For which groups does that matter most?
 # 3. Sample once and update twice. Now the ratio of new to old probabilities is not 1: add it, with clipping. What
 #    has to travel with an answer besides its advantage?

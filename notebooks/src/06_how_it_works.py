@@ -9,8 +9,9 @@
 # - what goes wrong, step by step, when a rule of the protocol is left out;
 # - how to read the errors that you get when ranks disagree.
 #
-# **It needs** Linux and `pip install "lightning-odc[notebooks]"`; half a minute on one core. No GPU, no network.
-# You should have seen [notebook 1](01_seeing_the_imbalance.ipynb), or know what FSDP does at a layer.
+# **It needs** Linux, half a minute on one core, and the package: until its first release,
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. You should have seen
+# [notebook 1](01_seeing_the_imbalance.ipynb), or know what FSDP does at a layer.
 
 # %%
 import time
