@@ -21,6 +21,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from lightning_odc import cli
+from lightning_odc.bench import comm, engine_costs, train
 from lightning_odc.bench.processes import RankFailedError, Ranks
 from lightning_odc.bench.results import MinibatchRecord
 
@@ -334,8 +335,15 @@ def test_nothing_measured_leaves_earlier_results(
     ],
 )
 def test_bad_options_get_one_line(
-    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for module in (comm, engine_costs, train):  # on a machine with more, some of these would run
+        monkeypatch.setattr(module, "available_memory", lambda: 16 * 2**30)
+
     def llama(**values: Any) -> str:
         return json.dumps({"model_type": "llama", "max_position_embeddings": 4096, **values})
 
