@@ -208,7 +208,9 @@ def run_comm(options: CommOptions) -> int:
         _check_memory(ranks, max(options.sizes))
     if options.output is not None:
         prepare_output(options.output)
-    console, errors = (Console(stderr=error, highlight=False, soft_wrap=True) for error in (False, True))
+    console, errors = (
+        Console(stderr=error, highlight=False, soft_wrap=True, markup=False) for error in (False, True)
+    )
     results: list[Result] = []
     load, code = os.getloadavg()[0], 0
     try:
@@ -219,7 +221,7 @@ def run_comm(options: CommOptions) -> int:
                     by_rank = processes.call(time_unit, size, options.rounds, options.skew)
                     results += summarize(by_rank, size, options.skew)
     except RankFailedError as error:
-        errors.print(f"lightning-odc: {error}; what was measured before is kept", markup=False)
+        errors.print(f"lightning-odc: {error}; what was measured before is kept")
         code = 1
     except KeyboardInterrupt:
         errors.print("lightning-odc: interrupted; what was measured before is kept")

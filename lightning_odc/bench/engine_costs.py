@@ -181,7 +181,9 @@ def run_engine(options: EngineOptions) -> int:
     _check_memory(max(options.peers), options.mib)
     if options.output is not None:
         prepare_output(options.output)
-    console, errors = (Console(stderr=error, highlight=False, soft_wrap=True) for error in (False, True))
+    console, errors = (
+        Console(stderr=error, highlight=False, soft_wrap=True, markup=False) for error in (False, True)
+    )
     load, code = os.getloadavg()[0], 0
     found: dict[str, Any] = {}
     try:
@@ -194,7 +196,7 @@ def run_engine(options: EngineOptions) -> int:
                 seconds = ranks.call(busy_owner, options.mib, options.rounds)[0]
             found["busy owner"].append({"peers": peers, **_slower(seconds)})
     except RankFailedError as error:
-        errors.print(f"lightning-odc: {error}; what was measured before is kept", markup=False)
+        errors.print(f"lightning-odc: {error}; what was measured before is kept")
         code = 1
     except KeyboardInterrupt:
         errors.print("lightning-odc: interrupted; what was measured before is kept")

@@ -96,7 +96,7 @@ def run_sweep(options: SweepOptions) -> int:
     """
     if options.output is not None:
         prepare_output(options.output)
-    console, code = Console(highlight=False, soft_wrap=True), 0
+    console, code = Console(highlight=False, soft_wrap=True, markup=False), 0
     cells: list[Cell] = []
     measured: dict[TrainOptions, Cell] = {}
     load = os.getloadavg()[0]

@@ -38,7 +38,7 @@ def run_train(options: TrainOptions) -> int:
     check(options)
     if options.output is not None:
         prepare_output(options.output)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     outcome = Outcome(options, training.cached_samples(options))
     console.print(outcome.introduction)
     code = measure(outcome)
@@ -51,13 +51,13 @@ def measure(outcome: Outcome, console: Console | None = None) -> int:
     """Fill the outcome as far as it goes; returns the exit code, with a line on stderr if it is not 0."""
     options = outcome.options
     assert options.ranks is not None
-    errors = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    errors = console or Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     try:
         with _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
             _run_all(outcome, ranks, advance)
     except RankFailedError as error:
         outcome.failure, outcome.details = str(error), error.details
-        errors.print(f"lightning-odc: {error}; what was measured before is kept", markup=False)
+        errors.print(f"lightning-odc: {error}; what was measured before is kept")
         return 1
     except KeyboardInterrupt:
         outcome.failure = "interrupted"
