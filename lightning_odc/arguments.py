@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from lightning_odc import _compat, nodes
 from lightning_odc.balance import FittedCost
@@ -122,13 +122,10 @@ def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> No
         )
 
 
-def check_hang_report(after: Any) -> None:
+def check_time(argument: str, value: Any, example: str) -> None:
     """Refuse what is no time."""
-    if after is not None and not (isinstance(after, timedelta) and after > timedelta(0)):
-        raise ValueError(
-            f"ODCStrategy(hang_report_after={after!r}) is no time to wait: write datetime.timedelta(seconds=60), "
-            "or None for no reports."
-        )
+    if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
+        raise ValueError(f"ODCStrategy({argument}={value!r}) is no time to wait: write {example}.")
 
 
 def check_accumulator_dtype(dtype: Any) -> None:
@@ -142,18 +139,10 @@ def check_accumulator_dtype(dtype: Any) -> None:
 
 def check_mixed_precision(mixed_precision: Any) -> None:
     """Refuse what is no policy."""
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
         raise TypeError(
             f'ODCStrategy(mixed_precision={mixed_precision!r}) is no policy: write Trainer(precision="bf16-mixed"), or '
             "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
-        )
-
-
-def check_timeout(timeout: Any) -> None:
-    """Refuse what is no time."""
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise ValueError(
-            f"ODCStrategy(timeout={timeout!r}) is no time to wait: write datetime.timedelta(minutes=30)."
         )
 
 

@@ -151,8 +151,10 @@ class ODCStrategy(ShardedStrategy):
         arguments.check_policy("auto_wrap_policy", auto_wrap_policy)
         arguments.check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         arguments.check_balance(balance, communication, deterministic)
-        arguments.check_hang_report(hang_report_after)
-        arguments.check_timeout(timeout)
+        arguments.check_time("timeout", timeout, "datetime.timedelta(minutes=30)")
+        arguments.check_time(
+            "hang_report_after", hang_report_after, "datetime.timedelta(seconds=60), or None for no reports"
+        )
         arguments.check_accumulator_dtype(accumulator_dtype)
         arguments.check_mixed_precision(mixed_precision)
         arguments.check_cost(cost if balance else None, communication, deterministic)
@@ -380,7 +382,7 @@ class ODCStrategy(ShardedStrategy):
         is_share = bool(args) and isinstance(args[0], Minibatch)
         if is_share:
             self._check_loaders(module.trainer.train_dataloader)
-            self._hold_signals()
+            self._hold_signals(meeting=True)
         training.begin_batch("Minibatch" if is_share else "plain batch")
         run = partial(self._redirect, "training_step", self.precision_plugin.train_step_context)
         if is_share and module.automatic_optimization:
@@ -470,8 +472,7 @@ class ODCStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         assert self._training is not None
         check_single(self.lightning_module.trainer.train_dataloader, self.balance)
-        if isinstance(self._engine, OnDemandEngine):
-            self._hold_signals()
+        self._hold_signals(meeting=self._on_demand)
         compare_programs(self.engine, self.lightning_module.trainer)
         self._training.compare_batches()
         self.publish_parameters()
@@ -509,8 +510,7 @@ class ODCStrategy(ShardedStrategy):
     def _begin_evaluation(self) -> None:
         check_filled(self._unfilled)
         self.engine.evaluating = self._loaders_unchecked = True
-        if isinstance(self._engine, OnDemandEngine):
-            self._hold_signals()
+        self._hold_signals(meeting=self._on_demand)
         self.publish_parameters()
 
     def _redirect(
@@ -531,12 +531,12 @@ class ODCStrategy(ShardedStrategy):
             callbacks.insert(0, ends)
             self._on_teardown.callback(callbacks.remove, ends)
 
-    def _hold_signals(self) -> None:
-        """When the trainer has set its handlers. See Note [Signals wait for a meeting].
+    def _hold_signals(self, *, meeting: bool) -> None:
+        """When the trainer has set its handlers, where ranks are ``meeting``. See Note [Signals wait for a meeting].
 
-        Under stock collectives ranks meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
+        Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
         """
-        if self._signals is None and self.world_size > 1:
+        if self._signals is None and meeting and self.world_size > 1:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._signals = HeldSignals(self.engine.signals)

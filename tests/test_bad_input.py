@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.unroll import contribution
@@ -69,6 +69,7 @@ def test_policies_that_do_not_say_which_modules(argument, policy):
 def test_a_precision_that_is_no_policy():
     with pytest.raises(TypeError, match=r'write Trainer\(precision="bf16-mixed"\)'):
         ODCStrategy(mixed_precision="bf16")
+    ODCStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def test_options_of_an_engine_that_is_not_used():

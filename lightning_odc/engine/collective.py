@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc.engine.agreement import check_equal_counts, check_equal_kinds
 from lightning_odc.engine.base import Engine, denominator
 from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, rest, set_comms
-from lightning_odc.engine.protocol import Signals
 from lightning_odc.engine.root import RootUnit
+from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import find_units
 

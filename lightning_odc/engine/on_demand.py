@@ -27,8 +27,9 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.placeholders import Placeholders
-from lightning_odc.engine.protocol import Protocol, Signals
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
+from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec

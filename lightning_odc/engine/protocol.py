@@ -57,13 +57,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.peers import Activity, Peers, Word
+from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.waiting import Cause, Waiter
@@ -77,24 +77,6 @@ _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
 _SIGNALS = "signals"
-
-
-@dataclass
-class Signals:
-    """Signals of the operating system, which ranks act on together.
-
-    Attributes:
-        raised: numbers of those that this rank was sent, to tell the others at every meeting.
-        agreed: those that some rank had been sent before the last meeting; the same on all ranks.
-    """
-
-    raised: set[int] = field(default_factory=set)
-    agreed: set[int] = field(default_factory=set)
-
-    def forget(self, number: int) -> None:
-        """All ranks have acted on it."""
-        self.raised.discard(number)
-        self.agreed.discard(number)
 
 
 class Protocol(Traced):
