@@ -6,7 +6,6 @@ GPU: every stream is a thread that does what it was asked for in order, late by 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import threading
@@ -141,11 +140,11 @@ class FakeDevice(Device):
         values = values.clone()  # `fully_shard` keeps them until the stream has gone by
 
         def atomically() -> None:
-            owner = self._owner_of(target)
-            while not self._regions[owner].lock(0, fcntl.F_WRLCK):
+            lock = self._regions[self._owner_of(target)].lock(0)
+            while not lock.take():
                 time.sleep(0)
             target.add_(values)
-            self._regions[owner].lock(0, fcntl.F_UNLCK)
+            lock.give()
 
         self.ask(atomically)
 

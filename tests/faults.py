@@ -138,7 +138,8 @@ class Trap(Callback):
         protocol.transport.read = self.before("reading a shard", protocol.transport.read)
         protocol.transport.add = self.before("adding, lock held", protocol.transport.add)
         protocol.end_version = self.before("before the meeting", protocol.end_version)
-        protocol.publish = self.before("publishing", protocol.publish)
+        for window in protocol.windows:
+            window.publish = self.before("publishing", window.publish)
         os.fsync = self.before("checkpoint not yet in place", os.fsync)
         trainer.optimizers[0].register_step_pre_hook(lambda *_: self.visit("optimizer step"))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from lightning_odc.engine.transports.base import Transport
+from lightning_odc.engine.transports.base import Lock, Transport
 
 
 class Scheduler:
@@ -57,6 +58,22 @@ class Scheduler:
         assert self._turns[me].acquire(timeout=30), f"thread {me} was never scheduled"
 
 
+class SteppedLock:
+    """A lock of which every operation is one step of a :class:`Scheduler`."""
+
+    def __init__(self, inner: Lock, step: Callable[[], None]) -> None:
+        self._inner = inner
+        self._step = step
+
+    def take(self) -> bool:
+        self._step()
+        return self._inner.take()
+
+    def give(self) -> None:
+        self._step()
+        self._inner.give()
+
+
 class Interleaved(Transport):
     """A transport of which every operation is one step of a :class:`Scheduler`.
 
@@ -89,32 +106,24 @@ class Interleaved(Transport):
         self._step()
         return self.inner.accumulator(owner, unit, source)
 
-    def try_lock(self, owner: int, unit: int) -> bool:
-        self._step()
-        return self.inner.try_lock(owner, unit)
+    def lock(self, owner: int, unit: int) -> Any:
+        return SteppedLock(self.inner.lock(owner, unit), self._step)
 
-    def unlock(self, owner: int, unit: int) -> None:
-        self._step()
-        self.inner.unlock(owner, unit)
+    def claim_lock(self, owner: int) -> Any:
+        return SteppedLock(self.inner.claim_lock(owner), self._step)
 
-    def read(self, owner: int, unit: int, out: Any) -> None:
+    def read(self, shard: Any, out: Any) -> None:
         half = out.numel() // 2
         self._step()
-        out[:half].copy_(self.inner.shard(owner, unit)[:half])
+        out[:half].copy_(shard[:half])
         self._step()
-        out[half:].copy_(self.inner.shard(owner, unit)[half:])
+        out[half:].copy_(shard[half:])
 
-    def add(self, owner: int, unit: int, chunk: Any, segments: Any, source: int = 0) -> None:
-        accumulator = self.inner.accumulator(owner, unit, source)
+    def add(self, accumulator: Any, values: Any) -> None:
         self._step()
         before = accumulator.clone()  # a lost add would be seen: read here, write one step later
         self._step()
-        for part in segments:
-            target, values = (
-                slice(part.target, part.target + part.numel),
-                slice(part.source, part.source + part.numel),
-            )
-            accumulator[target] = before[target] + chunk[values]
+        accumulator.copy_(before + values)
 
     def load(self, owner: int, word: int) -> int:
         self._step()
@@ -123,10 +132,6 @@ class Interleaved(Transport):
     def store(self, word: int, value: int) -> None:
         self._step()
         self.inner.store(word, value)
-
-    @property
-    def claim_lock(self) -> int:
-        return self.inner.claim_lock
 
     def load_claim(self, owner: int) -> int:
         self._step()

@@ -88,9 +88,9 @@ class Play:
 
     def publish(self) -> None:
         for unit in range(len(UNITS)):
-            value, shard = self.value(self.rank, unit), self.protocol.own_shard(unit)
+            value, shard = self.value(self.rank, unit), self.protocol.windows[unit].own_shard
             self.device.ask(lambda shard=shard, value=value: shard.fill_(value))
-            self.protocol.publish(unit)
+            self.protocol.windows[unit].publish()
 
     def value(self, rank: int, unit: int) -> int:
         return 10 * self.protocol.version + 3 * rank + unit
@@ -100,7 +100,7 @@ class Play:
         for unit, spec in enumerate(UNITS):
             gathered = torch.zeros(self.world, spec.shard_numel, dtype=spec.shard_dtype)
             with device.on(GATHER):
-                self.protocol.gather(unit, gathered)
+                self.protocol.windows[unit].gather(gathered.view(-1))
             device.wait_for(GATHER)
             expected = self.values(unit)
             device.ask(lambda unit=unit, g=gathered, e=expected: self.check(unit, g, e))
@@ -108,7 +108,7 @@ class Play:
             chunks = torch.full((self.world, spec.grad_numel), self.rank + 1.0)
             with device.on(REDUCE):
                 device.wait_for(COMPUTE)
-                self.protocol.accumulate(unit, chunks, [Segment(0, 0, spec.grad_numel)])
+                self.protocol.windows[unit].accumulate(chunks.view(-1), [Segment(0, 0, spec.grad_numel)])
 
     def values(self, unit: int) -> list[int]:
         return [self.value(rank, unit) for rank in range(self.world)]
@@ -121,9 +121,11 @@ class Play:
     def take(self, expected: int) -> None:
         def take() -> None:
             for unit in range(len(UNITS)):
-                if not bool((self.protocol.summed(unit) == expected).all()):
-                    self.wrong.append(f"sums {self.protocol.summed(unit).tolist()}, expected {expected}")
-                self.protocol.clear(unit)
+                if not bool((self.protocol.windows[unit].summed() == expected).all()):
+                    self.wrong.append(
+                        f"sums {self.protocol.windows[unit].summed().tolist()}, expected {expected}"
+                    )
+                self.protocol.windows[unit].clear()
 
         self.device.ask(take)
 
@@ -149,7 +151,7 @@ def test_nothing_is_announced_before_it_is_done(deterministic):
             assert one.wrong == []
             # One wait for each optimizer step, and one for the meeting at the end. Versions wait in their own thread.
             assert one.protocol.device_waits == STEPS + 1
-            assert (one.protocol.reads > 0, one.device.asked["add"] > 0) == (True, True)
+            assert (one.protocol.traffic.reads > 0, one.device.asked["add"] > 0) == (True, True)
 
 
 class AnnouncesAtOnce(CudaTransport):

@@ -51,7 +51,7 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
                 check_gather(protocol, unit)
             for unit in reversed(range(len(UNITS))):
                 chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
-                protocol.accumulate(unit, chunks, [Segment(0, 0, UNITS[unit].grad_numel)])
+                protocol.windows[unit].accumulate(chunks.view(-1), [Segment(0, 0, UNITS[unit].grad_numel)])
         name = str(protocol.version) * text_length(rank, protocol.version)
         records = protocol.end_version({"kind": "step", "count": counts[rank], "text": name})
         if [record["count"] for record in records] != counts:
@@ -61,10 +61,10 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
                 raise ViolationError(f"torn record: {record}")
         expected = sum((1.0 + peer) * count for peer, count in enumerate(counts))
         for unit in range(len(UNITS)):
-            total = protocol.summed(unit).unique().tolist()
+            total = protocol.windows[unit].summed().unique().tolist()
             if total != [expected]:
                 raise ViolationError(f"lost or doubled add: {total} instead of {expected}")
-            protocol.clear(unit)
+            protocol.windows[unit].clear()
         protocol.next_version()
         publish(protocol)
     protocol.meet({"kind": "end"})
@@ -74,16 +74,16 @@ def publish(protocol: Protocol) -> None:
     for unit, spec in enumerate(UNITS):
         value = value_of(protocol.version, protocol.transport.rank, unit)
         half = spec.shard_numel // 2
-        protocol.own_shard(unit)[:half] = value
+        protocol.windows[unit].own_shard[:half] = value
         protocol.transport.load(protocol.transport.rank, Word.VERSION)  # let others in between
-        protocol.own_shard(unit)[half:] = value
-        protocol.publish(unit)
+        protocol.windows[unit].own_shard[half:] = value
+        protocol.windows[unit].publish()
 
 
 def check_gather(protocol: Protocol, unit: int) -> None:
     rank, world = protocol.transport.rank, protocol.transport.world_size
     out = torch.zeros(world, UNITS[unit].shard_numel)
-    protocol.gather(unit, out)
+    protocol.windows[unit].gather(out.view(-1))
     for peer in set(range(world)) - {rank}:
         seen, expected = out[peer].unique().tolist(), value_of(protocol.version, peer, unit)
         if seen != [expected]:
@@ -139,8 +139,10 @@ def test_records_longer_than_a_mailbox_take_several_meetings(monkeypatch, world_
 class WithoutVersions(Protocol):
     """Reads without waiting for the version."""
 
-    def _await_version(self, owner: int, unit: int) -> None:
-        pass
+    def open(self) -> None:
+        super().open()
+        for window in self.windows:
+            window._await_version = lambda *_: None  # type: ignore[method-assign]
 
 
 class WithoutMeeting(Protocol):
@@ -153,9 +155,10 @@ class WithoutMeeting(Protocol):
 class WithoutLocks(Protocol):
     """Adds without taking the lock."""
 
-    def _add_under_locks(self, unit: int, chunks: Any, segments: Any) -> None:
-        for owner in self._adders_order:
-            self.transport.add(owner, unit, chunks[owner], segments)
+    def open(self) -> None:
+        super().open()
+        for window in self.windows:
+            window._accumulators = [target._replace(lock=None) for target in window._accumulators]
 
 
 class PublishesEarly(Protocol):
@@ -164,14 +167,16 @@ class PublishesEarly(Protocol):
     def next_version(self) -> None:
         super().next_version()
         for unit in range(len(UNITS)):
-            self.publish(unit)
+            self.windows[unit].publish()
 
 
 class ForgetsToClear(Protocol):
     """Leaves the sums of the last step in the accumulators."""
 
-    def clear(self, unit: int) -> None:
-        pass
+    def open(self) -> None:
+        super().open()
+        for window in self.windows:
+            window.clear = lambda *_: None  # type: ignore[method-assign]
 
 
 class OneMailbox(Protocol):
@@ -222,7 +227,7 @@ def test_versions_and_meetings_go_on_beyond_every_width(monkeypatch, last):
 def add_ones(protocol: Protocol, unit: int) -> None:
     numel = UNITS[unit].grad_numel
     ones = torch.ones(protocol.transport.world_size, numel)
-    protocol.accumulate(unit, ones, [Segment(0, 0, numel)])
+    protocol.windows[unit].accumulate(ones.view(-1), [Segment(0, 0, numel)])
 
 
 class GathersTooLate(Protocol):
@@ -249,8 +254,14 @@ class AddsTooLate(Protocol):
 def test_nobody_uses_a_version_that_has_ended(late):
     for seed in range(5):
         assert all(isinstance(e, StaleShardError) for e in explore(seed, 3, late)), f"seed {seed}"
-    unguarded = type("Unguarded", (late,), {"check_not_ended": lambda self, unit: None})
-    assert breaks(unguarded)
+
+    class Unguarded(late):  # type: ignore[misc, valid-type]
+        def open(self) -> None:
+            super().open()
+            for window in self.windows:
+                window.check_not_ended = lambda: None
+
+    assert breaks(Unguarded)
 
 
 def breaks(protocol_class: type[Protocol]) -> bool:
@@ -306,7 +317,7 @@ def test_a_failed_peer_stops_the_wait_with_its_error():
     second.fail("Traceback: ValueError: no such token")
     begin = time.monotonic()
     with pytest.raises(PeerFailedError, match=r"(?s)Rank 1 failed, so rank 0 stops too.*no such token"):
-        first.gather(0, torch.zeros(2, 4))
+        first.windows[0].gather(torch.zeros(8))
     assert time.monotonic() - begin < 3
 
 
@@ -369,7 +380,7 @@ def test_a_rank_that_fell_behind_in_versions_is_told():
     with pytest.raises(
         DisagreementError, match="Rank 1 has published version 2 of unit 'first' while rank 0"
     ):
-        first.gather(0, torch.zeros(2, 4))
+        first.windows[0].gather(torch.zeros(8))
 
 
 def test_waits_are_measured_by_cause():
@@ -393,7 +404,7 @@ def test_waits_are_measured_by_cause():
     assert first.waiter.seconds[Cause.READ] == pytest.approx(0.2, abs=0.1)
     assert first.waiter.seconds[Cause.SETTLE] == pytest.approx(0.3, abs=0.1)
     assert first.waiter.seconds[Cause.LOCK] == 0
-    assert (first.reads, first.bytes_read) == (1, 16)
+    assert (first.traffic.reads, first.traffic.bytes_read) == (1, 16)
 
 
 def test_lockstep_waits_at_every_unit():
@@ -403,14 +414,14 @@ def test_lockstep_waits_at_every_unit():
     def fast() -> None:
         publish(first)
         for _ in range(3):
-            first.gather(0, torch.zeros(2, 4))
+            first.windows[0].gather(torch.zeros(8))
         first.meet({"kind": "step"})
 
     def slow() -> None:
         publish(second)
         for _ in range(3):
             time.sleep(0.1)
-            second.gather(0, torch.zeros(2, 4))
+            second.windows[0].gather(torch.zeros(8))
         second.meet({"kind": "step"})
 
     assert together(fast, slow) == [None, None]
@@ -423,13 +434,13 @@ def test_an_ended_version_comes_back_with_the_next_one():
     alone.end_version({"kind": "step"})
     message = r"(?s)The model ran \(unit 'second'\) between .* `on_before_optimizer_step`.* \(LBFGS\)"
     with pytest.raises(StaleShardError, match=message):
-        alone.gather(1, torch.zeros(1, 2))
+        alone.windows[1].gather(torch.zeros(2))
     with pytest.raises(StaleShardError, match=message):
         add_ones(alone, 1)
     alone.next_version()
-    alone.gather(1, torch.zeros(1, 2))
+    alone.windows[1].gather(torch.zeros(2))
     add_ones(alone, 1)
-    assert alone.summed(1).tolist() == [1.0, 1.0]
+    assert alone.windows[1].summed().tolist() == [1.0, 1.0]
 
 
 SPANS = {
@@ -448,7 +459,7 @@ def test_reads_adds_and_waits_are_traced(case):
     def work(protocol: Protocol, late: float) -> None:
         publish(protocol)
         time.sleep(late)
-        protocol.gather(1, torch.zeros(2, 2))
+        protocol.windows[1].gather(torch.zeros(4))
         time.sleep(late)
         add_ones(protocol, 1)
         time.sleep(late)

@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 import signal
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ def _dies_with_the_lock(rank: int) -> list[Any]:
     transport = SharedMemoryTransport(rank, 2, rendezvous)
     transport.open(SPEC)
     if rank == 1:
-        assert transport.try_lock(0, 0)
+        assert transport.lock(0, 0).take()
     rendezvous(None)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +46,7 @@ def _dies_with_the_lock(rank: int) -> list[Any]:
     while not transport.dead_peers():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    while not transport.try_lock(0, 0):
+    while not transport.lock(0, 0).take():
         assert time.monotonic() < deadline
     still_readable = transport.shard(1, 2).sum().item()
     name = transport.describe(1)
@@ -299,11 +300,11 @@ def _closes_with_a_lock(rank: int) -> bool:
     transport = SharedMemoryTransport(rank, 2, rendezvous)
     transport.open(SPEC)
     if rank == 1:
-        assert transport.try_lock(0, 0)
+        assert transport.lock(0, 0).take()
         view = transport.shard(0, 0)
         transport.close()
     rendezvous(None)
-    free = transport.try_lock(0, 0) if rank == 0 else view.sum().item() == 0
+    free = transport.lock(0, 0).take() if rank == 0 else view.sum().item() == 0
     rendezvous(None)
     transport.close()
     return free
@@ -371,7 +372,7 @@ def test_a_fenced_transport_works_and_fences_every_word():
     assert reads >= 2 * 399
 
 
-def test_stores_are_fenced_before_and_loads_after():
+def test_stores_are_fenced_before_and_loads_after(monkeypatch):
     events: list[str] = []
 
     class Words:
@@ -384,11 +385,13 @@ def test_stores_are_fenced_before_and_loads_after():
 
     class Window:
         words = Words()
+        lock = region.Region.lock
+        fd = -1
 
-        def lock(self, byte: int, kind: int) -> bool:
-            events.append("lock" if kind == fcntl.F_WRLCK else "unlock")
-            return True
+    def lock(_fd: int, _command: int, flock: bytes) -> None:
+        events.append("lock" if struct.unpack_from("h", flock)[0] == fcntl.F_WRLCK else "unlock")
 
+    monkeypatch.setattr(region.fcntl, "fcntl", lock)
     transport = SharedMemoryTransport(0, 1, lambda item: [item])
     transport._regions[0] = Window()  # type: ignore[assignment]
     transport._fence = lambda: events.append("fence")
@@ -397,8 +400,9 @@ def test_stores_are_fenced_before_and_loads_after():
         (lambda: transport.load_claim(0), ["load", "fence"]),
         (lambda: transport.store(0, 1), ["fence", "store"]),
         (lambda: transport.store_claim(0, 1), ["fence", "store"]),
-        (lambda: transport.try_lock(0, 0), ["lock", "fence"]),
-        (lambda: transport.unlock(0, 0), ["fence", "unlock"]),
+        (lambda: transport.watch(0, 0)(), ["load", "fence"]),
+        (lambda: transport.lock(0, 0).take(), ["lock", "fence"]),
+        (lambda: transport.lock(0, 0).give(), ["fence", "unlock"]),
     ]
     for operation, expected in operations:
         events.clear()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.transports.threads import ThreadHub
 from tests.fake_device import fake_cuda
@@ -114,7 +114,7 @@ def windows_start_at_zero_and_apart(
     for owner in range(transport.world_size):
         for unit in range(len(SPEC.units)):
             copy = zeros_of(transport, unit)
-            transport.read(owner, unit, copy)
+            transport.read(transport.shard(owner, unit), copy)
             settle(transport)
             assert copy.unique().numel() == 1
             out.append(copy[0].item())
@@ -162,15 +162,15 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
     transport.open(SPEC)
     meet(None)
     chunk = torch.ones_like(zeros_of(transport, 2))
-    segments = [Segment(target=0, source=0, numel=1000)]
     refused = 0
     for _ in range(ROUNDS):
         for owner in range(transport.world_size):
-            while not transport.try_lock(owner, 2):
+            lock = transport.lock(owner, 2)
+            while not lock.take():
                 refused += 1
                 time.sleep(0)
-            transport.add(owner, 2, chunk, segments)
-            transport.unlock(owner, 2)
+            transport.add(transport.accumulator(owner, 2), chunk)
+            lock.give()
     settle(transport)
     meet(None)
     total = transport.accumulator(transport.rank, 2).unique().tolist()
@@ -188,33 +188,32 @@ def test_no_add_is_lost_or_doubled_under_the_lock(run, world_size):
 def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[bool]:
     transport.open(SPEC)
     meet(None)
-    first = transport.try_lock(0, 0) if transport.rank == 0 else None
+    lock = transport.lock(0, 0)
+    others = [transport.lock(0, 2), transport.lock(1, 0), transport.claim_lock(0)]
+    first = lock.take() if transport.rank == 0 else None
     meet(None)
-    second = (
-        [transport.try_lock(0, 0), transport.try_lock(0, 2), transport.try_lock(1, 0)]
-        if transport.rank
-        else []
-    )
+    second = [one.take() for one in (lock, *others)] if transport.rank else []
     meet(None)
     if transport.rank == 0:
-        transport.unlock(0, 0)
+        lock.give()
     meet(None)
-    third = transport.try_lock(0, 0) if transport.rank else None
+    third = lock.take() if transport.rank else None
     meet(None)
     transport.close()
     return [first, *second, third]
 
 
 def test_locks_exclude_other_ranks_per_owner_and_unit(run):
-    assert run(locks_exclude, 2) == [[True, None], [None, False, True, True, True]]
+    assert run(locks_exclude, 2) == [[True, None], [None, False, True, True, True, True]]
 
 
-def adds_land_in_segments(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
+def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
     transport.open(WindowSpec(units=SPEC.units, words=1, sources=2))
     meet(None)
     chunk = zeros_of(transport, 0)[:3] + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
-    parts = [Segment(target=2, source=0, numel=1), Segment(target=0, source=2, numel=1)]
-    transport.add(1, 0, chunk, parts, source=transport.rank)
+    accumulator = transport.accumulator(1, 0, transport.rank)
+    transport.add(accumulator.narrow(0, 2, 1), chunk.narrow(0, 0, 1))
+    transport.add(accumulator.narrow(0, 0, 1), chunk.narrow(0, 2, 1))
     settle(transport)
     meet(None)
     seen = [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]
@@ -223,8 +222,8 @@ def adds_land_in_segments(transport: Transport, meet: Callable[[Any], list[Any]]
     return seen
 
 
-def test_adds_land_in_segments_of_the_right_source(run):
-    assert run(adds_land_in_segments, 2) == [[[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]] * 2
+def test_adds_land_in_parts_of_the_right_source(run):
+    assert run(adds_land_in_parts, 2) == [[[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]] * 2
 
 
 def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], list[Any]]) -> int:
@@ -244,7 +243,7 @@ def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], l
                 assert time.monotonic() < deadline
                 time.sleep(0)
             copy = zeros_of(transport, 2)
-            transport.read(0, 2, copy)
+            transport.read(transport.shard(0, 2), copy)
             settle(transport)
             assert copy.unique().tolist() == [version], "stale or torn"
             seen += 1

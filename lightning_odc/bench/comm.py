@@ -67,8 +67,8 @@ def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: fl
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     protocol = Protocol(SharedMemoryTransport(rank, world_size, rendezvous), [spec], timeout=60)
     protocol.open()
-    protocol.own_shard(0).fill_(rank)
-    protocol.publish(0)
+    protocol.windows[0].own_shard.fill_(rank)
+    protocol.windows[0].publish()
     late = skew * rank / max(world_size - 1, 1)
     jobs = _jobs(protocol, rank, world_size, numel)
     seconds: Seconds = {name: [] for name in jobs}
@@ -91,7 +91,7 @@ def _jobs(protocol: Protocol, rank: int, world_size: int, numel: int) -> dict[st
     gathered, chunks = torch.zeros(world_size, numel), torch.ones(world_size, numel)
     reduced, whole = torch.zeros(numel), torch.ones(world_size, numel)
     peers = [peer for peer in range(world_size) if peer != rank] or [0]
-    segment = [Segment(0, 0, numel)]
+    window, segment = protocol.windows[0], [Segment(0, 0, numel)]
 
     def copy() -> None:
         for peer in peers:
@@ -103,17 +103,17 @@ def _jobs(protocol: Protocol, rank: int, world_size: int, numel: int) -> dict[st
 
     def settle() -> None:
         protocol.end_version({"kind": "settle"})
-        torch.mul(protocol.summed(0), 0.5, out=reduced)
-        protocol.clear(0)
+        torch.mul(window.summed(), 0.5, out=reduced)
+        window.clear()
         protocol.next_version()
-        protocol.own_shard(0).copy_(reduced)
-        protocol.publish(0)
+        window.own_shard.copy_(reduced)
+        window.publish()
 
     return {
-        "gather": lambda: protocol.gather(0, gathered),
+        "gather": lambda: window.gather(gathered.view(-1)),
         "all-gather": lambda: all_gather(gathered.view(-1), gathered[rank]),
         "copy_": copy,
-        "accumulate": lambda: protocol.accumulate(0, chunks, segment),
+        "accumulate": lambda: window.accumulate(chunks.view(-1), segment),
         "reduce-scatter": lambda: reduce_scatter(reduced, chunks.view(-1)),
         "add_": add,
         "settle": settle,

@@ -2,10 +2,11 @@
 
 Note [The engine's own Python]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A stack of tiny layers, each a unit, runs microbatches with the on-demand engine and, in turns, with comm objects that
-do nothing, so that ``fully_shard``'s own work cancels out. The shards have a few bytes, so copying them takes no time
-worth mentioning. Ranks take turns, so that none waits for another's lock, and processor time counts, which other
-programs do not enter. The difference per unit and microbatch (two gathers and one accumulate) is the engine's.
+Two equal stacks of tiny layers, each layer a unit, run microbatches in turns. One is attached to the engine. The
+other has comm objects that do nothing, so that ``fully_shard``'s own work cancels out. The shards have a few bytes, so
+copying them takes almost no time. Ranks take turns, so that no rank waits for another's lock. Processor time counts,
+which other programs do not enter. The difference per unit and microbatch is the engine's: two gathers, one accumulate,
+the hooks of the parameters and the context of the backward pass.
 
 Note [A busy owner]
 ~~~~~~~~~~~~~~~~~~~
@@ -21,7 +22,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +32,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from lightning_odc._compat import comms_of
 from lightning_odc.bench.options import EngineOptions
 from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
@@ -40,7 +41,7 @@ from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import AccumulateComm, GatherComm, set_comms
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.host import available_memory, gib
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.units import find_units
@@ -55,66 +56,80 @@ Spent = tuple[float, float]
 """Seconds by the clock, and of processor time."""
 
 
-class Scale(nn.Module):
-    """The smallest unit: one product."""
+class Scales(nn.Module):
+    """A small unit of several parameters: one product for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
+        self.weights = nn.ParameterList(torch.ones(8) for _ in range(parameters))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        for weight in self.weights:
+            x = x * weight
+        return x
 
 
-def engine_python(rank: int, world_size: int, blocks: int) -> dict[str, list[float]]:
-    """Microseconds per unit and microbatch of every block of microbatches: with the engine, and with nothing.
+def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> dict[str, list[float]]:
+    """Microseconds of every block of microbatches: with the engine and without, and of ending a minibatch.
 
     See Note [The engine's own Python].
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        parameters: number of parameters of a unit.
+        blocks: number of blocks, which are all one minibatch.
+
+    Returns:
+        ``"engine"`` and ``"nothing"`` per unit and microbatch, ``"settle"`` (and publish) per unit and minibatch.
     """
     torch.set_num_threads(1)
-    model = nn.Sequential(*(Scale() for _ in range(_UNITS)))
-    policy = precision_policy(None, None, True)
-    shard_model(
-        model, mesh_for("cpu", world_size), wrap_policy=ModuleWrapPolicy({Scale}), mixed_precision=policy
-    )
+    model, twin = (_sharded(parameters, world_size) for _ in range(2))
+    for unit in find_units(twin):
+        set_comms(unit.modules, GatherComm(lambda *_: None), AccumulateComm(lambda *_: None))
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     engine = OnDemandEngine(
         lambda: SharedMemoryTransport(rank, world_size, rendezvous), rendezvous, timeout=60
     )
     engine.attach(model)
-    units = [unit.modules for unit in find_units(model)]
-    comms = [_comms_of(modules[0]) for modules in units]
-    nothing = GatherComm(lambda *_: None), AccumulateComm(lambda *_: None)
-    taken: dict[str, list[float]] = {"engine": [], "nothing": []}
+    taken: dict[str, list[float]] = {"engine": [], "nothing": [], "settle": []}
     for number in range(blocks + 1):
-        for name in taken:
-            for modules, (gather, accumulate) in zip(units, comms, strict=True):
-                set_comms(modules, *((gather, accumulate) if name == "engine" else nothing))
-            for turn in range(world_size):  # one rank at a time: nobody holds a lock that another one wants
-                dist.barrier()
-                if turn == rank:
-                    seconds = _run_block(model)
-            if number:
-                taken[name].append(1e6 * seconds / (_BLOCK * _UNITS))
+        for turn in range(world_size):  # one rank at a time: nobody holds a lock that another one wants
+            dist.barrier()
+            if turn == rank:
+                seconds = {
+                    "engine": _run_block(model, engine.backward),
+                    "nothing": _run_block(twin, nullcontext),
+                }
+                for name in seconds if number else ():
+                    taken[name].append(1e6 * seconds[name] / (_BLOCK * _UNITS))
         dist.barrier()
+        begin = time.thread_time()
+        engine.settle([])
+        engine.publish()
+        if number:
+            taken["settle"].append(1e6 * (time.thread_time() - begin) / _UNITS)
     assert engine.traffic.reads > blocks * _BLOCK * _UNITS, "the one-sided path was not taken"
-    engine.settle([])
-    engine.publish()
+    engine.exchange("end", None)
     engine.close()
     return taken
 
 
-def _comms_of(module: Any) -> tuple[Any, Any]:
-    found = comms_of(module)
-    assert found is not None
-    return found
+def _sharded(parameters: int, world_size: int) -> nn.Module:
+    model = nn.Sequential(*(Scales(parameters) for _ in range(_UNITS)))
+    policy = precision_policy(None, None, True)
+    mesh = mesh_for("cpu", world_size)
+    shard_model(model, mesh, wrap_policy=ModuleWrapPolicy({Scales}), mixed_precision=policy)
+    return model
 
 
-def _run_block(model: nn.Module) -> float:
+def _run_block(model: nn.Module, around_backward: Callable[[], AbstractContextManager[None]]) -> float:
     """Seconds of processor time of some microbatches."""
     begin = time.thread_time()
     for _ in range(_BLOCK):
-        model(torch.ones(8)).sum().backward()
+        loss = model(torch.ones(8)).sum()
+        with around_backward():
+            loss.backward()
     return time.thread_time() - begin
 
 
@@ -159,17 +174,17 @@ def _work() -> Spent:
 def _disturb(protocol: Protocol, name: str, until: int, own: Tensor, gradients: Tensor) -> None:
     """Do what peers do until rank 0 says that it is done."""
     transport = protocol.transport
-    segment = [Segment(0, 0, gradients.numel())]
+    accumulator, lock = transport.accumulator(0, 0), transport.lock(0, 0)
     while transport.load(0, 0) < until:
         if name == WORK[0]:
             time.sleep(0.001)
         elif name == WORK[1]:
             own.add_(gradients)
-        elif transport.try_lock(0, 0):
+        elif lock.take():
             try:
-                transport.add(0, 0, gradients, segment)
+                transport.add(accumulator, gradients)
             finally:
-                transport.unlock(0, 0)
+                lock.give()
 
 
 def run_engine(options: EngineOptions) -> int:

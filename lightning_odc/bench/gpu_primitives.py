@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 
 MIB = 2**20
 _WARM_UP, _ROUNDS = 3, 15
@@ -54,7 +54,7 @@ def _time_size(
     numel = mib * MIB // 4
     spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
     transport.open(WindowSpec(units=(spec,), words=1))
-    jobs = _jobs(transport, numel)
+    jobs = _jobs(transport)
     result: dict[str, Any] = {"mib": mib, "together": {}, "alone": {}}
     for name, job in jobs.items():
         meet(None)
@@ -70,20 +70,21 @@ def _time_size(
     return result
 
 
-def _jobs(transport: Transport, numel: int) -> dict[str, Callable[[], Any]]:
-    """Every job moves or adds ``numel`` fp32 elements."""
+def _jobs(transport: Transport) -> dict[str, Callable[[], Any]]:
+    """Every job moves or adds one whole fp32 shard."""
     peer = (transport.rank + 1) % transport.world_size
     like = transport.shard(transport.rank, 0)
     here, there = torch.zeros_like(like), torch.zeros_like(like)
     narrow = torch.ones_like(like, dtype=torch.bfloat16)
-    whole = [Segment(0, 0, numel)]
+    shard = transport.shard(peer, 0)
 
     def add(owner: int, values: Tensor) -> Callable[[], Any]:
-        return lambda: transport.add(owner, 0, values, whole)
+        accumulator = transport.accumulator(owner, 0)
+        return lambda: transport.add(accumulator, values)
 
     return {
         "copy": lambda: here.copy_(there),
-        "read from a peer": lambda: transport.read(peer, 0, here),
+        "read from a peer": lambda: transport.read(shard, here),
         "add in place": lambda: there.add_(here),
         "add to a peer": add(peer, here),
         "add bf16 in place": lambda: there.add_(narrow),

@@ -25,6 +25,7 @@ from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.protocol import Record
 from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
+from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
 _PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
@@ -133,17 +134,6 @@ def denominator(records: list[Record]) -> float:
             )
     weights = [0.0 if r["batches"] is None and kind == _WEIGHTED else r["weight"] for r in records]
     return float(sum(weights)) or 1.0
-
-
-@dataclass
-class Traffic:
-    """What went over the transport so far, on this rank."""
-
-    reads: int = 0
-    adds: int = 0
-    bytes_read: int = 0
-    bytes_added: int = 0
-    bytes_reduced: int = 0
 
 
 class Engine(Traced, ABC):

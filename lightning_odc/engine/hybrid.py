@@ -84,13 +84,13 @@ class HybridProtocol(Protocol):
         with self.traced("begin_sum_over_nodes"):
             for index, spec in enumerate(self._specs):
                 if spec.grad_numel:
-                    self._sums[index] = self._replicas.begin_sum(self.summed(index))
-                    self.bytes_reduced += spec.grad_bytes
+                    self._sums[index] = self._replicas.begin_sum(self.windows[index].summed())
+                    self.traffic.bytes_reduced += spec.grad_bytes
         return records
 
     def total(self, unit: int) -> Tensor:
         if unit not in self._sums:
-            return self.summed(unit)
+            return super().total(unit)
         with self.traced("sum_over_nodes", unit=self._specs[unit].name):
             return self._sums.pop(unit)()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
-from lightning_odc.engine.base import Engine, Traffic, denominator
+from lightning_odc.engine.base import Engine, denominator
 from lightning_odc.engine.checks import ContentChecks
 from lightning_odc.engine.comm import (
     AccumulateComm,
@@ -33,6 +34,7 @@ from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
+from lightning_odc.engine.unit_window import Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
 from lightning_odc.errors import ODCError, StaleShardError
 
@@ -78,6 +80,7 @@ class OnDemandEngine(Engine):
         self._root: RootUnit | None = None
         self._checks = ContentChecks(deferred=False)
         self._gradients = True
+        self._in_backward = False
         self._hooks: list[RemovableHandle] = []
         self._protocol: Protocol | None = None
         self._queues_opened = 0
@@ -127,10 +130,11 @@ class OnDemandEngine(Engine):
         protocol.open()
         self._protocol = protocol
         for unit in self._units:
-            unit.carry(protocol.own_accumulator(unit.index), carried)
+            unit.carry(protocol.windows[unit.index].own_accumulator, carried)
         self._publish_units()
         for unit in self._units:
-            gather, accumulate = partial(self._gather, unit), partial(self._accumulate, unit)
+            window = protocol.windows[unit.index]
+            gather, accumulate = partial(self._gather, unit, window), partial(self._accumulate, unit, window)
             set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
         self._root = RootUnit(self._units, model)
 
@@ -171,13 +175,13 @@ class OnDemandEngine(Engine):
             set_comms(unit.modules, GatherComm(partial(capture, unit.index)), StockReduceScatter())
         for unit in units:
             unit.modules[0].unshard()
-            for slot in unit.slots:
-                self._hook(slot)
             unit.modules[0].reshard()
         assert len(shown) == len(units), "a unit was not gathered exactly once"
         # Modules that share a group answer with the comm object of the one that was set last.
         merged = merge_groups(units, {asked: answered for asked, (answered, _) in enumerate(shown)})
         for unit, own in zip(merged, dict(shown).values(), strict=True):
+            if self._gradients:
+                self._hook(unit)
             for slot in unit.slots:
                 slot.has_gradient = slot.hooked or slot.name in keep
             _lay_out_like(unit, own, self._accumulator_dtype)
@@ -185,37 +189,37 @@ class OnDemandEngine(Engine):
                 unit.set_division(False)
         return merged
 
-    def _hook(self, slot: ParamSlot) -> None:
-        parameter = slot.current
-        if not (parameter.requires_grad and self._gradients):
-            return
-        slot.hooked = True
-
-        def note_gradient(_: Tensor) -> None:
-            slot.fresh = True
-
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
+    def _hook(self, unit: Unit) -> None:
+        """Let every unsharded parameter note its gradients in ``unit.fresh``."""
+        unit.modules[0].unshard()
+        for slot in unit.slots:
+            parameter = slot.current
+            if parameter.requires_grad:
+                slot.hooked = True
+                note: Any = partial(unit.fresh.__setitem__, slot)  # in C: it is called for every gradient
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+        unit.modules[0].reshard()
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
-    def _gather(self, unit: Unit, output: Tensor, own: Tensor) -> None:
-        protocol = self.protocol
-        protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
-        protocol.lockstep = self._lockstep and not self.evaluating
-        if not self._checks.deferred:  # else when the step settles
-            # In a backward pass, too: this rank's slice is what it is now, the peers' are not.
+    def _gather(self, unit: Unit, window: UnitWindow, output: Tensor, own: Tensor) -> None:
+        if self._lockstep:
+            self.protocol.lockstep = not self.evaluating
+        window.gather(output)
+        # Contents are compared at the first gather of a version and when the step settles, which `eval()` may never do.
+        first = not unit.verified or not cast(nn.Module, unit.modules[0]).training
+        if first and not self._checks.deferred:
             self._verify(unit, own)
-        protocol.gather(unit.index, output.view(protocol.transport.world_size, -1))
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
-        published = self.protocol.own_shard(unit.index)
+        published = self.protocol.windows[unit.index].own_shard
         now = None if self._checks.deferred else own  # not to keep it until then
         self._checks.expect_same(published, own, unit.index, partial(self._stale, unit, now))
         unit.verified = True
 
     def _stale(self, unit: Unit, now: Tensor | None) -> StaleShardError:
-        published = self.protocol.own_shard(unit.index)
+        published = self.protocol.windows[unit.index].own_shard
         name = unit.differs_from(published, self._shard_now(unit) if now is None else now)
         return StaleShardError(
             f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "
@@ -225,19 +229,18 @@ class OnDemandEngine(Engine):
 
     def _shard_now(self, unit: Unit) -> Tensor:
         """What this rank would publish if it did so now."""
-        own = torch.empty_like(self.protocol.own_shard(unit.index)).zero_()
+        own = torch.empty_like(self.protocol.windows[unit.index].own_shard).zero_()
         unit.write_shard(own)
         return own
 
-    def _accumulate(self, unit: Unit, chunks: Tensor) -> None:
-        protocol = self.protocol
-        self._placeholders.check_lifted(slot for slot in unit.slots if slot.fresh)
+    def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
+        if not self._in_backward:
+            self._placeholders.check_not_laid(unit.fresh)
+        assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
-        rows = chunks.view(protocol.transport.world_size, -1)
-        assert unit.divided_by_fully_shard == (rows.dtype not in (torch.float32, torch.bfloat16))
-        if sum(part.numel for part in segments) != rows.shape[1]:
+        if sum(part.numel for part in segments) * self.protocol.transport.world_size != chunks.numel():
             raise self._unexpected_gradient(unit)
-        protocol.accumulate(unit.index, rows, segments)
+        window.accumulate(chunks, segments)
 
     def _unexpected_gradient(self, unit: Unit) -> ODCError:
         names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
@@ -256,7 +259,7 @@ class OnDemandEngine(Engine):
     def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
         super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
         self.drop_emptied()
-        if any(slot.current.requires_grad and not slot.hooked for unit in self._units for slot in unit.slots):
+        if any(not slot.hooked and slot.current.requires_grad for unit in self._units for slot in unit.slots):
             self._reattach()
 
     def discard(self) -> None:
@@ -273,8 +276,8 @@ class OnDemandEngine(Engine):
         self.exchange("discard gradients", None)
         for unit in self._units:
             for slot in slots.intersection(unit.trainable):
-                self.protocol.clear(unit.index, slot.grad_offset, slot.padded_numel)
-                slot.used = False
+                self.protocol.windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
+                unit.used.discard(slot)
         self._placeholders.lift()
         self.exchange("gradients are discarded", None)
 
@@ -300,21 +303,28 @@ class OnDemandEngine(Engine):
 
     @contextmanager
     def backward(self, *, manual: bool = False) -> Iterator[None]:
-        if manual:  # else it is Lightning that empties them, before the last backward pass of a minibatch
+        if manual:
             self.drop_emptied()
             assert self._root is not None
             self._root.gather()
-        self._placeholders.lift()
+        else:  # it is Lightning that empties them, before the last backward pass of a minibatch
+            self._placeholders.forget()
         self._check_gathered()  # fully_shard frees the root unit at the end of it
-        yield
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
         self._check_all_reduced()
-        self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
+        for unit in self._units:
+            self._placeholders.lay(unit.used)
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
         with self._timed(), self.traced("settle"):
             self.reshard()
-            self._verify_unread()
+            for unit in self._units:
+                self._verify(unit, self._shard_now(unit))
             self._checks.send()
             self.protocol.finish()
             self._checks.raise_first()
@@ -326,11 +336,11 @@ class OnDemandEngine(Engine):
             records = self.protocol.end_version(record)
             self.notes = [r["note"] for r in records]
             scale = 1.0 / denominator(records)
-            used_anywhere = _unpack([r["used"] for r in records], len(used))
+            used_anywhere = iter(_unpack([r["used"] for r in records], len(used)))
             for unit in self._units:
-                flags = [used_anywhere.pop(0) and slot not in emptied for slot in unit.slots]
+                flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
                 unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
-                self.protocol.clear(unit.index)
+                self.protocol.windows[unit.index].clear()
             self.settled = True
         return [r["logs"] for r in records]
 
@@ -368,8 +378,7 @@ class OnDemandEngine(Engine):
 
     @property
     def traffic(self) -> Traffic:
-        p = self.protocol
-        return Traffic(p.reads, p.adds, p.bytes_read, p.bytes_added, p.bytes_reduced)
+        return replace(self.protocol.traffic)
 
     @property
     def window_bytes(self) -> int:
@@ -381,8 +390,9 @@ class OnDemandEngine(Engine):
         """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""
         self.reshard()
         for unit in self._units:
-            unit.write_shard(self.protocol.own_shard(unit.index))
-            self.protocol.publish(unit.index)
+            window = self.protocol.windows[unit.index]
+            unit.write_shard(window.own_shard)
+            window.publish()
 
     def reshard(self) -> None:
         self._check_gathered()
@@ -397,17 +407,11 @@ class OnDemandEngine(Engine):
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""
-        if any(slot.fresh for unit in self._units for slot in unit.slots):
+        if any(unit.fresh for unit in self._units):
             raise ODCError(
                 "With manual optimization a model needs at least two units, and the loss must depend on one besides "
                 "the root unit: name its blocks, ODCStrategy(auto_wrap_policy={Block})."
             )
-
-    def _verify_unread(self) -> None:
-        """A rank that read nothing in this step has not looked at its shards, either."""
-        for unit in self._units:
-            if not unit.verified:
-                self._verify(unit, self._shard_now(unit))
 
     def _reattach(self) -> None:
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
@@ -417,15 +421,14 @@ class OnDemandEngine(Engine):
         carried = {
             slot.name: total.narrow(0, slot.grad_offset, slot.padded_numel).clone()
             for unit in self._units
-            for total in [old.summed(unit.index)]
+            for total in [old.windows[unit.index].summed()]
             for slot in unit.trainable
         }
-        used = {slot.name for unit in self._units for slot in unit.slots if slot.used}
+        used = {slot.name for unit in self._units for slot in unit.used}
         self.close()
         self._attach(model, carried)
         for unit in self._units:
-            for slot in unit.slots:
-                slot.used = slot.name in used
+            unit.used.update(slot for slot in unit.slots if slot.name in used)
         self.protocol.go_on_from(old)
 
 

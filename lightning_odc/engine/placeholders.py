@@ -3,8 +3,10 @@
 Note [Gradients arrive late]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 After a backward pass the gradients lie in the accumulators of their owners, and ``fully_shard`` has put zeros into
-``.grad`` of the shards. Until the engine settles and puts the real gradients there, a *placeholder* stands in for them,
-so that what a user does meanwhile is understood or refused, but never silently without effect:
+``.grad`` of the shards. Until the engine settles and puts the real gradients there, these zeros are *placeholders*: a
+subclass of ``DTensor`` of which every operation is intercepted. ``fully_shard`` adds more zeros to the local tensor
+inside, which is not intercepted. So what a user does meanwhile is understood or refused, but never silently without
+effect:
 
 - emptying it (``zero_grad()``) drops the gradient of that shard, as under stock sharding. Before a later backward pass
   adds to the same accumulators, the ranks meet and empty them;
@@ -16,28 +18,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
 from lightning_odc.engine.units import ParamSlot
 from lightning_odc.errors import ODCError
 
+#: What may be done to a gradient that has no values yet: ask for its attributes, but not for those with values.
+_HARMLESS = ("__get__", "requires_grad_", "__repr__")
+_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
 
-class Placeholder(Tensor):
-    """Has shape, dtype and device of a gradient, but no values: it can be emptied, and nothing else."""
 
-    slot: ParamSlot
-    zeros: Tensor
+class Placeholder(DTensor):
+    """Zeros in the place of a gradient: they can be emptied, and nothing else.
+
+    Attributes:
+        parameter_name: The name of the parameter.
+        zeroed: Somebody emptied it.
+    """
+
+    parameter_name: str
     zeroed: bool
 
-    @staticmethod
-    def of(slot: ParamSlot) -> Placeholder:
-        home = slot.home
-        scalar = torch.zeros((), dtype=home.dtype, device=home.device)
-        placeholder = scalar.expand(home.shape).as_subclass(Placeholder)
-        placeholder.slot, placeholder.zeroed = slot, False
-        return placeholder
+    def to_local(self, **kwargs: Any) -> Any:
+        raise _incomplete(self.parameter_name)
+
+    def full_tensor(self, **kwargs: Any) -> Any:
+        raise _incomplete(self.parameter_name)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+        raise _incomplete(self.parameter_name)
 
     @classmethod
     def __torch_function__(
@@ -47,7 +57,8 @@ class Placeholder(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") in ("__get__", "requires_grad_", "__repr__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if getattr(func, "__name__", "") in _HARMLESS and attribute not in _VALUES:
             with _compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
         found = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
@@ -56,40 +67,43 @@ class Placeholder(Tensor):
             for placeholder in placeholders:
                 placeholder.zeroed = True
             return args[0]
-        name = placeholders[0].slot.name if placeholders else "a parameter"
-        raise ODCError(
-            f"The gradient of {name!r} is not complete yet: it arrives when all ranks have met, at the optimizer step. "
-            "Clip with `self.clip_gradients(optimizer, ...)`; look at gradients or change them in "
-            "`on_before_optimizer_step` or, with manual optimization, after "
-            "`self.trainer.strategy.settle_gradients()`."
-        )
+        raise _incomplete(placeholders[0].parameter_name if placeholders else "a parameter")
+
+
+def _incomplete(name: str) -> ODCError:
+    return ODCError(
+        f"The gradient of {name!r} is not complete yet: it arrives when all ranks have met, at the optimizer step. "
+        "Clip with `self.clip_gradients(optimizer, ...)`; look at gradients or change them in "
+        "`on_before_optimizer_step` or, with manual optimization, after "
+        "`self.trainer.strategy.settle_gradients()`."
+    )
 
 
 class Placeholders:
-    """The placeholders of this rank's shards. They are *laid* after a backward pass, and *lifted* before the next."""
+    """The placeholders of this rank's shards: *laid* after a backward pass, *lifted* when the engine settles."""
 
     def __init__(self) -> None:
         self._laid: dict[ParamSlot, Placeholder] = {}
-        self._made: dict[ParamSlot, Placeholder] = {}
 
     def lay(self, slots: Iterable[ParamSlot]) -> None:
-        """Put placeholders over the zeros that a backward pass left."""
+        """Turn the zeros that a backward pass left into placeholders."""
         for slot in slots:
-            grad = slot.home.grad
-            if grad is not None and slot not in self._laid:
-                if slot not in self._made:
-                    self._made[slot] = Placeholder.of(slot)
-                placeholder = self._laid[slot] = self._made[slot]
-                placeholder.zeros, placeholder.zeroed = grad, False
-                slot.home.grad = placeholder
+            grad: Any = slot.home.grad
+            if grad is not None:
+                if type(grad) is DTensor:
+                    grad.__class__ = Placeholder
+                grad.parameter_name, grad.zeroed = slot.name, False
+                self._laid[slot] = grad
+
+    def forget(self) -> None:
+        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a share."""
+        self._laid.clear()
 
     def lift(self) -> None:
-        """Put back what was under the placeholders; those that were set to ``None`` are forgotten."""
-        laid, self._laid = self._laid, {}
-        for slot, placeholder in laid.items():
-            if slot.home.grad is placeholder:
-                slot.home.grad = placeholder.zeros
-            del placeholder.zeros
+        """Turn placeholders back into zeros; those that were set to ``None`` are forgotten."""
+        for placeholder in self._laid.values():
+            placeholder.__class__ = DTensor  # type: ignore[assignment]
+        self._laid.clear()
 
     def emptied(self) -> set[ParamSlot]:
         """The parameters of which somebody emptied the gradient.
@@ -110,11 +124,11 @@ class Placeholders:
                 )
         return gone
 
-    def check_lifted(self, slots: Iterable[ParamSlot]) -> None:
-        """Refuse a backward pass that the engine was not told of.
+    def check_not_laid(self, slots: Iterable[ParamSlot]) -> None:
+        """Refuse a second backward pass that the engine was not told of.
 
         Raises:
-            ODCError: there is a placeholder where ``fully_shard`` is going to add.
+            ODCError: a placeholder stands for the gradient of a parameter.
         """
         for slot in slots:
             if slot in self._laid:

@@ -48,8 +48,8 @@ The other direction needs nothing: a peer's word is read by the host before it a
 depends on it, and what the word announces was done on the other device before it was written. Between an own read of a
 version and the own adds that follow from it the order is that of the streams, which ``fully_shard`` keeps.
 
-Everything that is written into a window outside of `Protocol.gather` and `Protocol.accumulate` is written on the stream
-that is current when the next announcement or meeting is, which for a training loop is always the same one.
+Everything that is written into a window outside of `UnitWindow.gather` and `UnitWindow.accumulate` is written on the
+stream that is current when the next announcement or meeting is, which for a training loop is always the same one.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ from torch import Tensor
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.peers import Activity, Peers, Word
 from lightning_odc.engine.signals import Signals
-from lightning_odc.engine.tracing import Traced, Tracer
-from lightning_odc.engine.transports.base import Segment, Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.tracing import Tracer
+from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.unit_window import RankState, UnitWindow
 from lightning_odc.engine.waiting import Cause, Waiter
-from lightning_odc.errors import DisagreementError, StaleShardError
+from lightning_odc.errors import DisagreementError
 
 Record = dict[str, Any]
 
@@ -79,7 +80,7 @@ _FIRST_VERSION = 1
 _SIGNALS = "signals"
 
 
-class Protocol(Traced):
+class Protocol(RankState):
     """One rank's side of the protocol over any `Transport`.
 
     Args:
@@ -98,11 +99,7 @@ class Protocol(Traced):
         peers: how the ranks are.
         signals: what this rank and the others were sent by the operating system.
         waiter: idle seconds by cause.
-        bytes_read: bytes copied out of peers' windows so far.
-        bytes_added: bytes of gradients added into windows of peers and own.
-        bytes_reduced: bytes of gradients summed over nodes so far.
-        reads: number of shards read from peers.
-        adds: number of gradient chunks added into peers' accumulators.
+        windows: by unit, what a microbatch does with it; from `open` to `close`.
         device_waits: how often the host waited for its own device, which is not idle time.
     """
 
@@ -116,26 +113,19 @@ class Protocol(Traced):
         lockstep: bool = False,
         hang_report: HangReport | None = None,
     ) -> None:
-        self.lockstep = lockstep
-        self.transport = transport
-        self.version = _FIRST_VERSION
-        self.bytes_read = self.bytes_added = self.bytes_reduced = self.reads = self.adds = (
-            self.device_waits
-        ) = 0
+        peers = Peers(transport, units)
+        waiter = Waiter(timeout, peers.check, peers.report, hang_report)
+        super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter)
+        self.device_waits = 0
         self.signals = Signals()
-        self.peers = Peers(transport, units)
-        self.waiter = Waiter(timeout, self.peers.check, self.peers.report, hang_report)
+        self.deterministic = deterministic
+        self.windows: list[UnitWindow] = []
         self._hang_report = hang_report
         self._units = tuple(units)
-        self.deterministic = deterministic
-        self._barriers = 0
         self._meetings = 0
         self._ends = 0
-        self._ended = False
-        self._finished = False
         world = transport.world_size
-        self._readers_order = [(transport.rank + i) % world for i in range(1, world)]
-        self._adders_order = [(transport.rank + i) % world for i in range(world)]
+        self._peers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._spec = WindowSpec(
             units=self._units,
             words=Word.COUNT + len(self._units),
@@ -160,6 +150,9 @@ class Protocol(Traced):
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
         self.transport.open(self._spec)
+        self.windows = [
+            UnitWindow(self, index, spec, self._spec.sources) for index, spec in enumerate(self._units)
+        ]
         if self._hang_report is not None:
             self._hang_report.start(self.peers.longest_wait, self._describe)
 
@@ -168,6 +161,7 @@ class Protocol(Traced):
         if self._hang_report is not None:
             self._hang_report.stop()
         self.peers.leave()
+        self.windows = []  # they hold views of the windows, which live as long as somebody looks at them
         self.transport.close()
 
     def _is_staged(self) -> bool:
@@ -181,189 +175,27 @@ class Protocol(Traced):
             )
         return self.deterministic or bool(reason)
 
-    # -- the data plane -----------------------------------------------------------------------------------
-
-    def own_shard(self, unit: int) -> Tensor:
-        """The place to write this rank's shard of ``unit`` before `publish`."""
-        return self.transport.shard(self.transport.rank, unit)
-
-    def publish(self, unit: int) -> None:
-        """Make `own_shard` readable as the current version. See Note [Versions instead of barriers]."""
-        self._finished = False
-        self.transport.announce(Word.COUNT + unit, self.version)
-
-    def gather(self, unit: int, out: Tensor) -> None:
-        """Fill the peers' slices of ``out`` (shape ``[world_size, shard_numel]``) with their current shards.
-
-        Raises:
-            StaleShardError: between `end_version` and `next_version`.
-        """
-        self.check_not_ended(unit)
-        self._finished = False
-        begin = self.peers.begin(Activity.GATHER, unit)
-        if self.lockstep:
-            self._barrier()
-        rows = out.unbind()
-        for owner in self._readers_order:
-            self._await_version(owner, unit)
-            self.transport.read(owner, unit, rows[owner])
-        self.reads += len(self._readers_order)
-        self.bytes_read += len(self._readers_order) * self._units[unit].shard_bytes
-        self.peers.begin(Activity.COMPUTE, unit)
-        if self.tracer is not None:
-            self.tracer.record("read", begin, unit=self._units[unit].name)
-
-    def accumulate(self, unit: int, chunks: Tensor, segments: Sequence[Segment]) -> None:
-        """Add row ``p`` of ``chunks`` (shape ``[world_size, numel]``) into rank ``p``'s accumulator of ``unit``.
-
-        Starts with its own and goes round; an owner whose lock is taken is passed over and tried again later.
-
-        Raises:
-            StaleShardError: between `end_version` and `next_version`.
-        """
-        self.check_not_ended(unit)
-        self._finished = False
-        begin = self.peers.begin(Activity.ACCUMULATE, unit)
-        rows = chunks.unbind()
-        if self._spec.sources > 1 or not self.transport.needs_locks:
-            self._add_in_turn(unit, rows, segments)
-        else:
-            self._add_under_locks(unit, rows, segments)
-        self.adds += len(self._readers_order)
-        self.bytes_added += chunks.numel() * chunks.element_size()
-        if self.lockstep:
-            self._barrier()
-        self.peers.begin(Activity.COMPUTE, unit)
-        if self.tracer is not None:
-            self.tracer.record("add", begin, unit=self._units[unit].name)
-
-    def summed(self, unit: int) -> Tensor:
-        """The gradients that all ranks added for this rank's shard of ``unit``: 1-D, ``grad_numel`` elements.
-
-        Read it only between `end_version` and `clear`. Summed in rank order if ``deterministic``, else a view.
-        """
-        rank = self.transport.rank
-        total = self.transport.accumulator(rank, unit)
-        if self._spec.sources > 1:
-            total = total.clone()
-            for source in range(1, self._spec.sources):
-                total += self.transport.accumulator(rank, unit, source)
-        return total
-
     def total(self, unit: int) -> Tensor:
         """The gradients of the whole minibatch for this rank's shard of ``unit``, once after `end_version`."""
-        return self.summed(unit)
-
-    def clear(self, unit: int, start: int = 0, numel: int | None = None) -> None:
-        """Zero this rank's accumulators of ``unit``, or a part of them, before the next `publish`."""
-        self._finished = False
-        end = None if numel is None else start + numel
-        for source in range(self._spec.sources):
-            self.transport.accumulator(self.transport.rank, unit, source)[start:end].zero_()
-
-    def own_accumulator(self, unit: int) -> Tensor:
-        """The accumulator of this rank's own gradients for its shard of ``unit``; others may add to the same one."""
-        rank = self.transport.rank
-        return self.transport.accumulator(rank, unit, rank if self._spec.sources > 1 else 0)
+        return self.windows[unit].summed()
 
     def go_on_from(self, other: Protocol) -> None:
         """Take over the books and the listener of a protocol that was closed."""
-        self.reads, self.adds = other.reads, other.adds
-        self.bytes_read, self.bytes_added = other.bytes_read, other.bytes_added
+        self.traffic = other.traffic
         self.signals = other.signals
-        self.bytes_reduced = other.bytes_reduced
         self.device_waits = other.device_waits
         for cause, seconds in other.waiter.seconds.items():
             self.waiter.seconds[cause] += seconds
         self.listen(other.tracer)
 
-    def _await_version(self, owner: int, unit: int) -> None:
-        word, version, load = Word.COUNT + unit, self.version, self.transport.load
-        if load(owner, word) == version:
-            return
-        self.waiter.until(
-            lambda: load(owner, word) >= version,
-            Cause.READ,
-            lambda: (
-                f"waiting to read unit {self._units[unit].name!r} (version {version}) "
-                f"from {self.transport.describe(owner)}"
-            ),
-            self.transport.job_rank(owner),
-        )
-        found = load(owner, word)
-        if found != version:
-            raise DisagreementError(
-                f"Rank {self.transport.job_rank(owner)} has published version {found} of unit "
-                f"{self._units[unit].name!r} while rank {self._job_rank} still works on version {version}: the ranks "
-                "took different numbers of optimizer steps. Every rank must call the same optimizer steps in the same "
-                "order."
-            )
-
-    def _add_in_turn(self, unit: int, chunks: Sequence[Tensor], segments: Sequence[Segment]) -> None:
-        source = self.transport.rank if self._spec.sources > 1 else 0
-        for owner in self._adders_order:
-            self.transport.add(owner, unit, chunks[owner], segments, source)
-
-    def _add_under_locks(self, unit: int, chunks: Sequence[Tensor], segments: Sequence[Segment]) -> None:
-        waiting = self._add_where_free(self._adders_order, unit, chunks, segments)
-        while waiting:
-            self._await_any_lock(unit, waiting)
-            waiting = self._add_where_free(waiting, unit, chunks, segments)
-
-    def _add_where_free(
-        self, owners: list[int], unit: int, chunks: Sequence[Tensor], segments: Sequence[Segment]
-    ) -> list[int]:
-        """Returns the owners that are left, because others hold their locks."""
-        taken = []
-        for owner in owners:
-            if not self.transport.try_lock(owner, unit):
-                taken.append(owner)
-                continue
-            try:
-                self.transport.add(owner, unit, chunks[owner], segments)
-            finally:
-                self.transport.unlock(owner, unit)
-        return taken
-
-    def _await_any_lock(self, unit: int, owners: list[int]) -> None:
-        """Sleep until one of the owners' locks is free, without keeping it."""
-
-        def free() -> bool:
-            for owner in owners:
-                if self.transport.try_lock(owner, unit):
-                    self.transport.unlock(owner, unit)
-                    return True
-            return False
-
-        names = ", ".join(self.transport.describe(owner) for owner in owners)
-        self.waiter.until(
-            free,
-            Cause.LOCK,
-            lambda: f"waiting to add gradients of unit {self._units[unit].name!r} to {names}",
-            self.transport.job_rank(owners[0]),
-        )
-
-    def _barrier(self) -> None:
-        self.finish()
-        self._barriers += 1
-        self.transport.store(Word.LOCKSTEP, self._barriers)
-        for peer in self._readers_order:
-            self.waiter.until(
-                lambda peer=peer: self.transport.load(peer, Word.LOCKSTEP) >= self._barriers,  # type: ignore[misc]
-                Cause.LOCKSTEP,
-                lambda peer=peer: f"waiting in lockstep for {self.transport.describe(peer)}",  # type: ignore[misc]
-                self.transport.job_rank(peer),
-            )
-
     # -- the control plane --------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until what this rank has asked of its device is done. See Note [When the host waits for its device]."""
-        if self._finished or not self.transport.runs_ahead:
+        if self.finished or not self.transport.runs_ahead:
             return
         self.device_waits += 1
         self.waiter.until(self.transport.drain(), None, lambda: "waiting for its own device")
-        self._finished = True
+        self.finished = True
 
     def meet(self, record: Record) -> list[Record]:
         """Wait until every rank has come to this meeting; returns everybody's record, in rank order.
@@ -401,28 +233,12 @@ class Protocol(Traced):
     def end_version(self, record: Record) -> list[Record]:
         """`meet`, and from then on nobody uses this version any more: owners update their shards at once."""
         records = self.meet(record)
-        self._ended = True
+        self.ended = True
         return records
-
-    def check_not_ended(self, unit: int) -> None:
-        """Refuse to use a version that has ended.
-
-        Raises:
-            StaleShardError: between `end_version` and `next_version`.
-        """
-        if self._ended:
-            raise StaleShardError(
-                f"The model ran (unit {self._units[unit].name!r}) between the end of an optimizer step and its "
-                "publishing, while peers change their shards. Run it before or after `optimizer.step()`, not in hooks "
-                "in between such as `on_before_optimizer_step`. To leave out a step after `settle_gradients()`, call "
-                "`optimizer.zero_grad()` and `trainer.strategy.publish_parameters()` instead. Optimizers that call "
-                "their closure several times in one step (LBFGS) cannot work on demand: use one that calls it once, "
-                "such as AdamW."
-            )
 
     def next_version(self) -> None:
         """After a meeting that ended a step: from now on this rank works on the next version."""
-        self._ended = False
+        self.ended = False
         self.version += 1
         self.transport.store(Word.VERSION, self.version)
         self.transport.store(Word.MICROBATCH, 0)
@@ -455,7 +271,7 @@ class Protocol(Traced):
         self.peers.begin(Activity.MEET)
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
-        for peer in self._readers_order:
+        for peer in self._peers_order:
             self._await_meeting(peer, record)
         messages = [
             message if peer == self.transport.rank else self.transport.fetch(peer, box)

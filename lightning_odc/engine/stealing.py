@@ -136,9 +136,9 @@ class WorkQueues:
 
     def _change(self, owner: int, change: _Change) -> int | None:
         """Change a queue under its lock; ``change`` returns what was taken and the new queue."""
-        transport, lock = self._transport, self._transport.claim_lock
+        transport, lock = self._transport, self._transport.claim_lock(owner)
         self._protocol.waiter.until(
-            lambda: transport.try_lock(owner, lock),
+            lock.take,
             Cause.LOCK,
             lambda: f"waiting to look at the queue of {transport.describe(owner)}",
             transport.job_rank(owner),
@@ -148,7 +148,7 @@ class WorkQueues:
             if taken is not None:  # else it may be the queue of another minibatch, which is not ours to touch
                 self._write(owner, queue)
         finally:
-            transport.unlock(owner, lock)
+            lock.give()
         return taken
 
     def _read(self, owner: int) -> Queue:

@@ -42,8 +42,6 @@ class ParamSlot:
         grad_offset: where it starts in the accumulator, in elements; -1 if it has no place there.
         has_gradient: it gets a place in the accumulator.
         hooked: a hook notes when it receives a gradient.
-        fresh: it received a gradient since the last reduce-scatter of its unit.
-        used: it received a gradient on this rank since the last settle.
         home: the sharded parameter, which optimizers hold.
     """
 
@@ -56,8 +54,6 @@ class ParamSlot:
     grad_offset: int = -1
     has_gradient: bool = False
     hooked: bool = False
-    fresh: bool = False
-    used: bool = False
     home: DTensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +89,9 @@ class Unit:
         as_bytes: compute dtypes differ, so the published shard is a run of bytes.
         grad_dtype: dtype of the accumulators.
         verified: this rank has compared its shard with the published one since that was written.
+        fresh: Parameters that received a gradient since the last reduce-scatter.
+        used: Parameters that received a gradient on this rank since the last settle.
+        trainable: Parameters that have a place in the accumulator.
     """
 
     index: int
@@ -102,12 +101,10 @@ class Unit:
     as_bytes: bool = False
     grad_dtype: torch.dtype = torch.float32
     verified: bool = False
-    _trainable: int = 0
+    fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
+    used: set[ParamSlot] = field(default_factory=set)
+    trainable: list[ParamSlot] = field(default_factory=list)
     _whole: list[Segment] = field(default_factory=list)
-
-    @property
-    def trainable(self) -> list[ParamSlot]:
-        return [slot for slot in self.slots if slot.grad_offset >= 0]
 
     def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
         """Give every parameter its place, after its compute dtype is known; in the accumulator if it has gradients."""
@@ -120,7 +117,8 @@ class Unit:
                 slot.grad_offset, grad_offset = grad_offset, grad_offset + slot.padded_numel
             else:
                 slot.grad_offset = -1
-        self._trainable, self._whole = len(self.trainable), _joined(self.trainable)
+        self.trainable = [slot for slot in self.slots if slot.grad_offset >= 0]
+        self._whole = _joined(self.trainable)
         own = [slot.sharded.dtype for slot in self.trainable]
         self.grad_dtype = accumulator_dtype or torch.promote_types(
             own[0] if own else torch.float32, torch.float32
@@ -142,12 +140,15 @@ class Unit:
     @torch.no_grad()
     def write_shard(self, target: Tensor) -> None:
         """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
+        places, values = [], []
         for slot in self.slots:
             slot.home = slot.sharded
-            local = slot.local.reshape(-1)
+            local = slot.home.to_local().reshape(-1)
             if self.as_bytes:
                 local = local.to(slot.compute_dtype).view(torch.uint8)
-            target.narrow(0, slot.shard_offset, local.numel()).copy_(local)
+            places.append(target.narrow(0, slot.shard_offset, local.numel()))
+            values.append(local)
+        torch._foreach_copy_(places, values)
         self.verified = False
 
     def differs_from(self, published: Tensor, own: Tensor) -> str | None:
@@ -160,11 +161,17 @@ class Unit:
                     return slot.name
         return None
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether modules hold whole parameters now. ``fully_shard`` exchanges all of a unit at once."""
+        return not isinstance(self.slots[0].current, DTensor)
+
+    @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Parameters that are gathered now: name, this rank's part of it, and its shard, which should be the same."""
-        for slot in self.slots:
-            whole, shard = slot.current, slot.home.to_local().detach()
-            if not isinstance(whole, DTensor) and shard.numel() and shard.dim():
+        for slot in self.slots if self.is_gathered else ():
+            whole, shard = slot.current, slot.home.to_local()
+            if shard.numel() and shard.dim():
                 part = _part_of(whole.detach(), slot.home, shard)
                 yield slot.name, part.reshape(-1), shard.to(part.device, part.dtype).reshape(-1)
 
@@ -192,16 +199,19 @@ class Unit:
 
         Neighbours are joined, so that a unit of which every parameter was used is one segment.
         """
-        fresh = [slot for slot in self.slots if slot.fresh]
-        for slot in fresh:
-            slot.fresh, slot.used = False, True
-        return self._whole if len(fresh) == self._trainable else _joined(fresh)
+        fresh = self.fresh
+        if len(fresh) == len(self.trainable):
+            segments = self._whole
+        else:
+            segments = _joined([slot for slot in self.trainable if slot in fresh])
+        self.used.update(fresh)
+        fresh.clear()
+        return segments
 
     def take_used(self) -> list[bool]:
         """Which parameters (by position in `slots`) received a gradient on this rank; then forget it."""
-        used = [slot.used for slot in self.slots]
-        for slot in self.slots:
-            slot.used = False
+        used = [slot in self.used for slot in self.slots]
+        self.used.clear()
         return used
 
     @torch.no_grad()

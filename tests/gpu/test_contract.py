@@ -65,14 +65,14 @@ def _adds_at_the_same_time(rank: int) -> list[float]:
     spec = UnitSpec("unit", numel, torch.bfloat16, numel, torch.float32)
     protocol = Protocol(transport(rank, device), [spec], timeout=60)
     protocol.open()
-    protocol.publish(0)
+    protocol.windows[0].publish()
     world = dist.get_world_size()
     chunks = torch.ones(world, numel, dtype=torch.bfloat16, device=device)
     rendezvous()(None)
     for _ in range(50):
-        protocol.accumulate(0, chunks, [Segment(0, 0, numel)])
+        protocol.windows[0].accumulate(chunks.view(-1), [Segment(0, 0, numel)])
     protocol.end_version({"kind": "step"})
-    found = protocol.summed(0).unique().tolist()
+    found = protocol.windows[0].summed().unique().tolist()
     protocol.meet({"kind": "end"})
     protocol.close()
     return found

@@ -99,7 +99,7 @@ def train(
         "device_waits": own.protocol.device_waits,
         "traffic": own.traffic,
         "sources": own.protocol._spec.sources,
-        "dtype": own.protocol.own_shard(0).dtype,
+        "dtype": own.protocol.windows[0].own_shard.dtype,
     }
     own.close()
     return result

@@ -19,7 +19,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -125,6 +126,18 @@ class Segment:
     numel: int
 
 
+class Lock(Protocol):
+    """Excludes the other ranks; a rank does not take it twice."""
+
+    def take(self) -> bool:
+        """Take it without waiting; ``False`` if another rank holds it."""
+        ...
+
+    def give(self) -> None:
+        """Give it back."""
+        ...
+
+
 class Transport(ABC):
     """One rank's view of all windows. Opened once, closed once, used by one thread at a time.
 
@@ -168,31 +181,20 @@ class Transport(ABC):
         """An accumulator of ``unit`` in ``owner``'s window: a 1-D view, ``grad_numel`` elements."""
 
     @abstractmethod
-    def try_lock(self, owner: int, unit: int) -> bool:
-        """Take the accumulator lock without waiting; ``False`` if another rank holds it."""
+    def lock(self, owner: int, unit: int) -> Lock:
+        """The lock of an accumulator, to use until `close`."""
 
     @abstractmethod
-    def unlock(self, owner: int, unit: int) -> None:
-        """Give the accumulator lock back."""
+    def claim_lock(self, owner: int) -> Lock:
+        """The lock of an owner's claim word."""
 
-    @property
-    @abstractmethod
-    def claim_lock(self) -> int:
-        """The number to `try_lock` instead of a unit's to change an owner's claim word."""
+    def read(self, shard: Tensor, out: Tensor) -> None:
+        """Copy a peer's published shard (a view that `shard` gave) into ``out`` (same numel and dtype)."""
+        out.copy_(shard)
 
-    def read(self, owner: int, unit: int, out: Tensor) -> None:
-        """Copy ``owner``'s published shard into ``out`` (same numel and dtype)."""
-        out.copy_(self.shard(owner, unit))
-
-    def add(self, owner: int, unit: int, chunk: Tensor, segments: Sequence[Segment], source: int = 0) -> None:
-        """Add ``chunk`` into an accumulator of ``owner``; the caller holds the lock if sources share it."""
-        accumulator = self.accumulator(owner, unit, source)
-        if len(segments) == 1 and segments[0].numel == accumulator.numel() == chunk.numel():
-            accumulator.add_(chunk)
-            return
-        for part in segments:
-            target = accumulator.narrow(0, part.target, part.numel)
-            target.add_(chunk.narrow(0, part.source, part.numel))
+    def add(self, accumulator: Tensor, values: Tensor) -> None:
+        """Add to an accumulator (what `accumulator` gave, or a part of it); the caller holds its lock if it has one."""
+        accumulator.add_(values)
 
     def drain(self) -> Callable[[], bool]:
         """What tells whether all is done that this rank has asked for so far: reads, adds, and what it wrote."""
@@ -203,6 +205,10 @@ class Transport(ABC):
     @abstractmethod
     def load(self, owner: int, word: int) -> int:
         """Read a control word of ``owner``; later reads see at least what its writer had written before it."""
+
+    def watch(self, owner: int, word: int) -> Callable[[], int]:
+        """`load` of one word, for whoever reads it often; to use until `close`."""
+        return partial(self.load, owner, word)
 
     @abstractmethod
     def store(self, word: int, value: int) -> None:

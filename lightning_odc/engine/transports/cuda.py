@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.announcer import Announcer
-from lightning_odc.engine.transports.base import Rendezvous, Segment, Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.transports.base import Lock, Rendezvous, Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.device import Device, DeviceFacts
 from lightning_odc.engine.transports.opening import together
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
@@ -129,21 +129,18 @@ class CudaTransport(Transport):
     def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
         return self._accumulators[owner][unit][source]
 
-    def try_lock(self, owner: int, unit: int) -> bool:
-        return self._control.try_lock(owner, unit)
+    def lock(self, owner: int, unit: int) -> Lock:
+        return self._control.lock(owner, unit)
 
-    def unlock(self, owner: int, unit: int) -> None:
-        self._control.unlock(owner, unit)
+    def claim_lock(self, owner: int) -> Lock:
+        return self._control.lock(owner, len(self._spec.units))
 
-    def read(self, owner: int, unit: int, out: Tensor) -> None:
-        self._device.copy(out, self.shard(owner, unit))
+    def read(self, shard: Tensor, out: Tensor) -> None:
+        self._device.copy(out, shard)
         self._streams.add(self._device.stream())
 
-    def add(self, owner: int, unit: int, chunk: Tensor, segments: Sequence[Segment], source: int = 0) -> None:
-        accumulator = self.accumulator(owner, unit, source)
-        for part in segments:
-            target = accumulator.narrow(0, part.target, part.numel)
-            self._device.add(target, chunk.narrow(0, part.source, part.numel))
+    def add(self, accumulator: Tensor, values: Tensor) -> None:
+        self._device.add(accumulator, values)
         self._streams.add(self._device.stream())
 
     def drain(self) -> Callable[[], bool]:
@@ -158,16 +155,15 @@ class CudaTransport(Transport):
     def load(self, owner: int, word: int) -> int:
         return self._control.load(owner, word)
 
+    def watch(self, owner: int, word: int) -> Callable[[], int]:
+        return self._control.watch(owner, word)
+
     def store(self, word: int, value: int) -> None:
         self._control.store(word, value)
 
     def announce(self, word: int, value: int) -> None:
         assert self._announcer is not None, "the transport is not open"
         self._announcer.announce(self._device.mark(), word, value)
-
-    @property
-    def claim_lock(self) -> int:
-        return len(self._spec.units)
 
     def load_claim(self, owner: int) -> int:
         return self._control.load_claim(owner)

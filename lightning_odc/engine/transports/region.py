@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import mmap
 import os
 import struct
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports.base import WindowSpec
+from lightning_odc.engine.transports.fence import Fence
 from lightning_odc.engine.transports.host import boot_id, gib
 from lightning_odc.errors import WindowError
 
@@ -107,13 +107,9 @@ class Region:
             starts = [grad + source * spec.grad_stride(index) for source in range(spec.sources)]
             self.accumulators.append([memory[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
 
-    def lock(self, byte: int, kind: int) -> bool:
-        """Set (``F_WRLCK``) or lift (``F_UNLCK``) the lock of one byte; ``False`` if another rank holds it."""
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _flock(kind, byte))
-        except BlockingIOError:
-            return False
-        return True
+    def lock(self, byte: int, fence: Fence | None = None) -> RangeLock:
+        """The lock of one byte, to use until `close`."""
+        return RangeLock(self.fd, byte, fence)
 
     def close(self) -> None:
         """Give the descriptor and the locks back, and let go of the memory: the last view that dies unmaps it."""
@@ -124,9 +120,35 @@ class Region:
         os.close(self.fd)
 
 
-@functools.cache
-def _flock(kind: int, byte: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+class RangeLock:
+    """The lock of one byte of a region, which excludes all other descriptions of it that somebody opened.
+
+    Args:
+        fd: of the region.
+        byte: which one.
+        fence: orders what is done under the lock, where the machine needs that.
+    """
+
+    def __init__(self, fd: int, byte: int, fence: Fence | None) -> None:
+        self._fd = fd
+        self._fence = fence
+        self._take, self._give = (
+            _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+        )
+
+    def take(self) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._take)
+        except BlockingIOError:
+            return False
+        if self._fence is not None:
+            self._fence()
+        return True
+
+    def give(self) -> None:
+        if self._fence is not None:
+            self._fence()
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._give)
 
 
 def _allocate(fd: int, size: int) -> None:

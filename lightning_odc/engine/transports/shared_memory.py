@@ -8,11 +8,11 @@ Locks are open-file-description byte-range locks, which the kernel gives back wh
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import select
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_odc.engine.transports import fence, host
 from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
 from lightning_odc.engine.transports.opening import together
-from lightning_odc.engine.transports.region import HEADER_BYTES, Address, Region
+from lightning_odc.engine.transports.region import HEADER_BYTES, Address, RangeLock, Region
 from lightning_odc.errors import WindowError
 
 _SECRET_BYTES = 32
@@ -99,16 +99,11 @@ class SharedMemoryTransport(Transport):
     def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
         return self._regions[owner].accumulators[unit][source]
 
-    def try_lock(self, owner: int, unit: int) -> bool:
-        taken = self._regions[owner].lock(unit, fcntl.F_WRLCK)
-        if self._fence is not None:
-            self._fence()
-        return taken
+    def lock(self, owner: int, unit: int) -> RangeLock:
+        return self._regions[owner].lock(unit, self._fence)
 
-    def unlock(self, owner: int, unit: int) -> None:
-        if self._fence is not None:
-            self._fence()
-        self._regions[owner].lock(unit, fcntl.F_UNLCK)
+    def claim_lock(self, owner: int) -> RangeLock:
+        return self.lock(owner, len(self._spec.units))
 
     # -- control plane ------------------------------------------------------------------------------------
 
@@ -118,14 +113,15 @@ class SharedMemoryTransport(Transport):
             self._fence()
         return value
 
+    def watch(self, owner: int, word: int) -> Callable[[], int]:
+        if self._fence is not None:
+            return super().watch(owner, word)
+        return partial(self._regions[owner].words.__getitem__, word)
+
     def store(self, word: int, value: int) -> None:
         if self._fence is not None:
             self._fence()
         self._regions[self.rank].words[word] = value
-
-    @property
-    def claim_lock(self) -> int:
-        return len(self._spec.units)
 
     def load_claim(self, owner: int) -> int:
         return self.load(owner, self._spec.words)

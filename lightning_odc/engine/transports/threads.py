@@ -39,6 +39,17 @@ class ThreadHub:
         return items
 
 
+class _ThreadLock:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        return self._lock.acquire(blocking=False)
+
+    def give(self) -> None:
+        self._lock.release()
+
+
 class _ThreadWindow:
     def __init__(self, spec: WindowSpec) -> None:
         self.words = array("q", [0] * spec.words)
@@ -47,7 +58,7 @@ class _ThreadWindow:
         self.accumulators = [
             [torch.zeros(u.grad_numel, dtype=u.grad_dtype) for _ in range(spec.sources)] for u in spec.units
         ]
-        self.locks = [threading.Lock() for _ in range(len(spec.units) + 1)]
+        self.locks = [_ThreadLock() for _ in range(len(spec.units) + 1)]  # the last one is the claim lock
         self.claim = 0
 
 
@@ -74,21 +85,17 @@ class ThreadTransport(Transport):
     def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
         return self._hub.windows[owner].accumulators[unit][source]
 
-    def try_lock(self, owner: int, unit: int) -> bool:
-        return self._hub.windows[owner].locks[unit].acquire(blocking=False)
+    def lock(self, owner: int, unit: int) -> _ThreadLock:
+        return self._hub.windows[owner].locks[unit]
 
-    def unlock(self, owner: int, unit: int) -> None:
-        self._hub.windows[owner].locks[unit].release()
+    def claim_lock(self, owner: int) -> _ThreadLock:
+        return self.lock(owner, -1)
 
     def load(self, owner: int, word: int) -> int:
         return self._hub.windows[owner].words[word]
 
     def store(self, word: int, value: int) -> None:
         self._hub.windows[self.rank].words[word] = value
-
-    @property
-    def claim_lock(self) -> int:
-        return len(self._spec.units)
 
     def load_claim(self, owner: int) -> int:
         return self._hub.windows[owner].claim
