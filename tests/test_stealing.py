@@ -70,6 +70,21 @@ def test_a_slow_owner_is_known_as_slow():
     assert idle.steal() == (1, 1)
 
 
+def test_a_thief_that_comes_too_late_helps_the_next_peer():
+    idle, first, second = queues([[], [9.0, 9.0, 9.0], [3.0, 3.0, 3.0]])
+    take_lock = idle._transport.try_lock
+
+    def try_lock(owner: int, lock: int) -> bool:
+        if owner == 1:  # it takes its last microbatch between the thief's look and the thief's claim
+            while first.take() is not None:
+                pass
+        return take_lock(owner, lock)
+
+    idle._transport.try_lock = try_lock  # type: ignore[method-assign]
+    assert idle.steal() == (2, 2)
+    assert second.take() == 0
+
+
 def test_a_peer_that_has_not_begun_is_waited_for_and_then_helped():
     hub = ThreadHub(2)
     protocols = [Protocol(hub.transport(rank), UNITS, timeout=5) for rank in range(2)]
