@@ -289,6 +289,7 @@ class Protocol(Traced):
                 f"from {self.transport.describe(owner)}"
             ),
             self.transport.job_rank(owner),
+            lambda: self.peers.check_not_left(owner),
         )
         found = load(owner, word)
         if found != version:
@@ -353,6 +354,7 @@ class Protocol(Traced):
                 Cause.LOCKSTEP,
                 lambda peer=peer: f"waiting in lockstep for {self.transport.describe(peer)}",  # type: ignore[misc]
                 self.transport.job_rank(peer),
+                self.peers.check_none_past,
             )
 
     # -- the control plane --------------------------------------------------------------------------------
@@ -472,6 +474,7 @@ class Protocol(Traced):
                 f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
             ),
             self.transport.job_rank(peer),
+            self.peers.check_none_past,
         )
 
     def _agree(self, kinds: dict[int, Any]) -> None:

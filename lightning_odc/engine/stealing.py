@@ -168,6 +168,7 @@ class WorkQueues:
                 Cause.SETTLE,
                 lambda: f"waiting for {transport.describe(peer)} to begin the minibatch",
                 transport.job_rank(peer),
+                lambda: self._protocol.peers.check_not_past(peer),
             )
 
         for peer in range(len(self._costs)):
