@@ -31,20 +31,32 @@ from tests.test_transports import SPEC, Scenario, data_is_there_when_its_word_is
 # -- dying ------------------------------------------------------------------------------------------------
 
 
-def _dies_with_the_lock(rank: int) -> list[Any]:
+def _forked_worker() -> int:
+    """A process that does nothing, as a ``DataLoader`` worker between two batches; ends by itself after a minute."""
+    worker = os.fork()
+    if worker == 0:
+        signal.alarm(60)
+        signal.pause()
+    return worker
+
+
+def _dies_with_the_lock(rank: int, forks: bool) -> list[Any]:
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     transport = SharedMemoryTransport(rank, 2, rendezvous)
     transport.open(SPEC)
     if rank == 1:
         assert transport.try_lock(0, 0)
-    rendezvous(None)
+    worker = rendezvous(_forked_worker() if forks and rank == 1 else None)[1]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 10
     while not transport.dead_peers():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+    if forks:
+        assert not transport.try_lock(0, 0), "the worker has inherited it"
+        os.kill(worker, signal.SIGKILL)
     while not transport.try_lock(0, 0):
         assert time.monotonic() < deadline
     still_readable = transport.shard(1, 2).sum().item()
@@ -54,8 +66,9 @@ def _dies_with_the_lock(rank: int) -> list[Any]:
     return [transport.rank, still_readable, "process" in name]
 
 
-def test_a_killed_rank_gives_its_lock_back_and_is_known_dead():
-    survivor, killed = try_ranks(_dies_with_the_lock, timeout=30)
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked worker"])
+def test_a_killed_rank_is_known_dead_and_its_lock_is_freed(forks):
+    survivor, killed = try_ranks(_dies_with_the_lock, forks, timeout=30)
     assert (survivor.result, survivor.error, survivor.exitcode) == ([0, 0.0, True], "", 0)
     assert killed.exitcode == -signal.SIGKILL
 
@@ -96,19 +109,6 @@ def test_too_little_memory_is_refused_on_every_rank():
     assert "bf16-mixed" in message
 
 
-def test_windows_larger_than_this_machine_are_refused():
-    unit = UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)
-    message = refusal(None, WindowSpec(units=(unit,), words=1))
-    assert "Rank 0 could not share memory with its peers: the windows need 262144.00 GiB" in message
-
-
-def forbid_large_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-
-def forbid_more_memory() -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
 V1_UNLIMITED = 9223372036854771712
 V1_MOUNT = "32 31 0:29 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 V2_MOUNT = "41 31 0:38 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
@@ -173,6 +173,19 @@ def test_this_machine_has_memory():
     assert 0 < host.available_memory() < 2**60
 
 
+def test_windows_larger_than_this_machine_are_refused():
+    unit = UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)
+    message = refusal(None, WindowSpec(units=(unit,), words=1))
+    assert "Rank 0 could not share memory with its peers: the windows need 262144.00 GiB" in message
+
+
+def forbid_large_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def forbid_more_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
 
 
 @pytest.mark.parametrize(
