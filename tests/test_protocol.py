@@ -371,7 +371,7 @@ COSTS = [[], [], [1.0, 1.0]]
 GONE = {
     "another rank has ended a batch": lambda ranks: ranks[1].come_to_end(),
     "another rank has left": lambda ranks: ranks[1].close(),
-    "the owner has ended a batch": lambda ranks: ranks[2].come_to_end(),  # its device is not as far as its host
+    "the owner has ended a batch": lambda ranks: ranks[2].come_to_end(),  # before its device has published
 }
 
 

@@ -73,8 +73,8 @@ class Waiter(Traced):
             cause: What the seconds are entered as. ``None`` for this rank's own device, which is work, not idle time.
             what: Says what this rank waits for, for messages.
             peer: The rank of the job that is waited for, for traces.
-            check: Raises if this very wait can never end (`Peers.check_not_left`, `Peers.check_not_past`). Called as often as
-                the check of all waits.
+            check: Raises if this wait can never end (`Peers.check_not_left`, `Peers.check_not_past`). Called as often
+                as the check of all waits.
 
         Raises:
             WaitTimeoutError: after ``timeout`` seconds, with ``what()`` and where every rank is.
