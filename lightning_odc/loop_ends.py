@@ -2,9 +2,15 @@
 
 Note [Who has left]
 ~~~~~~~~~~~~~~~~~~~
-Every rank counts the ends of batches, epochs and training that it has come to. A rank that waits for a peer whose count
-is higher than its own waits in vain: the peer has passed the place (`Peers.check`). That finds out who leaves out an
-optimizer step.
+Every rank counts the ends of batches, epochs and training that it has come to. A rank that waits at a meeting for a
+peer whose count is higher than its own waits in vain: the peer has passed the place (`Peers.check_not_past`). That
+finds out who leaves out an optimizer step.
+
+Between two meetings the counts may differ. Under gradient accumulation a rank with little work ends its batches first.
+So the count says nothing to a rank that waits for a lock, for a shard, or for its own device. The holder of a lock
+gives it back, wherever that rank is in the loop. A shard that was not published when its owner left will never be
+published (`Peers.check_not_left`). A shard whose owner has ended a batch may still be published: the owner's device
+may be behind its host.
 
 It is not enough for a rank that leaves an epoch, since Lightning 2.6 broadcasts from rank 0 before every batch, and
 that is where rank 0 then hangs, outside of our sight. So all ranks broadcast in the same way at the end of every epoch

@@ -18,12 +18,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.engine.hybrid import HybridProtocol
 from lightning_odc.engine.layout import Layout
+from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.errors import DisagreementError
 from lightning_odc.nodes import layout_of
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks, try_ranks
 from tests.test_balance_strategy import Padded, plain, reference
 from tests.test_parity import assert_same
+from tests.test_protocol import UNITS, together
 
 LENGTHS = [[5, 9, 4, 7, 12, 3, 8, 6], [8, 3, 15, 6, 2, 9, 4, 4], [30, 2, 2, 3, 9, 5, 7, 11]]
 UNEVEN, EVEN = (5, 1, 0, 2), (2, 2, 2, 2)
@@ -342,6 +346,27 @@ def test_an_error_on_one_node_ends_the_others_by_name():
 
 
 # -- layouts --------------------------------------------------------------------------------------------------
+
+
+class SilentColumn:
+    """The other node has not come yet."""
+
+    open = close = begin = lambda *_: None
+    trouble = missing = lambda *_: ""
+
+    def complete(self) -> bool:
+        return False
+
+
+def test_a_neighbour_that_has_gone_on_is_named_by_those_that_wait_for_another_node():
+    hub, layout = ThreadHub(2), Layout(((0, 1), (2, 3)), rank=2)
+    parts: dict[str, Any] = {"layout": layout, "column": SilentColumn(), "replicas": None, "timeout": 20}
+    first, second = (HybridProtocol(hub.transport(rank), UNITS, **parts) for rank in range(2))
+    together(first.open, second.open)
+    first.transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
+    second.come_to_end()
+    with pytest.raises(DisagreementError, match=r"Rank 3 has ended a batch .* in which rank 2 waits for it"):
+        first.meet({"kind": "step"})
 
 
 def test_a_layout_has_rows_and_columns():

@@ -13,6 +13,7 @@ import torch
 from lightning_odc.engine import protocol as protocol_module
 from lightning_odc.engine.peers import FOLLOWED, Word
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.stealing import WorkQueues
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.threads import ThreadHub
@@ -303,7 +304,7 @@ def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is():
     second.begin_microbatch(3)
     begin = time.monotonic()
     with pytest.raises(WaitTimeoutError) as error:
-        first.gather(1, torch.zeros(2, 2))
+        first.windows[1].gather(torch.zeros(4))
     assert 0.3 <= time.monotonic() - begin < 3
     message = str(error.value)
     assert "Gave up after 0.3 s of waiting to read unit 'second' (version 1) from rank 1." in message
@@ -322,13 +323,23 @@ def test_a_failed_peer_stops_the_wait_with_its_error():
 
 
 def test_the_first_failure_is_reported_not_those_that_followed():
-    hub = ThreadHub(3)
-    protocols = [Protocol(hub.transport(rank), UNITS, timeout=20) for rank in range(3)]
-    together(*(p.open for p in protocols))
-    protocols[2].fail("ValueError: the cause")
-    protocols[1].fail(FOLLOWED + "whatever")
+    _, (first, second, third) = three()
+    third.fail("ValueError: the cause")
+    second.fail(FOLLOWED + "whatever")
     with pytest.raises(PeerFailedError, match=r"Rank 2 failed.*\n.*the cause"):
-        protocols[0].meet({"kind": "step"})
+        first.meet({"kind": "step"})
+
+
+def test_a_peer_that_failed_and_ended_at_once_is_heard():
+    _, (first, second) = pair(timeout=20)
+
+    def ended() -> list[int]:
+        second.fail("ValueError: the last word")
+        return [1]
+
+    first.transport.dead_peers = ended  # type: ignore[method-assign]
+    with pytest.raises(PeerFailedError, match=r"Rank 1 failed.*\n.*the last word"):
+        first.meet({"kind": "step"})
 
 
 def test_a_peer_that_left_or_died_stops_the_wait():
@@ -348,6 +359,98 @@ def test_a_peer_that_left_after_its_part_is_no_failure():
     second.close()
     hub.dead.add(1)
     check_gather(first, 0)
+
+
+def three(**options: Any) -> tuple[ThreadHub, list[Protocol]]:
+    hub = ThreadHub(3)
+    protocols = [Protocol(hub.transport(rank), UNITS, timeout=20, **options) for rank in range(3)]
+    together(*(p.open for p in protocols))
+    return hub, protocols
+
+
+def steal(protocol: Protocol) -> Any:
+    return WorkQueues(protocol, 1, COSTS).steal()
+
+
+def await_device(protocol: Protocol, done: threading.Event) -> None:
+    protocol.transport.runs_ahead = True
+    protocol.transport.drain = lambda: done.is_set  # type: ignore[method-assign]
+    protocol.finish()
+
+
+COSTS = [[], [], [1.0, 1.0]]
+GONE = {
+    "another rank has ended a batch": lambda ranks: ranks[1].come_to_end(),
+    "another rank has left": lambda ranks: ranks[1].close(),
+    "the owner has ended a batch": lambda ranks: ranks[2].come_to_end(),  # before its device has published
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "gone"),
+    [
+        (case, gone)
+        for case in ("read", "lock", "device", "queue", "lock of a queue")
+        for gone in GONE
+        if (case, gone) != ("queue", "the owner has ended a batch")  # it opens its queue before
+    ],
+)
+def test_a_wait_goes_on_while_those_it_needs_can_end_it(case, gone):
+    """Between two meetings ranks may be apart by batches: gradients are accumulated, or shares are empty."""
+    hub, ranks = three()
+    first, second, third = ranks
+    done = threading.Event()
+    publish(second)
+    WorkQueues(second, 1, COSTS)
+    if case == "lock of a queue":
+        WorkQueues(third, 1, COSTS)
+    lock = hub.windows[2].locks[-1 if case == "lock of a queue" else 0]
+    assert lock.take()
+    GONE[gone](ranks)
+    waits = {
+        "read": (lambda: first.windows[0].gather(torch.zeros(12)), lambda: publish(third)),
+        "lock": (lambda: add_ones(first, 0), lock.give),
+        "device": (lambda: await_device(first, done), done.set),
+        "queue": (lambda: steal(first), lambda: WorkQueues(third, 1, COSTS)),
+        "lock of a queue": (lambda: steal(first), lock.give),
+    }
+    begin, end = waits[case]
+    looks = []
+
+    def look() -> list[int]:
+        looks.append(case)
+        if len(looks) == 3:
+            end()
+        return []
+
+    first.transport.dead_peers = look  # type: ignore[method-assign]
+    begin()
+    assert len(looks) == 3
+
+
+def test_a_shard_that_its_owner_never_publishes_is_not_waited_for():
+    _, (first, second) = pair(timeout=20)
+    second.close()
+    with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
+        first.windows[0].gather(torch.zeros(8))
+
+
+@pytest.mark.parametrize("case", ["meeting", "lockstep", "queue"])
+def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
+    """By its rank in the job: these three may be the second node of two."""
+    _, ranks = three(lockstep=case == "lockstep")
+    first, second, third = ranks
+    first.transport.job_rank = lambda peer: 3 + peer  # type: ignore[method-assign]
+    waits = {
+        "meeting": lambda: first.meet({"kind": "step"}),  # waits for the second, and would for the third
+        "lockstep": lambda: first.windows[0].gather(torch.zeros(12)),
+        "queue": lambda: steal(first),
+    }
+    WorkQueues(second, 1, COSTS)
+    third.come_to_end()
+    message = "Rank 5 has ended a batch or an epoch in which rank 3 waits for it"
+    with pytest.raises(DisagreementError, match=message):
+        waits[case]()
 
 
 def test_ranks_that_meet_for_different_reasons_disagree():

@@ -32,20 +32,32 @@ from tests.test_transports import SPEC, Scenario, data_is_there_when_its_word_is
 # -- dying ------------------------------------------------------------------------------------------------
 
 
-def _dies_with_the_lock(rank: int) -> list[Any]:
+def _forked_worker() -> int:
+    """A process that does nothing, as a ``DataLoader`` worker between two batches; ends by itself after a minute."""
+    worker = os.fork()
+    if worker == 0:
+        signal.alarm(60)
+        signal.pause()
+    return worker
+
+
+def _dies_with_the_lock(rank: int, forks: bool) -> list[Any]:
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     transport = SharedMemoryTransport(rank, 2, rendezvous)
     transport.open(SPEC)
     if rank == 1:
         assert transport.lock(0, 0).take()
-    rendezvous(None)
+    worker = rendezvous(_forked_worker() if forks and rank == 1 else None)[1]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 10
     while not transport.dead_peers():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+    if forks:
+        assert not transport.lock(0, 0).take(), "the worker has inherited it"
+        os.kill(worker, signal.SIGKILL)
     while not transport.lock(0, 0).take():
         assert time.monotonic() < deadline
     still_readable = transport.shard(1, 2).sum().item()
@@ -55,8 +67,9 @@ def _dies_with_the_lock(rank: int) -> list[Any]:
     return [transport.rank, still_readable, "process" in name]
 
 
-def test_a_killed_rank_gives_its_lock_back_and_is_known_dead():
-    survivor, killed = try_ranks(_dies_with_the_lock, timeout=30)
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked worker"])
+def test_a_killed_rank_is_known_dead_and_its_lock_is_freed(forks):
+    survivor, killed = try_ranks(_dies_with_the_lock, forks, timeout=30)
     assert (survivor.result, survivor.error, survivor.exitcode) == ([0, 0.0, True], "", 0)
     assert killed.exitcode == -signal.SIGKILL
 
@@ -95,6 +108,70 @@ def test_too_little_memory_is_refused_on_every_rank():
         "Rank 1 could not share memory with its peers: the windows need 0.00 GiB (2 ranks"
     )
     assert "bf16-mixed" in message
+
+
+V1_UNLIMITED = 9223372036854771712
+V1_MOUNT = "32 31 0:29 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+V2_MOUNT = "41 31 0:38 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
+
+#: By case: /proc/self/cgroup, mounts, {group: (limit, used, reclaimable)}, and what is left of a host's 64 KiB.
+GROUPS: dict[str, tuple[str, list[str], dict[str, tuple[Any, int, int]], int]] = {
+    "none": ("", [], {}, 65536),
+    "v2, own group": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 5000, 1000)}, 5000),
+    "v2, a group above": (
+        "0::/job/step/task",
+        [V2_MOUNT.format(top="/")],
+        {"job": (9000, 8000, 0), "job/step": ("max", 7000, 0), "job/step/task": (30000, 7000, 0)},
+        1000,
+    ),
+    "v2, namespace": ("0::/", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
+    "v2, outside of its namespace": ("0::/../job", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
+    "v2, no limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": ("max", 5000, 0)}, 65536),
+    "v2, over its limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 9500, 0)}, 0),
+    "v1, a group above": (
+        "4:cpu,memory:/job/step\n1:name=systemd:/",
+        [V1_MOUNT.format(top="/")],
+        {"": (V1_UNLIMITED, 9000, 0), "job": (9000, 5000, 1000), "job/step": (V1_UNLIMITED, 5000, 0)},
+        5000,
+    ),
+    "v1, only the container's group is mounted": (
+        "4:memory:/docker/abc",
+        [V1_MOUNT.format(top="/docker/abc")],
+        {"": (9000, 5000, 0)},
+        4000,
+    ),
+    "v1 beside v2": (
+        "4:memory:/job\n0::/job",
+        ["39 31 0:37 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw", V1_MOUNT.format(top="/")],
+        {"job": (9000, 5000, 0)},
+        4000,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_free_memory_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case):
+    own, mounts, groups, left = GROUPS[case]
+    is_v1 = "memory" in own
+    top = tmp_path / "sys/fs/cgroup" / ("memory" if is_v1 else "")
+    names = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
+    for group, (*numbers, reclaimable) in groups.items():
+        (top / group).mkdir(parents=True, exist_ok=True)
+        for name, number in zip(names, numbers, strict=True):
+            (top / group / f"memory.{name}").write_text(f"{number}\n")
+        mine = f"inactive_file {0 if is_v1 else reclaimable}\n"
+        (top / group / "memory.stat").write_text(f"anon 1\n{mine}total_inactive_file {reclaimable}\n")
+    process = tmp_path / "proc/self"
+    process.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:      64 kB\n")
+    (process / "mountinfo").write_text("\n".join(["22 1 0:1 / / rw - ext4 /dev/root rw", *mounts, ""]))
+    if own:
+        (process / "cgroup").write_text(f"{own}\n")
+    assert host.available_memory(tmp_path) == left
+
+
+def test_this_machine_has_memory():
+    assert 0 < host.available_memory() < 2**60
 
 
 def test_windows_larger_than_this_machine_are_refused():

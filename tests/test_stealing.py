@@ -15,6 +15,7 @@ from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import AllShares
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues
+from lightning_odc.engine.transports.base import Lock
 from lightning_odc.engine.transports.threads import ThreadHub
 from tests.interleaving import Interleaved, Scheduler
 from tests.models import summed_loss
@@ -68,6 +69,21 @@ def test_a_slow_owner_is_known_as_slow():
     # By plan rank 2 has more left; measured, rank 1 needs ten times as long per cost.
     idle, _, _ = queues([[], [3.0, 3.0], [3.0, 3.0, 3.0]], rates=[1.0, 10.0, 1.0])
     assert idle.steal() == (1, 1)
+
+
+def test_a_thief_that_comes_too_late_helps_the_next_peer():
+    idle, first, second = queues([[], [9.0, 9.0, 9.0], [3.0, 3.0, 3.0]])
+    claim_lock = idle._transport.claim_lock
+
+    def late(owner: int) -> Lock:
+        if owner == 1:  # it takes its last microbatch between the thief's look and the thief's claim
+            while first.take() is not None:
+                pass
+        return claim_lock(owner)
+
+    idle._transport.claim_lock = late  # type: ignore[method-assign]
+    assert idle.steal() == (2, 2)
+    assert second.take() == 0
 
 
 def test_a_peer_that_has_not_begun_is_waited_for_and_then_helped():

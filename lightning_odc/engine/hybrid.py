@@ -112,6 +112,7 @@ class HybridProtocol(Protocol):
                 f"waiting for {self._column.missing()} on other nodes at meeting {self._meetings + 1} "
                 f"({record['kind']})"
             ),
+            check=self.peers.check_none_past,
         )
         return self._column.records()
 

@@ -144,46 +144,74 @@ class Peers:
         return {peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace") for peer in failed}
 
     def check(self) -> None:
-        """Find out whether all peers can still do their part.
+        """Find out whether all peers are alive and well.
 
         Raises:
-            PeerFailedError: one cannot.
-            DisagreementError: one has gone on without doing it.
+            PeerFailedError: one is not.
         """
         trouble = self.trouble()
         if trouble:
             raise PeerFailedError(trouble)
-        left = self._left()
+
+    def check_not_left(self, *peers: int) -> None:
+        """Find out whether these peers still take part. See Note [Who has left].
+
+        Args:
+            peers: Ranks of the transport for which this rank waits.
+
+        Raises:
+            PeerFailedError: One has left.
+        """
+        left = [peer for peer in peers if self._state(peer) == State.LEFT]
         if left:
-            gone, own = self._transport.job_rank(left[0]), self._transport.job_rank(self._transport.rank)
+            gone, own = self._job_ranks(left[0])
             raise PeerFailedError(
                 f"Rank {gone} has left the training while rank {own} still needs it. Every rank needs the same number "
                 "of Lightning batches and optimizer steps."
             )
+
+    def check_not_past(self, *peers: int) -> None:
+        """Find out whether these peers can still come to the place where this rank waits. See Note [Who has left].
+
+        Args:
+            peers: Ranks of the transport that must come to this place before they end the batch.
+
+        Raises:
+            PeerFailedError: One has left.
+            DisagreementError: One has ended the batch.
+        """
+        self.check_not_left(*peers)
         ended = self._transport.load(self._transport.rank, Word.ENDS)
-        ahead = [peer for peer in self._others if self._transport.load(peer, Word.ENDS) > ended]
-        if ahead:  # and yet this rank waits: it would wait for ever, if both ran the same steps in a batch
+        ahead = [peer for peer in peers if self._transport.load(peer, Word.ENDS) > ended]
+        if ahead:
+            gone, own = self._job_ranks(ahead[0])
             raise DisagreementError(
-                f"Rank {ahead[0]} has ended a batch or an epoch in which rank {self._transport.rank} waits for it. "
-                "Every rank must call the same optimizer steps in the same batches, and leave the loop with all others."
+                f"Rank {gone} has ended a batch or an epoch in which rank {own} waits for it. Every rank must call "
+                "the same optimizer steps in the same batches, and leave the loop together with all others."
             )
+
+    def check_none_past(self) -> None:
+        """`check_not_past` for all peers, for a wait that needs all of them."""
+        self.check_not_past(*self._others)
+
+    def _job_ranks(self, peer: int) -> tuple[int, int]:
+        """The ranks of a peer and of this process in the job."""
+        return self._transport.job_rank(peer), self._transport.job_rank(self._transport.rank)
 
     def trouble(self) -> str:
         """Which peer failed or died first, and of what as far as it is known; empty if none did."""
+        ended = self._transport.dead_peers()  # the failures later: who failed says so before it ends
         failures = self.failures()
         # The first to fail, or to die, has the reason that matters; the others only followed it.
         first = [peer for peer, message in failures.items() if not message.startswith(FOLLOWED)]
-        dead = sorted(set(self._transport.dead_peers()) - set(self._left()) - failures.keys())
+        dead = [peer for peer in ended if self._state(peer) != State.LEFT and peer not in failures]
         if dead and not first:
             names = ", ".join(self._transport.describe(peer) for peer in dead)
             return f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
         for peer in [*first, *failures]:
-            failed, own = self._transport.job_rank(peer), self._transport.job_rank(self._transport.rank)
+            failed, own = self._job_ranks(peer)
             return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"
         return self.beyond()
-
-    def _left(self) -> list[int]:
-        return [peer for peer in self._others if self._state(peer) == State.LEFT]
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""

@@ -150,6 +150,7 @@ class Protocol(RankState):
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
         self.transport.open(self._spec)
+        self.peers.begin(Activity.COMPUTE)
         self.windows = [
             UnitWindow(self, index, spec, self._spec.sources) for index, spec in enumerate(self._units)
         ]
@@ -288,6 +289,7 @@ class Protocol(RankState):
                 f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
             ),
             self.transport.job_rank(peer),
+            self.peers.check_none_past,
         )
 
     def _agree(self, kinds: dict[int, Any]) -> None:

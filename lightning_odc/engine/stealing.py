@@ -86,8 +86,6 @@ class WorkQueues:
             stolen = self._change(victim, self._last_if_it_pays(victim))
             if stolen is not None:
                 return victim, stolen
-            if not self._pays(victim, self._read(victim)):
-                return None
         return None
 
     def report_rate(self, seconds_per_cost: float) -> None:
@@ -170,6 +168,7 @@ class WorkQueues:
                 Cause.SETTLE,
                 lambda: f"waiting for {transport.describe(peer)} to begin the minibatch",
                 transport.job_rank(peer),
+                lambda: self._protocol.peers.check_not_past(peer),
             )
 
         for peer in range(len(self._costs)):

@@ -79,6 +79,7 @@ class RankState(Traced):
                 Cause.LOCKSTEP,
                 lambda peer=peer: f"waiting in lockstep for {transport.describe(peer)}",  # type: ignore[misc]
                 transport.job_rank(peer),
+                self.peers.check_none_past,
             )
 
 
@@ -254,6 +255,7 @@ class UnitWindow:
                 f"waiting to read unit {name!r} (version {state.version}) from {self._transport.describe(peer.owner)}"
             ),
             rank(peer.owner),
+            lambda: state.peers.check_not_left(peer.owner),
         )
         found = peer.version()
         if found != state.version:

@@ -32,7 +32,7 @@ class Waiter(Traced):
 
     Args:
         timeout: seconds after which a wait gives up.
-        check: called about 20 times a second while waiting; raises if waiting has become pointless.
+        check: called about 20 times a second in every wait; raises if a peer has failed.
         report: describes where every rank is, for the message of a timeout.
         hang_report: is told about a timeout, too.
 
@@ -56,14 +56,25 @@ class Waiter(Traced):
         self._hang_report = hang_report
 
     def until(
-        self, ready: Callable[[], bool], cause: Cause | None, what: Callable[[], str], peer: int | None = None
+        self,
+        ready: Callable[[], bool],
+        cause: Cause | None,
+        what: Callable[[], str],
+        peer: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> float:
-        """Sleep until ``ready()``, which depends on ``peer``; returns the seconds waited.
-
-        Without a ``cause`` it is this rank's own device that is waited for: that is work, and not entered as idle.
+        """Sleep until ``ready()``; returns the seconds waited.
 
         Sleeps grow with the time already waited (a sixteenth of it, from 20 to 500 microseconds): a short wait
         ends within microseconds of its cause, a long one costs less than 2 percent of a core.
+
+        Args:
+            ready: Tells whether the wait is over.
+            cause: What the seconds are entered as. ``None`` for this rank's own device, which is work, not idle time.
+            what: Says what this rank waits for, for messages.
+            peer: The rank of the job that is waited for, for traces.
+            check: Raises if this wait can never end (`Peers.check_not_left`, `Peers.check_not_past`). Called as often
+                as the check of all waits.
 
         Raises:
             WaitTimeoutError: after ``timeout`` seconds, with ``what()`` and where every rank is.
@@ -79,7 +90,7 @@ class Waiter(Traced):
             while not ready():
                 now = time.monotonic()
                 if now >= next_check:
-                    self._check_on_peers(ready)
+                    self._check_on_peers(ready, check)
                     next_check = now + _CHECK_EVERY
                 if now - begin > self.timeout:
                     self._give_up(what())
@@ -105,10 +116,12 @@ class Waiter(Traced):
             self._hang_report.tell(message)
         raise WaitTimeoutError(message)
 
-    def _check_on_peers(self, ready: Callable[[], bool]) -> None:
+    def _check_on_peers(self, ready: Callable[[], bool], check: Callable[[], None] | None) -> None:
         # A peer may finish its part and leave between the two looks: only a wait that still fails is pointless.
         try:
             self._check()
+            if check is not None:
+                check()
         except Exception:
             if not ready():
                 raise

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from lightning_odc.errors import WindowError
+
+#: The limit and the use of a control group, and what the kernel can take back of it, by the group's controller
+#: (none in version 2).
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def check_platform() -> None:
@@ -41,16 +49,56 @@ def check_memory(size: int, world_size: int) -> None:
         )
 
 
-def available_memory() -> int:
-    """Bytes that processes here may still take: the host's, or the control group's if that is less."""
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: the least that the host and all control groups above it have left.
+
+    Args:
+        root: The folder of ``proc`` and ``sys``.
+    """
+    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     free = [int(meminfo["MemAvailable"].split()[0]) * 1024]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free.append(max(limit - used + int(stat["inactive_file"]), 0))
+    for controller, group in _control_groups(root):
+        limit_file, use_file, reclaimable = _GROUP_FILES[controller]
+        with contextlib.suppress(OSError, ValueError):  # no limit, or no access
+            limit, used = (int((group / name).read_text()) for name in (limit_file, use_file))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free.append(max(limit - used + int(stat.get(reclaimable, 0)), 0))
     return min(free)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
+    """Controller and folder of every control group that may limit the memory of this process, as far as mounted."""
+    own: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own |= dict.fromkeys(controllers.split(","), path)
+    for controller, top, mount in _group_mounts(root):
+        if controller in own:
+            parts = _below(own[controller], top)
+            yield from ((controller, mount.joinpath(*parts[:depth])) for depth in range(len(parts) + 1))
+
+
+def _group_mounts(root: Path) -> Iterator[tuple[str, str, Path]]:
+    """Controller, uppermost group and place of every mounted tree of control groups that limits memory."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            mount, _, system = line.partition(" - ")
+            top, place = mount.split()[3:5]
+            kind, *_, options = system.split()
+            if kind == "cgroup2":
+                yield "", top, root / place.lstrip("/")
+            elif kind == "cgroup" and "memory" in options.split(","):
+                yield "memory", top, root / place.lstrip("/")
+
+
+def _below(path: str, top: str) -> tuple[str, ...]:
+    """The groups on the way from ``top`` down to ``path``; none if it lies elsewhere, as seen from a namespace."""
+    try:
+        parts = PurePosixPath(path).relative_to(top).parts
+    except ValueError:
+        return ()
+    return () if ".." in parts else parts
 
 
 def boot_id() -> str:

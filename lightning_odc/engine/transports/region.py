@@ -38,7 +38,7 @@ class Region:
     """One mapped window.
 
     The mapping belongs to the tensor `memory` and to every view of it, so it lasts as long as somebody can look at it.
-    The descriptor is ours alone and carries the locks: nothing else may keep a copy of it.
+    The descriptor carries the locks, so nothing else in this process may keep a copy of it. Forked processes have one.
 
     Args:
         fd: of the window; from now on the region's.

@@ -3,7 +3,9 @@
 Windows are anonymous memory (``memfd_create``): no name in any file system, no ``/dev/shm`` quota, nothing left
 after ``kill -9``. A peer opens a window through the owner's file-descriptor table in ``/proc``, which the kernel
 allows to the same user only, and checks the job's secret, the size and the seals before it maps anything.
-Locks are open-file-description byte-range locks, which the kernel gives back when their holder ends.
+Locks are open-file-description byte-range locks. Processes that a rank forks (``DataLoader`` workers) inherit the
+descriptors and with them the locks. The kernel frees the locks of a dead rank when these processes have ended, too. No
+rank waits for that: every wait ends when a peer has died (`Transport.dead_peers`), whatever its workers do.
 """
 
 from __future__ import annotations
