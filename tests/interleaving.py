@@ -112,12 +112,13 @@ class Interleaved(Transport):
     def claim_lock(self, owner: int) -> Any:
         return SteppedLock(self.inner.claim_lock(owner), self._step)
 
-    def read(self, shard: Any, out: Any) -> None:
-        half = out.numel() // 2
-        self._step()
-        out[:half].copy_(shard[:half])
-        self._step()
-        out[half:].copy_(shard[half:])
+    def read(self, shards: Any, out: Any) -> None:
+        for part, shard in zip(out.chunk(len(shards)), shards, strict=True):
+            half = part.numel() // 2
+            self._step()
+            part[:half].copy_(shard[:half])
+            self._step()
+            part[half:].copy_(shard[half:])
 
     def add(self, accumulator: Any, values: Any) -> None:
         self._step()

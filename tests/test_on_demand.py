@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine import units
 from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding import mesh_for, shard_model
 from tests.models import Block, Net, init_gloo, summed_loss
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
@@ -119,3 +122,76 @@ def test_checkpointed_activations_are_computed_again():
     assert [calls for calls, _ in plain] == [1, 1]
     assert [calls for calls, _ in checkpointed] == [2, 2]
     assert_same(checkpointed[0][1], plain[0][1])
+
+
+def _counts_comparisons(rank: int) -> list[Any]:
+    """Shards compared with the published ones: training with 1 and 4 microbatches, then in `eval()`; then an edit."""
+    init_gloo(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = attached(rank, model)
+    compared = [0]
+    inner = engine._checks.expect_same
+
+    def expect_same(*args: Any) -> None:
+        compared[0] += 1
+        inner(*args)
+
+    engine._checks.expect_same = expect_same  # type: ignore[method-assign]
+    counts = []
+    for microbatches in (1, 4):
+        for _ in range(microbatches):
+            with engine.backward():
+                model(torch.ones(2, 4)).sum().backward()
+        engine.settle([])
+        engine.publish()
+        counts.append(compared[0])
+    before = compared[0]
+    model.eval()
+    for _ in range(3):
+        model(torch.ones(2, 4))
+        engine.reshard()
+    evaluated = compared[0] - before
+    model.train()
+    model(torch.ones(2, 4)).sum().backward()
+    weight = cast(DTensor, model[0].weight)
+    weight.data.to_local().add_(1)
+    with pytest.raises(StaleShardError, match=r"'0\.weight' changed after it was published"):
+        engine.settle([])
+    engine.close()
+    return [counts[1] == 2 * counts[0] > 0, evaluated]
+
+
+def test_a_shard_is_compared_once_when_it_is_read_and_once_at_the_end_of_a_step():
+    for as_many_as_units, evaluated in run_ranks(_counts_comparisons):
+        assert as_many_as_units  # whatever the number of microbatches
+        assert evaluated >= 3  # where no step may ever end, every time
+
+
+def _reads_small_and_large(rank: int) -> list[int]:
+    init_gloo(rank)
+    world, read = 2, []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(256, 256))
+    for layer in model:
+        fully_shard(layer, mesh=mesh_for("cpu", world))
+    engine = attached(rank, model)
+    inner = engine.protocol.transport.read
+    engine.protocol.transport.read = lambda shards, out: (read.append(len(shards)), inner(shards, out))  # type: ignore[func-returns-value, method-assign]
+    want = [torch.full((256, 256), 7.0), torch.full((4, 4), 7.0)]
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.to_local().fill_(7.0)  # type: ignore[operator]
+    engine.refresh()
+    found = []
+    for layer in reversed(model):
+        layer.unshard()  # type: ignore[operator]
+        found.append(layer.weight.detach().clone())
+        layer.reshard()  # type: ignore[operator]
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+    engine.exchange("end", None)
+    engine.close()
+    return read
+
+
+def test_a_small_unit_is_read_in_one_call_and_a_large_one_peer_by_peer():
+    # The large one has 1 peer; the small one's call takes the own shard along.
+    assert run_ranks(_reads_small_and_large) == [[1, 2]] * 2

@@ -114,7 +114,7 @@ def windows_start_at_zero_and_apart(
     for owner in range(transport.world_size):
         for unit in range(len(SPEC.units)):
             copy = zeros_of(transport, unit)
-            transport.read(transport.shard(owner, unit), copy)
+            transport.read([transport.shard(owner, unit)], copy)
             settle(transport)
             assert copy.unique().numel() == 1
             out.append(copy[0].item())
@@ -243,7 +243,7 @@ def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], l
                 assert time.monotonic() < deadline
                 time.sleep(0)
             copy = zeros_of(transport, 2)
-            transport.read(transport.shard(0, 2), copy)
+            transport.read([transport.shard(0, 2)], copy)
             settle(transport)
             assert copy.unique().tolist() == [version], "stale or torn"
             seen += 1

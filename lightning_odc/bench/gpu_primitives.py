@@ -84,7 +84,7 @@ def _jobs(transport: Transport) -> dict[str, Callable[[], Any]]:
 
     return {
         "copy": lambda: here.copy_(there),
-        "read from a peer": lambda: transport.read(shard, here),
+        "read from a peer": lambda: transport.read([shard], here),
         "add in place": lambda: there.add_(here),
         "add to a peer": add(peer, here),
         "add bf16 in place": lambda: there.add_(narrow),

@@ -42,12 +42,12 @@ def reading(transport: Transport, meet: Callable[[Any], list[Any]], mib: int) ->
 
 def _read_profiled(transport: Transport, numel: int) -> dict[str, float]:
     out = torch.empty(numel, device="cuda")
-    shard = transport.shard((transport.rank + 1) % transport.world_size, 0)
-    transport.read(shard, out)
+    shards = [transport.shard((transport.rank + 1) % transport.world_size, 0)]
+    transport.read(shards, out)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
         for _ in range(_READS):
-            transport.read(shard, out)
+            transport.read(shards, out)
         torch.cuda.synchronize()
     on_device = [e for e in record.events() if str(e.device_type).endswith("CUDA")]
     copies = [e for e in on_device if e.name.startswith("Memcpy")]
@@ -65,7 +65,7 @@ def _beside_a_product(transport: Transport, numel: int) -> dict[str, float]:
     """A copy by the multiprocessors would slow a matrix product down that keeps all of them busy."""
     left = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     out, side = torch.empty(numel, device="cuda"), torch.cuda.Stream()
-    shard = transport.shard((transport.rank + 1) % transport.world_size, 0)
+    shards = [transport.shard((transport.rank + 1) % transport.world_size, 0)]
 
     def product() -> None:
         torch.mm(left, left)
@@ -73,7 +73,7 @@ def _beside_a_product(transport: Transport, numel: int) -> dict[str, float]:
     def product_beside_reads() -> None:
         with torch.cuda.stream(side):
             for _ in range(4):
-                transport.read(shard, out)
+                transport.read(shards, out)
         torch.mm(left, left)
 
     alone = sorted(device_seconds(product))

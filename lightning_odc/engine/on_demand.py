@@ -401,9 +401,14 @@ class OnDemandEngine(Engine):
 
     def _check_gathered(self) -> None:
         """Before gathered parameters are freed, and what was written into them with them."""
-        for unit in self._units:
+        for unit in (unit for unit in self._units if unit.is_gathered):
             for name, part, shard in unit.gathered():
-                self._checks.expect_same(part, shard, name, partial(_lost, name))
+                self._checks.expect_same(part, shard, name, partial(self._changed, unit, name))
+
+    def _changed(self, unit: Unit, name: str) -> StaleShardError:
+        """Why a gathered parameter is not what its shard is: one of them was changed."""
+        published, now = self.protocol.windows[unit.index].own_shard, self._shard_now(unit)
+        return _lost(name) if unit.differs_from(published, now) is None else self._stale(unit, now)
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""

@@ -16,7 +16,7 @@ effect:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.tensor import DTensor
 
@@ -88,12 +88,14 @@ class Placeholders:
     def lay(self, slots: Iterable[ParamSlot]) -> None:
         """Turn the zeros that a backward pass left into placeholders."""
         for slot in slots:
-            grad: Any = slot.home.grad
-            if grad is not None:
-                if type(grad) is DTensor:
-                    grad.__class__ = Placeholder
-                grad.parameter_name, grad.zeroed = slot.name, False
-                self._laid[slot] = grad
+            grad = cast(Placeholder | None, slot.home.grad)
+            if grad is None:
+                continue
+            if type(grad) is not Placeholder:
+                grad.__class__ = Placeholder
+                grad.parameter_name = slot.name
+            grad.zeroed = False
+            self._laid[slot] = grad
 
     def forget(self) -> None:
         """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a share."""

@@ -15,6 +15,9 @@ from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitS
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError, StaleShardError
 
+#: Up to so many bytes a unit is read by one call, own shard included: calls take longer than copying.
+_SMALL = 64 * 1024
+
 
 @dataclass
 class Traffic:
@@ -89,12 +92,12 @@ class _Published(NamedTuple):
     Attributes:
         owner: the peer.
         version: reads the version word of the unit.
-        shard: the view of the peer's window.
+        shards: the only one, a view of the peer's window.
     """
 
     owner: int
     version: Callable[[], int]
-    shard: Tensor
+    shards: list[Tensor]
 
 
 class _Accumulator(NamedTuple):
@@ -131,9 +134,10 @@ class UnitWindow:
             (rank + step) % self._world_size for step in range(self._world_size)
         ]  # own first, then around
         word = Word.COUNT + index
+        self._is_small = not transport.runs_ahead and self._world_size * spec.shard_bytes <= _SMALL
+        self._shards = [transport.shard(owner, index) for owner in range(self._world_size)]
         self._published = [
-            _Published(owner, transport.watch(owner, word), transport.shard(owner, index))
-            for owner in order[1:]
+            _Published(owner, transport.watch(owner, word), [self._shards[owner]]) for owner in order[1:]
         ]
         source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
         self._accumulators = [
@@ -145,7 +149,7 @@ class UnitWindow:
             for owner in order
         ]
         self._sums = [transport.accumulator(rank, index, source) for source in range(sources)]
-        self.own_shard = transport.shard(rank, index)
+        self.own_shard = self._shards[rank]
         self.own_accumulator = self._sums[source]
 
     def publish(self) -> None:
@@ -157,21 +161,23 @@ class UnitWindow:
         """Copy the peers' current shards into ``out``.
 
         Args:
-            out: 1-D, ``world_size * shard_numel`` elements, in rank order; the own part is left alone.
+            out: 1-D, ``world_size * shard_numel`` elements, in rank order; the own part is there already.
 
         Raises:
             StaleShardError: between the end of a version and the next one.
         """
-        state, read = self._state, self._transport.read
+        state, read, numel = self._state, self._transport.read, self.spec.shard_numel
         self.check_not_ended()
         begin = time.monotonic_ns()
         if state.lockstep:
             state.barrier()
-        rows = out.chunk(self._world_size)
         for peer in self._published:
             if peer.version() != state.version:
                 self._await_version(peer)
-            read(peer.shard, rows[peer.owner])
+            if not self._is_small:
+                read(peer.shards, out.narrow(0, peer.owner * numel, numel))
+        if self._is_small:
+            read(self._shards, out)
         traffic, peers = state.traffic, self._world_size - 1
         traffic.reads += peers
         traffic.bytes_read += peers * self.spec.shard_bytes
@@ -192,7 +198,7 @@ class UnitWindow:
         state = self._state
         self.check_not_ended()
         begin = time.monotonic_ns()
-        rows = chunks.chunk(self._world_size)
+        rows = chunks.split_with_sizes([chunks.numel() // self._world_size] * self._world_size)
         waiting = self._add_where_free(self._accumulators, rows, segments)
         while waiting:
             self._await_any_lock(waiting)

@@ -168,8 +168,8 @@ class Unit:
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Parameters that are gathered now: name, this rank's part of it, and its shard, which should be the same."""
-        for slot in self.slots if self.is_gathered else ():
+        """The parameters of a gathered unit: name, this rank's part of it, and its shard, which should be the same."""
+        for slot in self.slots:
             whole, shard = slot.current, slot.home.to_local()
             if shard.numel() and shard.dim():
                 part = _part_of(whole.detach(), slot.home, shard)

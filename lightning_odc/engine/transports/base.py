@@ -188,9 +188,9 @@ class Transport(ABC):
     def claim_lock(self, owner: int) -> Lock:
         """The lock of an owner's claim word."""
 
-    def read(self, shard: Tensor, out: Tensor) -> None:
-        """Copy a peer's published shard (a view that `shard` gave) into ``out`` (same numel and dtype)."""
-        out.copy_(shard)
+    def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
+        """Copy published shards (views that `shard` gave), one behind the other, into ``out`` (1-D, same dtype)."""
+        torch.cat(list(shards), out=out)
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
         """Add to an accumulator (what `accumulator` gave, or a part of it); the caller holds its lock if it has one."""

@@ -135,8 +135,9 @@ class CudaTransport(Transport):
     def claim_lock(self, owner: int) -> Lock:
         return self._control.lock(owner, len(self._spec.units))
 
-    def read(self, shard: Tensor, out: Tensor) -> None:
-        self._device.copy(out, shard)
+    def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
+        for part, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
+            self._device.copy(part, shard)
         self._streams.add(self._device.stream())
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
