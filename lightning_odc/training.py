@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -37,6 +37,7 @@ class Training:
         self._logbook = LogBook()
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), device)
         self._totals: list[Total] = []
+        self._more = False
 
     def compare_batches(self) -> None:
         """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
@@ -87,6 +88,13 @@ class Training:
             with random_numbers_of(task.detail, self._device), self._stopwatch.running():
                 return step(task.microbatch)
 
+        def backward_and_go_on(loss: Tensor) -> None:
+            self._more = True
+            try:
+                backward(loss)
+            finally:
+                self._more = False
+
         self._stopwatch.open(share)
         with self._logbook.recording(self._module):
             return run_share(
@@ -94,7 +102,7 @@ class Training:
                 engine=self._engine,
                 logbook=self._logbook,
                 step=run,
-                backward=lambda loss: cast(None, backward(loss)),
+                backward=backward_and_go_on,
                 normalize=self._module.trainer.accumulate_grad_batches,
                 device=self._device,
             )
@@ -103,7 +111,8 @@ class Training:
     def around_backward(self) -> Iterator[None]:
         """The context of every backward pass."""
         manual = not self._module.automatic_optimization
-        with self._engine.backward(manual=manual), self._engine.traced("backward"), self._stopwatch.running():
+        context = self._engine.backward(manual=manual, more=self._more)
+        with context, self._engine.traced("backward"), self._stopwatch.running():
             yield
 
     def settle(self) -> None:

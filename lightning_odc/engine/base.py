@@ -213,11 +213,12 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     @contextmanager
-    def backward(self, *, manual: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
         """Around every backward pass.
 
         Args:
             manual: the user calls ``zero_grad()``, not Lightning.
+            more: Another one follows in the same batch for sure.
         """
 
     @abstractmethod

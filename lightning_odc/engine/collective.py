@@ -85,7 +85,7 @@ class CollectiveEngine(Engine):
         """Nothing to report: collectives have their own flight recorder."""
 
     @contextmanager
-    def backward(self, *, manual: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
 
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.

@@ -1,4 +1,15 @@
-"""The engine that communicates on demand: ``fully_shard`` above, the protocol below."""
+"""The engine that communicates on demand: ``fully_shard`` above, the protocol below.
+
+Note [When shards are compared]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A parameter that is changed while peers read its published shard leaves no trace: version counters do not see what is
+written through ``parameter.data``. So a rank compares its shards with what it published, bit for bit, whenever they
+have been used: at the first gather of a version and after the last backward pass of a batch. Comparing at every gather
+would read every shard twice more in every microbatch. What is changed after the last backward pass is used by nobody
+until the optimizer has stepped and everything is published. A model in ``eval()`` may never come to a backward pass, so
+there every gather compares. A rank that ran nothing compares when the step settles. On a device that the host runs
+ahead of, the answers of all comparisons are looked at when the step settles.
+"""
 
 from __future__ import annotations
 
@@ -205,11 +216,12 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, window: UnitWindow, output: Tensor, own: Tensor) -> None:
         if self._lockstep:
             self.protocol.lockstep = not self.evaluating
-        window.gather(output)
-        # Contents are compared at the first gather of a version and when the step settles, which `eval()` may never do.
+        window.check_not_ended()  # first: after a step every parameter has changed
+        # See Note [When shards are compared].
         first = not unit.verified or not cast(nn.Module, unit.modules[0]).training
         if first and not self._checks.deferred:
-            self._verify(unit, own)
+            self._verify(unit, own)  # which is a part of ``output``
+        window.gather(output)
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
@@ -302,7 +314,7 @@ class OnDemandEngine(Engine):
         self.stolen += work.stolen
 
     @contextmanager
-    def backward(self, *, manual: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
         if manual:
             self.drop_emptied()
             assert self._root is not None
@@ -318,13 +330,16 @@ class OnDemandEngine(Engine):
         self._check_all_reduced()
         for unit in self._units:
             self._placeholders.lay(unit.used)
+            if not more:
+                self._verify(unit, self._shard_now(unit))
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
         with self._timed(), self.traced("settle"):
             self.reshard()
             for unit in self._units:
-                self._verify(unit, self._shard_now(unit))
+                if not unit.verified:
+                    self._verify(unit, self._shard_now(unit))
             self._checks.send()
             self.protocol.finish()
             self._checks.raise_first()
@@ -403,12 +418,7 @@ class OnDemandEngine(Engine):
         """Before gathered parameters are freed, and what was written into them with them."""
         for unit in (unit for unit in self._units if unit.is_gathered):
             for name, part, shard in unit.gathered():
-                self._checks.expect_same(part, shard, name, partial(self._changed, unit, name))
-
-    def _changed(self, unit: Unit, name: str) -> StaleShardError:
-        """Why a gathered parameter is not what its shard is: one of them was changed."""
-        published, now = self.protocol.windows[unit.index].own_shard, self._shard_now(unit)
-        return _lost(name) if unit.differs_from(published, now) is None else self._stale(unit, now)
+                self._checks.expect_same(part, shard, name, partial(_lost, name))
 
     def _check_all_reduced(self) -> None:
         """See Note [The root unit is gathered by hand] for what can be missing."""

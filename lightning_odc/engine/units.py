@@ -142,7 +142,9 @@ class Unit:
         """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
         places, values = [], []
         for slot in self.slots:
-            slot.home = slot.sharded
+            current = slot.current
+            if isinstance(current, DTensor):  # else it is gathered, and what optimizers hold is what it was
+                slot.home = current
             local = slot.home.to_local().reshape(-1)
             if self.as_bytes:
                 local = local.to(slot.compute_dtype).view(torch.uint8)
