@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, Traffic, denominator
@@ -79,6 +80,7 @@ class OnDemandEngine(Engine):
         self._checks = ContentChecks(deferred=False)
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
+        self._on_close = ExitStack()
         self._protocol: Protocol | None = None
         self._queues_opened = 0
         self.stolen = 0
@@ -133,8 +135,11 @@ class OnDemandEngine(Engine):
             gather, accumulate = partial(self._gather, unit), partial(self._accumulate, unit)
             set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
         self._root = RootUnit(self._units, model)
+        if not self._lockstep:
+            self._on_close.enter_context(_compat.generating_alone(model))
 
     def close(self) -> None:
+        self._on_close.close()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
