@@ -166,7 +166,7 @@ def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
 
 @contextmanager
 def generating_alone(model: nn.Module) -> Iterator[None]:
-    """Let ``generate`` of Hugging Face models end on each rank by itself, unless its caller writes ``synced_gpus=True``.
+    """Let ``generate`` of Hugging Face models end on each rank by itself, unless a caller writes ``synced_gpus=True``.
 
     Why: ``fully_shard`` marks the modules that it manages. transformers (5.0 to 5.23) takes the mark of the model that
     generates as the default of ``synced_gpus``: one ``all_reduce`` per token, and as many forward passes on every rank

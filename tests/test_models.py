@@ -207,7 +207,11 @@ def _samples(rank: int) -> Any:
     from transformers.integrations import is_fsdp_managed_module
 
     found = []
-    for communication, options in (("on_demand", {}), ("on_demand", {"synced_gpus": True}), ("collective", {})):
+    for communication, options in (
+        ("on_demand", {}),
+        ("on_demand", {"synced_gpus": True}),
+        ("collective", {}),
+    ):
         module = Samples(**options)
         t = trainer(2, communication=communication, timeout=timedelta(seconds=30), num_sanity_val_steps=0)
         uneven = [1, 3][rank] if communication == "on_demand" else 0
@@ -220,7 +224,11 @@ def _samples(rank: int) -> Any:
 
 def test_generate_of_hugging_face_ends_on_every_rank_by_itself():
     first, second = run_ranks(_samples)
-    assert first == [[4, 4], [24], [24]]  # one pass per token; all wait for the longest if told so, or collectively
+    assert first == [
+        [4, 4],
+        [24],
+        [24],
+    ]  # one pass per token; all wait for the longest if told so, or collectively
     assert second == [[24] * 4, [24], [24]]
 
 

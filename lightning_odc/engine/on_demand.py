@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
+from lightning_odc.advice import PENALTY
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, Traffic, denominator
@@ -199,7 +200,18 @@ class OnDemandEngine(Engine):
         def note_gradient(_: Tensor) -> None:
             slot.fresh = True
 
+        # Autograd calls this one only for losses of the shard itself: `fully_shard` sets its gradient by hand.
+        self._hooks.append(slot.home.register_hook(partial(self._check_undivided, slot.name)))
         self._hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
+
+    def _check_undivided(self, name: str, _: Tensor) -> None:
+        """Refuse gradients that do not go through the accumulators where those have weights: see Note [Who divides]."""
+        if self.ledger.is_weighted:
+            raise ODCError(
+                f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
+                "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
+                f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
+            )
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
