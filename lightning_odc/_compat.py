@@ -49,6 +49,9 @@ FETCH_ACTION = ".train_dataloader_next"
 #: Whether Lightning's training loop broadcasts one number from rank 0 before every batch (2.6 does, 2.5 does not).
 BROADCASTS_BEFORE_BATCHES = hasattr(_lightning_training._TrainingEpochLoop, "_broadcast_sigterm_tensor")
 
+#: The mark that ``fully_shard`` leaves on modules (torch 2.9 to 2.13).
+_MANAGED = "_is_fsdp_managed_module"
+
 
 @contextmanager
 def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
@@ -159,6 +162,24 @@ def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
     """
     dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.reduce_dtype
     return dtype
+
+
+@contextmanager
+def generating_alone(model: nn.Module) -> Iterator[None]:
+    """Let ``generate`` of Hugging Face models end on each rank by itself, unless a caller writes ``synced_gpus=True``.
+
+    Why: ``fully_shard`` marks the modules that it manages. transformers (5.0 to 5.23) takes the mark of the model that
+    generates as the default of ``synced_gpus``: one ``all_reduce`` per token, and as many forward passes on every rank
+    as the longest answer of any rank needs. On demand no rank needs them, and with uneven batches they never meet.
+    """
+    marked = [m for m in model.modules() if hasattr(m, "generate") and vars(m).get(_MANAGED)]
+    for module in marked:
+        setattr(module, _MANAGED, False)
+    try:
+        yield
+    finally:
+        for module in marked:
+            setattr(module, _MANAGED, True)
 
 
 def symmetric_backend(device: torch.device) -> str | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 
 from lightning_odc import _compat, nodes
 from lightning_odc.balance import FittedCost
@@ -25,7 +27,9 @@ SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 EQUAL_COUNTS = ("lb_micro", "local_sort")
 #: How to balance where nothing is said.
 BALANCE_DEFAULTS = {"max_tokens": None, "cost": "quadratic", "length_fn": None, "weighting": "token"}
-#: Arguments of FSDP1 that mean nothing here but do no harm.
+#: Arguments of FSDP1.
+FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
+#: Those of them that mean nothing here but do no harm.
 IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
 
 
@@ -174,11 +178,31 @@ def check_cost(cost: Any, communication: str, deterministic: bool) -> None:
         )
 
 
-def check_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Refuse what FSDP1 knows and this does not."""
+def check_recipe(balance: str | None, max_tokens: Any, cost: Any, weighting: Any) -> None:
+    """Refuse options of balancing that no loader would take."""
+    Recipe(1, max_tokens, balance or "lb_mini", cost, weighting)
+
+
+def check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse what FSDP1 knows and this does not, and what neither knows.
+
+    Args:
+        kwargs: arguments beyond the named ones.
+        known: names of the named ones.
+    """
     unknown = sorted(set(kwargs) - IGNORED)
+    foreign = [name for name in unknown if name not in FSDP1]
+    if foreign:
+        raise TypeError(" ".join(_meant(name, known) for name in foreign))
     if unknown:
         raise TypeError(
             f"ODCStrategy does not know {', '.join(unknown)}: it shards with `fully_shard`, not with FSDP1. Drop the "
             "argument, or shard by hand with `fully_shard(module, ...)` in `configure_model`."
         )
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"ODCStrategy does not know {name}=: did you mean {close[0]}=?"
+    return f"ODCStrategy does not know {name}=. Its arguments are {', '.join(known)}."

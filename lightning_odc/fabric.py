@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments
+from lightning_odc.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -112,6 +113,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
+        if self.communication != "collective" and self.world_size > 1:
+            refuse_optimizers(optimizers)
         names = {parameter: name for name, parameter in module.named_parameters()}
         module = self.setup_module(module)
         shards = {_compat.checkpoint_name(name): parameter for name, parameter in module.named_parameters()}

@@ -36,7 +36,7 @@ GRACE = (10.0, 5.0)
 
 def is_interactive() -> bool:
     """Whether somebody types into this Python: a notebook's kernel, IPython, ``python -i``."""
-    return hasattr(sys, "ps1")
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # a script under `python -i` has no prompt yet
 
 
 class ForkLauncher(_compat.Launcher):

@@ -36,6 +36,6 @@ def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
 #: Added to the report of a wait that ended at its deadline while another rank was computing.
 HINT = (
     "A rank that computes for so long may itself be waiting, in a collective inside `forward` or `training_step` "
-    "(`all_gather`, `all_reduce`, SyncBatchNorm): ranks with different numbers of microbatches never meet there. Move "
-    "it out of the microbatch, or run the same number of microbatches on every rank."
+    "(`all_gather`, `all_reduce`, SyncBatchNorm, `generate(synced_gpus=True)`): ranks with different numbers of "
+    "microbatches never meet there. Move it out of the microbatch, or run equally many microbatches on every rank."
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, arguments, nodes, stragglers
+from lightning_odc.advice import advise, refuse_optimizers
 from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
@@ -108,7 +110,7 @@ class ODCStrategy(ShardedStrategy):
 
     Raises:
         ValueError: for a value that is not one of those above.
-        TypeError: for an argument it does not know.
+        TypeError: for an argument it does not know, with the closest one it does.
     """
 
     strategy_name = "odc"
@@ -158,7 +160,8 @@ class ODCStrategy(ShardedStrategy):
         arguments.check_accumulator_dtype(accumulator_dtype)
         arguments.check_mixed_precision(mixed_precision)
         arguments.check_cost(cost if balance else None, communication, deterministic)
-        arguments.check_unknown(kwargs)
+        arguments.check_recipe(balance, max_tokens, cost, weighting)
+        arguments.check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -264,6 +267,8 @@ class ODCStrategy(ShardedStrategy):
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)
+            if self._on_demand:
+                refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             assert self.lightning_module is not None
@@ -350,6 +355,7 @@ class ODCStrategy(ShardedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        advise(exception)
         if self._engine is None or self._failed:
             return  # peers are told once: by the first of all callbacks, before Lightning comes here
         self._failed = True

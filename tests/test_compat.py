@@ -182,6 +182,25 @@ def test_reduce_dtype_of_a_module():
     assert run_ranks(_reduce_dtypes, world_size=1) == [[None, torch.bfloat16]]
 
 
+class Generates(nn.Linear):
+    def generate(self) -> None: ...
+
+
+def _generates(rank: int) -> None:
+    from transformers.integrations import is_fsdp_managed_module
+
+    init_gloo(rank)
+    model = fully_shard(nn.Sequential(Generates(2, 2), nn.Linear(2, 2)))
+    assert [is_fsdp_managed_module(m) for m in model.modules()] == [True, True, True]
+    with _compat.generating_alone(model):
+        assert [is_fsdp_managed_module(m) for m in model.modules()] == [True, False, True]
+    assert [is_fsdp_managed_module(m) for m in model.modules()] == [True, True, True]
+
+
+def test_transformers_reads_the_mark_of_fully_shard():
+    run_ranks(_generates, world_size=1)
+
+
 def test_comms_of_a_module_are_those_that_were_set():
     class Module:
         """What `comms_of` looks at, in both of its shapes."""

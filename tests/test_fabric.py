@@ -183,6 +183,9 @@ def test_checkpoints_continue_as_if_nothing_had_happened(kind, tmp_path):
 
 def _refusals(rank: int) -> list[str]:
     said = []
+    model, _ = new_model()
+    with pytest.raises(ValueError, match=r"LBFGS runs the model several times.*Write torch.optim.AdamW"):
+        make().setup(model, torch.optim.LBFGS(model.parameters()))
     for options in ({"precision": "16-true"}, {}):
         fabric = make(**options)
         try:

@@ -136,6 +136,45 @@ def test_ranks_end_when_the_kernel_is_killed(tmp_path: Path) -> None:
     assert not left
 
 
+SESSION = """
+import torch
+from lightning.pytorch import Trainer
+import lightning_odc
+from tests.modules import TokenModule, loader, token_batches
+
+class Reads(TokenModule):
+    def training_step(self, batch, batch_idx):
+        self.log("reads", float(self.trainer.strategy.engine.traffic.reads))
+        return super().training_step(batch, batch_idx)
+
+model = Reads()
+before = model.net.head.weight.detach().clone()
+trainer = Trainer(strategy="odc", accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False)
+trainer.fit(model, loader(token_batches([5, 5])))
+"""
+
+TYPED = """
+print("STEPS", trainer.global_step, trainer.callback_metrics["reads"] > 0, torch.equal(before, model.net.head.weight))
+"""
+
+
+def test_a_script_of_python_i_trains_and_leaves_a_session(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SESSION)
+    run = subprocess.run(
+        [sys.executable, "-i", script],
+        input=TYPED,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=True,
+    )
+    assert "STEPS 2 tensor(True) False" in run.stdout, run.stderr
+
+
 def _lives(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -172,6 +172,66 @@ def test_equal_to_collectives():
         pytest.skip("all but LoRA passed: peft is not installed")
 
 
+class Samples(CausalLM):
+    """Samples 4 tokens on rank 0 and 24 on rank 1, in every step of training and of an uneven validation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(causal_lm)
+        self.options = options
+        self.passes: list[int] = []
+
+    def sample(self, prompt: Tensor) -> None:
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        handle = self.net.register_forward_pre_hook(count)
+        tokens = (4, 24)[self.global_rank]
+        answer = self.net.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **self.options)
+        handle.remove()
+        assert answer.shape[1] == prompt.shape[1] + tokens
+        self.passes.append(passes)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.sample(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.options:  # ranks that wait for each other need equally many batches
+            self.sample(batch)
+
+
+def _samples(rank: int) -> Any:
+    from transformers.integrations import is_fsdp_managed_module
+
+    found = []
+    for communication, options in (
+        ("on_demand", {}),
+        ("on_demand", {"synced_gpus": True}),
+        ("collective", {}),
+    ):
+        module = Samples(**options)
+        t = trainer(2, communication=communication, timeout=timedelta(seconds=30), num_sanity_val_steps=0)
+        uneven = [1, 3][rank] if communication == "on_demand" else 0
+        batches = token_batches([6], seed=rank, vocab=11)
+        t.fit(module, loader(batches), loader(batches * uneven) if uneven else None)
+        assert is_fsdp_managed_module(module.net)  # as fully_shard left it
+        found.append(module.passes)
+    return found
+
+
+def test_generate_of_hugging_face_ends_on_every_rank_by_itself():
+    first, second = run_ranks(_samples)
+    assert first == [
+        [4, 4],
+        [24],
+        [24],
+    ]  # one pass per token; all wait for the longest if told so, or collectively
+    assert second == [[24] * 4, [24], [24]]
+
+
 def _compiles(rank: int, backend: str, depth: int, **options: Any) -> tuple[float, float, int]:
     ours, reads = fit(rank, Compiled(Counts() if backend == "counts" else backend, depth), **options)
     stock, _ = fit(rank, TokenModule(), "collective")

@@ -82,7 +82,8 @@ def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> d
         blocks: number of blocks, which are all one minibatch.
 
     Returns:
-        ``"engine"`` and ``"nothing"`` per unit and microbatch, ``"settle"`` (comparing, settling, publishing) per unit and minibatch.
+        ``"engine"`` and ``"nothing"`` per unit and microbatch; ``"settle"``, which compares, settles and publishes, per
+        unit and minibatch.
     """
     torch.set_num_threads(1)
     model, twin = (_sharded(parameters, world_size) for _ in range(2))

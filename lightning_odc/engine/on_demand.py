@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_odc import _compat
+from lightning_odc.advice import PENALTY
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, denominator
@@ -93,6 +95,7 @@ class OnDemandEngine(Engine):
         self._gradients = True
         self._in_backward = False
         self._hooks: list[RemovableHandle] = []
+        self._on_close = ExitStack()
         self._protocol: Protocol | None = None
         self._queues_opened = 0
         self.stolen = 0
@@ -148,8 +151,11 @@ class OnDemandEngine(Engine):
             gather, accumulate = partial(self._gather, unit, window), partial(self._accumulate, unit, window)
             set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
         self._root = RootUnit(self._units, model)
+        if not self._lockstep:
+            self._on_close.enter_context(_compat.generating_alone(model))
 
     def close(self) -> None:
+        self._on_close.close()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -209,7 +215,18 @@ class OnDemandEngine(Engine):
                 slot.hooked = True
                 note: Any = partial(unit.fresh.__setitem__, slot)  # in C: it is called for every gradient
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+                # Autograd calls this one only for losses of the shard itself: `fully_shard` sets its gradient by hand.
+                self._hooks.append(slot.home.register_hook(partial(self._check_undivided, slot.name)))
         unit.modules[0].reshard()
+
+    def _check_undivided(self, name: str, _: Tensor) -> None:
+        """Refuse gradients that do not go through the accumulators where those have weights: see Note [Who divides]."""
+        if self.ledger.is_weighted:
+            raise ODCError(
+                f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
+                "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
+                f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
+            )
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 

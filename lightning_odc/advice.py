@@ -1,0 +1,84 @@
+"""What to write instead, where torch's own message about sharded parameters does not say it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim import LBFGS, Optimizer
+
+#: A penalty on the parameters, for messages.
+PENALTY = """\
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.add_(p.detach(), alpha=2 * 0.01)  # the gradient of 0.01 * sum(p.pow(2).sum())"""
+
+_MIXED = f"""\
+ODCStrategy shards the model, and parameters (DTensor) are whole only inside `forward` of their unit.
+  A penalty over `self.parameters()` in the loss: use the optimizer's `weight_decay`, or add its gradient to the others:
+{PENALTY}
+  A method of a unit beside `forward`, or a layer inside a unit that is called from outside:
+    def on_fit_start(self):
+        torch.distributed.fsdp.register_fsdp_forward_method(self.block, "encode")
+  An optimizer that mixes shards with tensors of its own: torch.optim.AdamW, SGD and Muon do not."""
+
+_UNALLOCATED = """\
+ODCStrategy shards parameters and gradients (DTensor), and `torch.tensor([...])` cannot hold them. For the norm of the \
+gradients, instead of `grad_norm(self, 2)`:
+    Trainer(gradient_clip_val=float("inf"))  # or the norm to clip by
+    self.log("grad_norm", self.trainer.precision_plugin.gradient_norm)  # in configure_gradient_clipping, after clipping
+For other values: `p.full_tensor()` or `p.to_local()` before they are computed."""
+
+_NO_NUMPY = """\
+ODCStrategy shards parameters and gradients (DTensor). Assemble them first, on all ranks together:
+    for name, p in self.named_parameters():
+        whole = p.full_tensor().detach()
+        if self.trainer.is_global_zero:
+            self.logger.experiment.add_histogram(name, whole, self.global_step)"""
+
+_NO_COPY = """\
+ODCStrategy shards the model, and a sharded one cannot be copied or pickled. Fill a new one from its whole weights:
+    state = self.trainer.strategy.lightning_module_state_dict()  # on all ranks together; rank 0 gets it
+    if self.trainer.is_global_zero:
+        whole = Model()
+        whole.load_state_dict(state)
+For averages of the weights: Trainer(callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])."""
+
+_UNKNOWN = """\
+ODCStrategy shards parameters and gradients (DTensor), and this operation does not know how to work on shards. An \
+optimizer that flattens or factors parameters (LBFGS, Adafactor) cannot be used: write
+    torch.optim.AdamW(self.parameters(), lr=1e-4)  # SGD, Muon and most others work, too
+For `parameters_to_vector` and the like, pass whole parameters: [p.full_tensor() for p in self.parameters()], on all \
+ranks together."""
+
+#: By a part of what torch says (2.9 to 2.13).
+_ADVICE = {
+    "got mixed torch.Tensor and DTensor": _MIXED,
+    "its data is not allocated yet": _UNALLOCATED,
+    "is not supported for tensor subclasses": _NO_NUMPY,
+    "FSDP does not support deepcopy": _NO_COPY,
+    "_fsdp_init.FSDP": _NO_COPY,
+    "Sharding propagation failed": _UNKNOWN,
+}
+
+
+def advise(exception: BaseException) -> None:
+    """Add a note that says what to write, if this is an error of torch about something sharded. Idempotent."""
+    said = str(exception)
+    advice = next((advice for words, advice in _ADVICE.items() if words in said), None)
+    if advice is not None and advice not in getattr(exception, "__notes__", ()):
+        exception.add_note(advice)
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that cannot work on demand.
+
+    Raises:
+        ValueError: one of them is LBFGS.
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS runs the model several times in one step, while ranks change the shards that others would read, "
+            "and flattens parameters, which are sharded. Write torch.optim.AdamW(self.parameters(), lr=1e-4), or "
+            'train with Trainer(strategy="ddp").'
+        )
