@@ -90,15 +90,18 @@ class CollectiveEngine(Engine):
 
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
         """
-        if manual and self._root is not None:
+        assert self._root is not None
+        if manual:
             self._root.gather()
         if not self.ledger.is_weighted:
             yield
+            self._root.check_reduced()
             return
         before = [shard.grad for shard in self._shards]
         for shard in self._shards:
             shard.grad = None
         yield
+        self._root.check_reduced()
         with torch.no_grad():
             for parameter, kept in zip(self._shards, before, strict=True):
                 new, parameter.grad = parameter.grad, kept

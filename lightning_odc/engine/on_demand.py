@@ -27,13 +27,14 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.placeholders import Placeholders
+from lightning_odc.engine.probe import lay_out_like, numbered, shown_shard
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
-from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
+from lightning_odc.engine.units import ParamSlot, Unit, find_units
 from lightning_odc.errors import ODCError, StaleShardError
 
 
@@ -157,33 +158,16 @@ class OnDemandEngine(Engine):
             self._protocol.close()
 
     def _probe(self, units: list[Unit], keep: Container[str]) -> list[Unit]:
-        """Let ``fully_shard`` show how it lays out every unit, and hook every unsharded parameter.
-
-        Unsharding a unit calls its all-gather comm with this rank's shard; what the peers' slices hold does not
-        matter, since the unit is resharded at once.
-        """
-        shown: list[tuple[int, Tensor]] = []
-
-        def capture(index: int, _output: Tensor, own: Tensor) -> None:
-            shown.append((index, own.clone()))
-
+        """Let ``fully_shard`` show how it lays out every unit, and hook every unsharded parameter."""
         for unit in units:
-            set_comms(unit.modules, GatherComm(partial(capture, unit.index)), StockReduceScatter())
-        for unit in units:
-            unit.modules[0].unshard()
-            for slot in unit.slots:
-                self._hook(slot)
-            unit.modules[0].reshard()
-        assert len(shown) == len(units), "a unit was not gathered exactly once"
-        # Modules that share a group answer with the comm object of the one that was set last.
-        merged = merge_groups(units, {asked: answered for asked, (answered, _) in enumerate(shown)})
-        for unit, own in zip(merged, dict(shown).values(), strict=True):
-            for slot in unit.slots:
-                slot.has_gradient = slot.hooked or slot.name in keep
-            _lay_out_like(unit, own, self._accumulator_dtype)
+            with numbered(unit):
+                own = shown_shard(unit, self._hook)
+                for slot in unit.slots:
+                    slot.has_gradient = slot.hooked or slot.name in keep
+                lay_out_like(unit, own, self._accumulator_dtype)
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
-        return merged
+        return units
 
     def _hook(self, slot: ParamSlot) -> None:
         parameter = slot.current
@@ -202,10 +186,21 @@ class OnDemandEngine(Engine):
         protocol = self.protocol
         protocol.check_not_ended(unit.index)  # first: after a step every parameter has changed
         protocol.lockstep = self._lockstep and not self.evaluating
+        if own.numel() != unit.shard_numel:
+            self._gather_smaller(unit, own.numel() // unit.shard_numel, output)
+            return
         if not self._checks.deferred:  # else when the step settles
             # In a backward pass, too: this rank's slice is what it is now, the peers' are not.
             self._verify(unit, own)
         protocol.gather(unit.index, output.view(protocol.transport.world_size, -1))
+
+    def _gather_smaller(self, unit: Unit, neighbours: int, output: Tensor) -> None:
+        """Where the ranks of a smaller mesh kept the unit since its forward pass: ``reshard_after_forward=2``."""
+        protocol = self.protocol
+        shards = output.new_empty(protocol.transport.world_size, unit.shard_numel)
+        shards[protocol.transport.rank].copy_(protocol.own_shard(unit.index))
+        protocol.gather(unit.index, shards)
+        unit.regroup(shards, neighbours, output)
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
@@ -300,14 +295,14 @@ class OnDemandEngine(Engine):
 
     @contextmanager
     def backward(self, *, manual: bool = False) -> Iterator[None]:
+        assert self._root is not None
         if manual:  # else it is Lightning that empties them, before the last backward pass of a minibatch
             self.drop_emptied()
-            assert self._root is not None
             self._root.gather()
         self._placeholders.lift()
         self._check_gathered()  # fully_shard frees the root unit at the end of it
         yield
-        self._check_all_reduced()
+        self._root.check_reduced()
         self._placeholders.lay(slot for unit in self._units for slot in unit.slots if slot.used)
 
     @torch.no_grad()
@@ -395,14 +390,6 @@ class OnDemandEngine(Engine):
             for name, part, shard in unit.gathered():
                 self._checks.expect_same(part, shard, name, partial(_lost, name))
 
-    def _check_all_reduced(self) -> None:
-        """See Note [The root unit is gathered by hand] for what can be missing."""
-        if any(slot.fresh for unit in self._units for slot in unit.slots):
-            raise ODCError(
-                "With manual optimization a model needs at least two units, and the loss must depend on one besides "
-                "the root unit: name its blocks, ODCStrategy(auto_wrap_policy={Block})."
-            )
-
     def _verify_unread(self) -> None:
         """A rank that read nothing in this step has not looked at its shards, either."""
         for unit in self._units:
@@ -427,23 +414,6 @@ class OnDemandEngine(Engine):
             for slot in unit.slots:
                 slot.used = slot.name in used
         self.protocol.go_on_from(old)
-
-
-def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
-    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``."""
-    if own.dtype != torch.uint8:
-        for slot in unit.slots:
-            slot.compute_dtype = own.dtype
-    unit.lay_out(accumulator_dtype)
-    spec = unit.spec()
-    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
-    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
-        unit.write_shard(derived)
-    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
-        raise NotImplementedError(
-            f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
-            'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
-        )
 
 
 def _lost(name: str) -> StaleShardError:
