@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def shard_model(
         ValueError: if parameters are tied across units.
     """
     _refuse_fsdp1(model)
+    named = partial(model.named_parameters, remove_duplicate=False)
+    hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
     options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
@@ -69,6 +72,9 @@ def shard_model(
         # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
         options["reshard_after_forward"] = None if reshard_after_forward else False
         fully_shard(model, **options)
+    for name, parameter in named():
+        if name in hooked and parameter is not hooked[name]:
+            _compat.move_gradient_hooks(hooked[name], parameter)
 
 
 def wrapping_shards(

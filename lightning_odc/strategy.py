@@ -394,6 +394,8 @@ class ODCStrategy(ShardedStrategy):
         output = run(*args, **kwargs)
         if module.automatic_optimization:
             training.count(output)
+        else:
+            training.step_in_hooks(self.optimizers)
         return output
 
     def optimizer_step(

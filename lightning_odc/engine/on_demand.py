@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, Traffic, denominator
@@ -26,6 +27,7 @@ from lightning_odc.engine.comm import (
     set_comms,
 )
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.late_hooks import LateHooks
 from lightning_odc.engine.placeholders import Placeholders
 from lightning_odc.engine.probe import lay_out_like, numbered, shown_shard
 from lightning_odc.engine.protocol import Protocol
@@ -77,6 +79,7 @@ class OnDemandEngine(Engine):
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
+        self._late_hooks = LateHooks()
         self._checks = ContentChecks(deferred=False)
         self._gradients = True
         self._hooks: list[RemovableHandle] = []
@@ -113,6 +116,7 @@ class OnDemandEngine(Engine):
         """Attach with gradients, by parameter name, that are in the accumulators from the beginning."""
         self._model = model
         self._units = self._probe(find_units(model), keep=carried)
+        self._refuse_all_reduce_hooks()
         compare_models(self._units, self._rendezvous)
         self._before_publishing()
         transport = self._make_transport()
@@ -149,6 +153,7 @@ class OnDemandEngine(Engine):
                 stacklevel=2,
             )
         for unit in self._units:
+            self._late_hooks.release(slot.home for slot in unit.slots)
             set_comms(unit.modules, StockGather(), StockReduceScatter())
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
@@ -177,8 +182,18 @@ class OnDemandEngine(Engine):
 
         def note_gradient(_: Tensor) -> None:
             slot.fresh = True
+            self._late_hooks.hold(slot.home)
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(note_gradient))
+
+    def _refuse_all_reduce_hooks(self) -> None:
+        for unit in self._units:
+            if _compat.has_all_reduce_hook(unit.modules[0]):
+                raise ValueError(
+                    f"`set_all_reduce_hook` was called on {unit.name!r}, but on demand no gradient passes there: ranks "
+                    "add gradients to their owners, which have the sums at the optimizer step. Change gradients in "
+                    '`on_before_optimizer_step`, or use ODCStrategy(communication="collective").'
+                )
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
@@ -307,6 +322,8 @@ class OnDemandEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
+        self._late_hooks.check_outside()
+        self._refuse_all_reduce_hooks()
         with self._timed(), self.traced("settle"):
             self.reshard()
             self._verify_unread()
@@ -326,6 +343,9 @@ class OnDemandEngine(Engine):
                 flags = [used_anywhere.pop(0) and slot not in emptied for slot in unit.slots]
                 unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
                 self.protocol.clear(unit.index)
+                for slot, flag in zip(unit.slots, flags, strict=True):
+                    if flag:
+                        self._late_hooks.call(slot.home)
             self.settled = True
         return [r["logs"] for r in records]
 
