@@ -146,12 +146,59 @@ def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
     Why: ``set_custom_all_gather`` replaces what is there, and there is no public way to look at it before, which one
     needs to put something around it and to put it back.
     """
+    groups = _groups_of(module)
+    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
     if groups is None:
         only = state._fsdp_param_group
         groups = [] if only is None else [only]
-    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
+    return list(groups)
+
+
+def modules_grouped_with(module: FSDPModule) -> tuple[Any, ...]:
+    """The modules of the group that a ``fully_shard``-ed module belongs to, as they were passed to ``fully_shard``.
+
+    Why: the parameters of ``fully_shard([a, b])`` lie in memory in the order of that list, which nothing public shows.
+    """
+    return tuple(module._get_fsdp_state()._modules)
+
+
+def has_all_reduce_hook(module: FSDPModule) -> bool:
+    """Whether ``set_all_reduce_hook`` was called on a ``fully_shard``-ed module.
+
+    Why: the hook would see zeros on demand, and it can be set but not asked for.
+    """
+    return any(group._all_reduce_hook is not None for group in _groups_of(module))
+
+
+def keeps_gradients(module: FSDPModule) -> bool:
+    """Whether ``set_requires_gradient_sync(False)`` holds for a ``fully_shard``-ed module.
+
+    Why: gradients that are still there after a backward pass are then no mistake, and it can be set but not asked for.
+    """
+    return not all(group.reduce_grads for group in _groups_of(module))
+
+
+def gradient_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """What ``register_post_accumulate_grad_hook`` has registered, by the key of its handle; the dict itself, if any.
+
+    Why: ``fully_shard`` calls these hooks itself, before the gradient is complete, and nothing public lists them.
+    """
+    hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
+def move_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let a parameter have the hooks of the one that it replaces. Handles of them stay valid.
+
+    Why: ``fully_shard`` makes new parameters, and hooks stay behind at the old ones, where no gradient arrives.
+    """
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:

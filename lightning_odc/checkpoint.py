@@ -43,6 +43,8 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """The optimizer's state; if ``full`` that of an ordinary optimizer on rank 0 (empty elsewhere), else shards."""
     inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    if not inner.param_groups:  # what Lightning puts in the place of an optimizer where there is none
+        return {}
     if not full:
         return get_optimizer_state_dict(model, inner, options=StateDictOptions(cpu_offload=True))
     state = apply_to_collection(inner.state_dict(), Tensor, partial(_assembled, keep=rank == 0))

@@ -133,7 +133,9 @@ class _Materializer:
         if isinstance(meta, DTensor):
             # No rank sends: each one cuts its part out of what it has made itself.
             value = distribute_tensor(value, meta.device_mesh, meta.placements, src_data_rank=None)
-        return nn.Parameter(value.cpu() if self._offload else value, requires_grad=meta.requires_grad)
+        parameter = nn.Parameter(value.cpu() if self._offload else value, requires_grad=meta.requires_grad)
+        _compat.move_gradient_hooks(meta, parameter)
+        return parameter
 
 
 def _refuse_adapters(model: nn.Module) -> None:

@@ -245,7 +245,7 @@ class ShardedStrategy(FSDPStrategy):
         assert self.lightning_module is not None
         path = checkpoint.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []
+        optimizers = [optimizer for optimizer in self.optimizers if optimizer.param_groups] if fitting else []
         strict = self.lightning_module.strict_loading
         rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
         mend_epochs(rest)

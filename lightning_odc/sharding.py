@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 from lightning_odc import _compat
+from lightning_odc.engine.units import class_names
 
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
 #: (Spelt out, since LightningCLI reads from it what a YAML file may say.)
@@ -57,18 +59,23 @@ def shard_model(
         ValueError: if parameters are tied across units.
     """
     _refuse_fsdp1(model)
+    named = partial(model.named_parameters, remove_duplicate=False)
+    hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
     options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         _refuse_ties(model, targets)
         if announce:
-            _announce(wrap_policy, targets)
+            _announce(model, wrap_policy, targets)
         for module in targets:
             fully_shard(module, **options)
     if not isinstance(model, FSDPModule):
         # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
         options["reshard_after_forward"] = None if reshard_after_forward else False
         fully_shard(model, **options)
+    for name, parameter in named():
+        if name in hooked and parameter is not hooked[name]:
+            _compat.move_gradient_hooks(hooked[name], parameter)
 
 
 def wrapping_shards(
@@ -114,11 +121,11 @@ def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
 
     Args:
         model: the module to shard.
-        policy: ``None`` (the repeated blocks), a callable in the manner of ``torch.distributed.fsdp.wrap``, or one of
+        policy: ``None`` (`default_units`), a callable in the manner of ``torch.distributed.fsdp.wrap``, or one of
             torch's policy objects.
     """
     if policy is None:
-        targets = repeated_blocks(model)
+        targets = default_units(model)
     elif callable(policy):
         targets = _by_callable(model, policy)
     else:
@@ -126,6 +133,45 @@ def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
     chosen = {id(module) for module in targets}
     in_order = [module for module in reversed(list(model.modules())) if id(module) in chosen]
     return _with_checkpoint_wrappers(model, in_order)
+
+
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks; with manual optimization also the layers of networks that have none.
+
+    Under manual optimization every loss must depend on a unit besides the root unit, and there may be a loss for each
+    network: the parts of a ``LightningModule``, such as a generator and a discriminator. A part that is a single layer
+    stays in the root unit if there are blocks elsewhere.
+    """
+    blocks = repeated_blocks(model)
+    if getattr(model, "automatic_optimization", True):
+        return blocks
+    inside = {module for block in blocks for module in block.modules()}
+    plain = [part for part in model.children() if inside.isdisjoint(part.modules())]
+    networks = [part for part in plain if not blocks or next(part.children(), None) is not None]
+    tied = _tied(model)
+    return blocks + [layer for network in networks for layer in _layers(network, tied)]
+
+
+def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
+    """The outermost modules that hold a matrix themselves and can be called, without those that share a parameter.
+
+    What is smaller, norms for example, is not worth reading by itself.
+    """
+    own = module.parameters(recurse=False)
+    if type(module).forward is not nn.Module.forward and any(parameter.dim() > 1 for parameter in own):
+        if tied.isdisjoint(module.parameters()):
+            yield module
+        return
+    for child in module.children():
+        yield from _layers(child, tied)
+
+
+def _tied(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that several modules hold."""
+    holders = Counter(
+        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
+    return {parameter for parameter, count in holders.items() if count > 1}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -150,10 +196,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _announce(policy: Any, targets: list[nn.Module]) -> None:
+def _announce(model: nn.Module, policy: Any, targets: list[nn.Module]) -> None:
     """Say what the default policy has chosen, and that the user's has chosen nothing."""
     if policy is None:
-        rank_zero_info(_choice(targets))
+        rank_zero_info(_choice(model, targets))
     elif not targets:
         rank_zero_warn(
             f"auto_wrap_policy={policy!r} selects no module, so the whole model is one unit, which every rank reads at "
@@ -161,18 +207,20 @@ def _announce(policy: Any, targets: list[nn.Module]) -> None:
         )
 
 
-def _choice(blocks: list[nn.Module]) -> str:
+def _choice(model: nn.Module, chosen: list[nn.Module]) -> str:
     """What the default policy says about its choice."""
-    if not blocks:
+    if not chosen:
+        layers = [layer for part in model.children() for layer in _layers(part, set())]
         return (
-            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once. If it "
-            "has layers worth reading one by one, name them: ODCStrategy(auto_wrap_policy={Block})."
+            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once."
+            + f" To read it layer by layer, name classes: ODCStrategy(auto_wrap_policy={class_names(layers)})."
+            * bool(layers)
         )
-    kinds = Counter(type(block).__name__ for block in blocks)
+    kinds = Counter(type(module).__name__ for module in chosen)
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     return (
-        f"ODCStrategy shards the model's repeated blocks one by one ({listed}) and the rest as one unit. To choose "
-        "otherwise, name the classes: ODCStrategy(auto_wrap_policy={Block})."
+        f"ODCStrategy shards these modules one by one ({listed}) and the rest as one unit. To choose otherwise, name "
+        f"the classes: ODCStrategy(auto_wrap_policy={class_names(chosen)})."
     )
 
 

@@ -81,7 +81,8 @@ class ODCStrategy(ShardedStrategy):
         timeout: after which a wait for another rank gives up with a report of where every rank is.
         cpu_offload: as in ``FSDPStrategy``.
         mixed_precision: as in ``FSDPStrategy``; by default what ``Trainer(precision=...)`` says.
-        auto_wrap_policy: which modules become units; by default the model's repeated blocks.
+        auto_wrap_policy: which modules become units; by default the model's repeated blocks, and with manual
+            optimization the layers of networks that have none.
         activation_checkpointing: as in ``FSDPStrategy``.
         activation_checkpointing_policy: as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
@@ -400,6 +401,8 @@ class ODCStrategy(ShardedStrategy):
         output = run(*args, **kwargs)
         if module.automatic_optimization:
             training.count(output)
+        else:
+            training.step_in_hooks(self.optimizers)
         return output
 
     def optimizer_step(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
@@ -38,6 +39,7 @@ class Training:
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), device)
         self._totals: list[Total] = []
         self._more = False
+        self._has_optimizer = False
 
     def compare_batches(self) -> None:
         """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
@@ -123,6 +125,21 @@ class Training:
         logs = [record["logs"] for record in records]
         self._totals += self._logbook.merge(logs, own=self._module.global_rank)
         self._stopwatch.report([record["times"] for record in records])
+
+    def step_in_hooks(self, optimizers: Iterable[Optimizer]) -> None:
+        """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does.
+
+        Otherwise ``step()`` of an optimizer settles and publishes.
+        """
+        if self._has_optimizer:
+            return
+        self._engine.reshard()
+        shards = set(self._module.parameters())
+        stepped = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        self._has_optimizer = not shards.isdisjoint(stepped)
+        if not self._has_optimizer and any(map(_compat.gradient_hooks_of, shards)):
+            self.settle()
+            self.end_step()
 
     def end_step(self) -> None:
         """The optimizer has stepped: publish the parameters and log the values of the step."""

@@ -172,6 +172,39 @@ def test_the_training_loop_still_profiles_the_fetching_of_batches():
     assert f'{_compat.FETCH_ACTION}")' in source
 
 
+def test_hooks_of_a_parameter_are_found_and_move_with_their_handles():
+    called: list[str] = []
+    one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    assert not _compat.gradient_hooks_of(one)
+    one.register_post_accumulate_grad_hook(lambda _: called.append("first"))
+    handle = one.register_post_accumulate_grad_hook(lambda _: called.append("second"))
+    assert list(_compat.gradient_hooks_of(one)) == [handle.id - 1, handle.id]
+    _compat.move_gradient_hooks(one, other)
+    other.sum().backward()
+    handle.remove()
+    other.sum().backward()
+    assert called == ["first", "second", "first"]
+
+
+def _what_was_set(rank: int) -> list[bool]:
+    init_gloo(rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    group = [model[1], model[0]]
+    fully_shard(group)
+    fully_shard(model)
+    found = [_compat.modules_grouped_with(model[0]) == tuple(group)]
+    found += [_compat.modules_grouped_with(model) == (model,)]
+    model.set_all_reduce_hook(lambda _: None)
+    model[1].set_requires_gradient_sync(False)
+    for module in (model, model[0]):
+        found += [_compat.has_all_reduce_hook(module), _compat.keeps_gradients(module)]
+    return found
+
+
+def test_groups_and_settings_of_fully_shard():
+    assert run_ranks(_what_was_set, world_size=1) == [[True, True, True, False, False, True]]
+
+
 def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
     init_gloo(rank)
     policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float16, torch.bfloat16)]

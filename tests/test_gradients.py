@@ -168,6 +168,18 @@ class DropsBeforeTheStep(Manual):
         optimizer.zero_grad()
 
 
+class HoldsBack(Manual):
+    """Accumulates whole gradients on each rank: only every second backward pass hands them over."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.set_requires_gradient_sync(batch_idx % 2 == 1)  # type: ignore[operator]
+        self.manual_backward(self.mean_loss(batch) / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class SkipsSteps(Sgd):
     """The automatic loop, with an ``optimizer_step`` that does not step in every second batch."""
 
@@ -244,6 +256,7 @@ MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
     "steps twice": (StepsTwice, {}),
     "drops a batch": (DropsABatch, {}),
     "drops before the step": (DropsBeforeTheStep, {}),
+    "holds back": (HoldsBack, {}),
     "skips steps": (SkipsSteps, {}),
     "drops when done": (DropsWhenDone, {}),
     "toggles": (Toggles, {}),
@@ -391,7 +404,18 @@ class WritesThroughData(Callback):
 MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, str]] = {
     "clips by hand": (ClipsByHand, {}, None, r"self\.clip_gradients\(optimizer, \.\.\.\)"),
     "replaces gradients": (ReplacesGradients, {}, None, "settle_gradients"),
-    "one unit only": (Clips, {"auto_wrap_policy": set()}, None, "at least two units"),
+    "one unit only": (
+        Clips,
+        {"auto_wrap_policy": set()},
+        None,
+        r"at least two units.*auto_wrap_policy=\{nn\.Embedding, nn\.LayerNorm, nn\.Linear\}",
+    ),
+    "one unit only, collectively": (
+        Clips,
+        {"auto_wrap_policy": set(), "communication": "collective"},
+        None,
+        "at least two units",
+    ),
     "scales after backward": (ScalesAfterBackward, {}, None, "on_before_optimizer_step"),
     "looks too early": (LooksTooEarly, {}, None, "'net.head.weight' is not complete yet"),
     "unfreezes in the step": (

@@ -97,6 +97,8 @@ def decoder_layer() -> type[nn.Module]:
 class Watch(Callback):
     """Notes what was read from peers, and in how many units."""
 
+    reads = steps = 0
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = trainer.strategy.engine  # type: ignore[attr-defined]
         self.reads, self.steps = engine.traffic.reads, trainer.global_step

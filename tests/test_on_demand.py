@@ -31,20 +31,34 @@ def attached(rank: int, net: nn.Module, **options: Any) -> OnDemandEngine:
     return engine
 
 
-def _attaches_in_another_order(rank: int) -> str:
-    """As if torch laid parameters out in another order than we think: as many elements of the same dtype."""
+def twins() -> nn.Sequential:
+    """Two layers with equal contents."""
+    return nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5))
+
+
+def _attaches(rank: int) -> list[Any]:
+    """What was refused as if torch laid parameters out in another order, and whether shards are what they were."""
     init_gloo(rank)
+    model = twins().append(nn.Linear(5, 5, dtype=torch.bfloat16).requires_grad_(False))
+    begin = full_parameters(model)
+    attached(rank, model).close()
+    kept = all(torch.equal(value, begin[name]) for name, value in full_parameters(model).items())
     post_order = units._post_order
     units._post_order = lambda root: iter(list(post_order(root))[::-1])
-    with pytest.raises(NotImplementedError) as error:
-        attached(rank, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
-    return str(error.value)
+    messages = []
+    for other in (twins(), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))):
+        with pytest.raises(NotImplementedError) as error:
+            attached(rank, other)
+        messages.append(str(error.value))
+    return [kept, *messages]
 
 
 def test_a_unit_that_lies_in_memory_in_another_way_is_refused():
-    for message in run_ranks(_attaches_in_another_order):
-        assert "Unit '(root)' lies in memory in a way this version does not know" in message
-        assert 'ODCStrategy(communication="collective")' in message
+    for kept, *messages in run_ranks(_attaches):
+        assert kept
+        for message in messages:
+            assert "Unit '(root)' lies in memory in a way this version does not know" in message
+            assert 'ODCStrategy(communication="collective")' in message
 
 
 def _idles_and_reattaches(rank: int) -> list[Any]:

@@ -10,6 +10,7 @@ to 2^-8, equally on all sides; gradients may differ by the order of sums in fp32
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def train(
     precision: torch.dtype | None = None,
     skips: list[list[int]] | None = None,
     checkpointing: bool = False,
-    reshard: bool = True,
+    reshard: bool | int = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Train sharded; rank r runs ``counts[r]`` of the six microbatches of every step."""
@@ -278,13 +279,13 @@ def test_two_models_live_in_one_process():
     assert_same(second, one_process({"depth": 2}))
 
 
-def _grouped(rank: int) -> dict[str, Tensor]:
-    """``fully_shard([a, b])`` makes one unit of two modules."""
+def _grouped(rank: int, order: tuple[int, int]) -> dict[str, Tensor]:
+    """``fully_shard([a, b])`` makes one unit of two modules, in this order."""
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net(frozen=True)
     fully_shard(model.blocks[0])
-    fully_shard([model.blocks[1], model.blocks[2]])
+    fully_shard([model.blocks[index] for index in order])
     fully_shard(model)
     engine = make_engine("on_demand", rank)
     engine.attach(model)
@@ -304,8 +305,18 @@ def _grouped(rank: int) -> dict[str, Tensor]:
     return parameters
 
 
-def test_modules_grouped_by_hand():
-    assert_same(run_ranks(_grouped)[0], one_process({"frozen": True}))
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["in order", "in reverse"])
+def test_modules_grouped_by_hand(order):
+    assert_same(run_ranks(_grouped, order)[0], one_process({"frozen": True}))
+
+
+@pytest.mark.parametrize("net", [{}, {"frozen": True}], ids=["plain", "frozen"])
+def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(net):
+    counts = (2, 0, 1, 3)
+    results = run_ranks(partial(train, reshard=2), "on_demand", counts, net, world_size=4)
+    for result in results:
+        assert_same(result["parameters"], one_process(net))
+    assert_one_sided(results, counts)
 
 
 class Adapted(nn.Module):

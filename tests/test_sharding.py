@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import (
@@ -17,8 +20,10 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from lightning_odc.sharding import mesh_for, precision_policy, repeated_blocks, shard_model, wrap_targets
-from tests.models import Block, Net, init_gloo
+from tests.models import Block, Net, full_parameters, init_gloo
+from tests.modules import loader, trainer
 from tests.ranks import run_ranks
+from tests.test_models import Watch
 
 
 def names(model: nn.Module, modules: list[nn.Module]) -> list[str]:
@@ -47,6 +52,97 @@ def test_only_the_outermost_repetition_counts():
 
     model = nn.ModuleList(Layer() for _ in range(2))
     assert names(model, repeated_blocks(model)) == ["0", "1"]
+
+
+class Mlp(nn.Module):
+    """A network of plain layers, of which norms are too small to be read one by one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(inputs, 8), nn.LayerNorm(8), nn.LeakyReLU(0.2), nn.Linear(8, outputs)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Gan(LightningModule):
+    """Adversarial training with manual optimization, as in Lightning's examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator, self.discriminator = Mlp(3, 5), Mlp(5, 1)
+
+    def loss(self, samples: Tensor, is_real: bool) -> Tensor:
+        logits = self.discriminator(samples)
+        return nn.functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        of_generator, of_discriminator = self.optimizers()  # type: ignore[misc]
+        noise = batch[:, :3]
+        self.step(of_generator, lambda: self.loss(self.generator(noise), True))
+        made = self.generator(noise).detach()
+        self.step(of_discriminator, lambda: (self.loss(batch, True) + self.loss(made, False)) / 2)
+
+    def step(self, optimizer: Any, loss: Callable[[], Tensor]) -> None:
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(loss())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        networks = self.generator, self.discriminator
+        return [torch.optim.Adam(network.parameters(), lr=0.01) for network in networks]
+
+
+class WithBlocks(Gan):
+    """One network has blocks, another has none, and a single layer belongs to neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = Net()
+        self.head = nn.Linear(3, 3)
+
+
+class Tied(Gan):
+    def __init__(self) -> None:
+        super().__init__()
+        self.discriminator.layers[0].weight = self.generator.layers[3].weight = nn.Parameter(torch.ones(8, 8))
+
+
+def test_with_manual_optimization_networks_without_blocks_get_their_layers():
+    layers = ["discriminator.layers.0", "discriminator.layers.3"]
+    generators = ["generator.layers.0", "generator.layers.3"]
+    gan, mixed, tied = Gan(), WithBlocks(), Tied()
+    assert names(gan, wrap_targets(gan)) == layers + generators
+    assert names(mixed, wrap_targets(mixed)) == layers + [f"generator.{name}" for name in BLOCKS]
+    assert names(tied, wrap_targets(tied)) == [layers[1], generators[0]]
+    gan.automatic_optimization = True
+    assert wrap_targets(gan) == []
+
+
+def _adversaries(rank: int, strategy: str) -> list[Any]:
+    gan = Gan()
+    batches = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank))
+    watch = Watch()
+    begin = full_parameters(gan)
+    trainer(2, strategy=strategy, callbacks=[watch] * (strategy == "odc")).fit(gan, loader(list(batches)))
+    end = full_parameters(gan)
+    return [end, min((end[name] - value).abs().max().item() for name, value in begin.items()), watch.reads]
+
+
+def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp():
+    """Two ranks sum two fp32 gradients, and a sum of two numbers has no order: equal bit for bit."""
+    ours, ddp = run_ranks(_adversaries, "odc"), run_ranks(_adversaries, "ddp_find_unused_parameters_true")
+    for rank in range(2):
+        (found, moved, reads), (expected, _, _) = ours[rank], ddp[rank]
+        assert moved > 1e-3 and reads > 0
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc.engine.agreement import check_equal_counts, check_equal_kinds
 from lightning_odc.engine.base import Engine, denominator
 from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, rest, set_comms
+from lightning_odc.engine.late_hooks import LateHooks
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.transports.base import Rendezvous
@@ -46,6 +47,7 @@ class CollectiveEngine(Engine):
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._root: RootUnit | None = None
+        self._late_hooks = LateHooks()
         self._has_compared_kinds = world_size == 1
         self._signals = Signals()
 
@@ -88,17 +90,24 @@ class CollectiveEngine(Engine):
     def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
 
-        Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
+        Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones. Hooks
+        of parameters wait for the division, too.
         """
-        if manual and self._root is not None:
+        assert self._root is not None
+        if manual:
             self._root.gather()
+        self._late_hooks.holding = self.ledger.is_weighted
         if not self.ledger.is_weighted:
             yield
+            self._root.check_reduced()
             return
+        for shard in self._shards:
+            self._late_hooks.hold(shard)
         before = [shard.grad for shard in self._shards]
         for shard in self._shards:
             shard.grad = None
         yield
+        self._root.check_reduced()
         with torch.no_grad():
             for parameter, kept in zip(self._shards, before, strict=True):
                 new, parameter.grad = parameter.grad, kept
@@ -109,6 +118,7 @@ class CollectiveEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
+        self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
             self.settled = True
@@ -124,6 +134,7 @@ class CollectiveEngine(Engine):
             for parameter, total in self._sums.items():
                 total.mul_(scale)
                 parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+                self._late_hooks.call(parameter)
             self._sums.clear()
         return [record["logs"] for record in records]
 
@@ -153,6 +164,7 @@ class CollectiveEngine(Engine):
             if self._root is not None:
                 self._root.release()
             rest(self._model, self._failed)
+            self._late_hooks.release(self._shards)
             set_comms(_units(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()
         self._shards.clear()

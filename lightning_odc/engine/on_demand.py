@@ -40,7 +40,9 @@ from lightning_odc.engine.comm import (
     set_comms,
 )
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.late_hooks import LateHooks
 from lightning_odc.engine.placeholders import Placeholders
+from lightning_odc.engine.probe import lay_out_like, numbered, shown_shard
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.signals import Signals
@@ -48,7 +50,7 @@ from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import Traffic, UnitWindow
-from lightning_odc.engine.units import ParamSlot, Unit, find_units, merge_groups
+from lightning_odc.engine.units import ParamSlot, Unit, find_units
 from lightning_odc.errors import ODCError, StaleShardError
 
 
@@ -91,6 +93,7 @@ class OnDemandEngine(Engine):
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
+        self._late_hooks = LateHooks()
         self._checks = ContentChecks(deferred=False)
         self._gradients = True
         self._in_backward = False
@@ -129,6 +132,7 @@ class OnDemandEngine(Engine):
         """Attach with gradients, by parameter name, that are in the accumulators from the beginning."""
         self._model = model
         self._units = self._probe(find_units(model), keep=carried)
+        self._refuse_all_reduce_hooks()
         compare_models(self._units, self._rendezvous)
         self._before_publishing()
         transport = self._make_transport()
@@ -169,6 +173,7 @@ class OnDemandEngine(Engine):
                 stacklevel=2,
             )
         for unit in self._units:
+            self._late_hooks.release(slot.home for slot in unit.slots)
             set_comms(unit.modules, StockGather(), StockReduceScatter())
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
@@ -178,46 +183,26 @@ class OnDemandEngine(Engine):
             self._protocol.close()
 
     def _probe(self, units: list[Unit], keep: Container[str]) -> list[Unit]:
-        """Let ``fully_shard`` show how it lays out every unit, and hook every unsharded parameter.
-
-        Unsharding a unit calls its all-gather comm with this rank's shard; what the peers' slices hold does not
-        matter, since the unit is resharded at once.
-        """
-        shown: list[tuple[int, Tensor]] = []
-
-        def capture(index: int, _output: Tensor, own: Tensor) -> None:
-            shown.append((index, own.clone()))
-
+        """Let ``fully_shard`` show how it lays out every unit, and hook every unsharded parameter."""
         for unit in units:
-            set_comms(unit.modules, GatherComm(partial(capture, unit.index)), StockReduceScatter())
-        for unit in units:
-            unit.modules[0].unshard()
-            unit.modules[0].reshard()
-        assert len(shown) == len(units), "a unit was not gathered exactly once"
-        # Modules that share a group answer with the comm object of the one that was set last.
-        merged = merge_groups(units, {asked: answered for asked, (answered, _) in enumerate(shown)})
-        for unit, own in zip(merged, dict(shown).values(), strict=True):
-            if self._gradients:
-                self._hook(unit)
-            for slot in unit.slots:
-                slot.has_gradient = slot.hooked or slot.name in keep
-            _lay_out_like(unit, own, self._accumulator_dtype)
+            with numbered(unit):
+                own = shown_shard(unit, partial(self._hook, unit))
+                for slot in unit.slots:
+                    slot.has_gradient = slot.hooked or slot.name in keep
+                lay_out_like(unit, own, self._accumulator_dtype)
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
-        return merged
+        return units
 
-    def _hook(self, unit: Unit) -> None:
-        """Let every unsharded parameter note its gradients in ``unit.fresh``."""
-        unit.modules[0].unshard()
-        for slot in unit.slots:
-            parameter = slot.current
-            if parameter.requires_grad:
-                slot.hooked = True
-                note: Any = partial(unit.fresh.__setitem__, slot)  # in C: it is called for every gradient
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
-                # Autograd calls this one only for losses of the shard itself: `fully_shard` sets its gradient by hand.
-                self._hooks.append(slot.home.register_hook(partial(self._check_undivided, slot.name)))
-        unit.modules[0].reshard()
+    def _hook(self, unit: Unit, slot: ParamSlot) -> None:
+        parameter = slot.current
+        if not (parameter.requires_grad and self._gradients):
+            return
+        slot.hooked = True
+        note: Any = partial(unit.fresh.__setitem__, slot)  # in C, since it is called for every gradient
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+        # Autograd calls this one only for losses of the shard itself: `fully_shard` sets its gradient by hand.
+        self._hooks.append(slot.home.register_hook(partial(self._check_undivided, slot.name)))
 
     def _check_undivided(self, name: str, _: Tensor) -> None:
         """Refuse gradients that do not go through the accumulators where those have weights: see Note [Who divides]."""
@@ -228,17 +213,37 @@ class OnDemandEngine(Engine):
                 f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
             )
 
+    def _refuse_all_reduce_hooks(self) -> None:
+        for unit in self._units:
+            if _compat.has_all_reduce_hook(unit.modules[0]):
+                raise ValueError(
+                    f"`set_all_reduce_hook` was called on {unit.name!r}, but on demand no gradient passes there: ranks "
+                    "add gradients to their owners, which have the sums at the optimizer step. Change gradients in "
+                    '`on_before_optimizer_step`, or use ODCStrategy(communication="collective").'
+                )
+
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, window: UnitWindow, output: Tensor, own: Tensor) -> None:
         if self._lockstep:
             self.protocol.lockstep = not self.evaluating
         window.check_not_ended()  # first: after a step every parameter has changed
+        if own.numel() != unit.shard_numel:
+            self._gather_smaller(unit, window, own.numel() // unit.shard_numel, output)
+            return
         # See Note [When shards are compared].
         first = not unit.verified or not cast(nn.Module, unit.modules[0]).training
         if first and not self._checks.deferred:
             self._verify(unit, own)  # which is a part of ``output``
         window.gather(output)
+
+    def _gather_smaller(self, unit: Unit, window: UnitWindow, neighbours: int, output: Tensor) -> None:
+        """Where the ranks of a smaller mesh kept the unit since its forward pass: ``reshard_after_forward=2``."""
+        transport = self.protocol.transport
+        shards = output.new_empty(transport.world_size, unit.shard_numel)
+        shards[transport.rank].copy_(window.own_shard)
+        window.gather(shards.view(-1))
+        unit.regroup(shards, neighbours, output)
 
     def _verify(self, unit: Unit, own: Tensor) -> None:
         """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
@@ -265,6 +270,8 @@ class OnDemandEngine(Engine):
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         if not self._in_backward:
             self._placeholders.check_not_laid(unit.fresh)
+        for slot in unit.fresh:
+            self._late_hooks.hold(slot.home)
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
         if sum(part.numel for part in segments) * self.protocol.transport.world_size != chunks.numel():
@@ -332,9 +339,9 @@ class OnDemandEngine(Engine):
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
+        assert self._root is not None
         if manual:
             self.drop_emptied()
-            assert self._root is not None
             self._root.gather()
         else:  # it is Lightning that empties them, before the last backward pass of a minibatch
             self._placeholders.forget()
@@ -344,7 +351,7 @@ class OnDemandEngine(Engine):
             yield
         finally:
             self._in_backward = False
-        self._check_all_reduced()
+        self._root.check_reduced()
         for unit in self._units:
             self._placeholders.lay(unit.used)
             if not more:
@@ -352,6 +359,8 @@ class OnDemandEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any) -> list[Any]:
+        self._late_hooks.check_outside()
+        self._refuse_all_reduce_hooks()
         with self._timed(), self.traced("settle"):
             self.reshard()
             for unit in self._units:
@@ -373,6 +382,9 @@ class OnDemandEngine(Engine):
                 flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
                 unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
                 self.protocol.windows[unit.index].clear()
+                for slot, flag in zip(unit.slots, flags, strict=True):
+                    if flag:
+                        self._late_hooks.call(slot.home)
             self.settled = True
         return [r["logs"] for r in records]
 
@@ -437,14 +449,6 @@ class OnDemandEngine(Engine):
             for name, part, shard in unit.gathered():
                 self._checks.expect_same(part, shard, name, partial(_lost, name))
 
-    def _check_all_reduced(self) -> None:
-        """See Note [The root unit is gathered by hand] for what can be missing."""
-        if any(unit.fresh for unit in self._units):
-            raise ODCError(
-                "With manual optimization a model needs at least two units, and the loss must depend on one besides "
-                "the root unit: name its blocks, ODCStrategy(auto_wrap_policy={Block})."
-            )
-
     def _reattach(self) -> None:
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
         model, old = self._model, self.protocol
@@ -462,23 +466,6 @@ class OnDemandEngine(Engine):
         for unit in self._units:
             unit.used.update(slot for slot in unit.slots if slot.name in used)
         self.protocol.go_on_from(old)
-
-
-def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
-    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``."""
-    if own.dtype != torch.uint8:
-        for slot in unit.slots:
-            slot.compute_dtype = own.dtype
-    unit.lay_out(accumulator_dtype)
-    spec = unit.spec()
-    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
-    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
-        unit.write_shard(derived)
-    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
-        raise NotImplementedError(
-            f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
-            'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
-        )
 
 
 def _lost(name: str) -> StaleShardError:

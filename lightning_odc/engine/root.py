@@ -22,7 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.engine.units import ParamSlot, Unit
+from lightning_odc import _compat
+from lightning_odc.engine.units import ParamSlot, Unit, class_names
+from lightning_odc.errors import ODCError
 
 
 class RootUnit:
@@ -35,6 +37,7 @@ class RootUnit:
 
     def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
         self._model = cast(FSDPModule, model)
+        self._units = units
         self._slots: dict[nn.Module, list[ParamSlot]] = {}
         for slot in (slot for unit in units if self._model in unit.modules for slot in unit.slots):
             self._slots.setdefault(slot.module, []).append(slot)
@@ -48,6 +51,19 @@ class RootUnit:
         slots = next(iter(self._slots.values()), None)
         if slots is not None and isinstance(slots[0].current, DTensor):
             self._model.unshard()
+
+    def check_reduced(self) -> None:
+        """Refuse a backward pass that left gradients behind, in this unit or another one.
+
+        Raises:
+            ODCError: naming classes of layers of which units can be made.
+        """
+        for unit in self._units:
+            if isinstance(unit.slots[0].current, DTensor) or _compat.keeps_gradients(unit.modules[0]):
+                continue
+            left = [slot for slot in unit.slots if slot.current.grad is not None]
+            if left:
+                raise _left_behind(left)
 
     def release(self) -> None:
         """Take the hooks off the layers. Idempotent."""
@@ -64,3 +80,14 @@ class RootUnit:
             elif slot in self._frozen and slot.home.requires_grad:
                 self._frozen.discard(slot)
                 slot.current.requires_grad_(True)
+
+
+def _left_behind(slots: list[ParamSlot]) -> ODCError:
+    layers = [slot.module for slot in slots if not isinstance(slot.module, FSDPModule)]
+    make = f"Make units of layers, auto_wrap_policy={class_names(layers)}, and call" if layers else "Call"
+    names = ", ".join(repr(slot.name) for slot in slots[:3]) + ", ..." * (len(slots) > 3)
+    return ODCError(
+        "With manual optimization a model needs at least two units, and the loss must depend on what one besides the "
+        f"root unit returns. This backward pass did not reach any, so gradients were left behind: {names}. {make} them "
+        "as modules, `layer(x)`."
+    )

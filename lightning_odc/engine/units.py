@@ -3,18 +3,19 @@
 Note [How a unit lies in memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``fully_shard`` hands the comm objects flat buffers. A rank's part of the all-gather buffer is the concatenation of its
-shards of all parameters of the unit, in post-order of the module tree, each padded on its sharded dimension to
-``ceil(n / world_size)`` and cast to the compute dtype (to bytes if compute dtypes differ). The reduce-scatter buffer
-has one row per owner with the same order and padding, but holds only parameters that received a gradient since
-the last reduce-scatter. The first is derived here and compared with what ``fully_shard`` really passes, bit for bit,
-when the engine attaches; the second is known from a hook on every unsharded parameter.
+shards of all parameters of the unit, in post-order of the module tree (for ``fully_shard([a, b])`` first ``a``, then
+``b``), each padded on its sharded dimension to ``ceil(n / world_size)`` and cast to the compute dtype (to bytes if
+compute dtypes differ). The reduce-scatter buffer has one row per owner with the same order and padding, but holds only
+parameters that received a gradient since the last reduce-scatter. The first is derived here and compared with what
+``fully_shard`` really passes, bit for bit, when the engine attaches (shards hold distinct numbers meanwhile). The
+second is known from a hook on every unsharded parameter.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -92,6 +93,7 @@ class Unit:
         fresh: Parameters that received a gradient since the last reduce-scatter.
         used: Parameters that received a gradient on this rank since the last settle.
         trainable: Parameters that have a place in the accumulator.
+        shard_numel: elements of this rank's published shard.
     """
 
     index: int
@@ -104,6 +106,7 @@ class Unit:
     fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
     used: set[ParamSlot] = field(default_factory=set)
     trainable: list[ParamSlot] = field(default_factory=list)
+    shard_numel: int = 0
     _whole: list[Segment] = field(default_factory=list)
 
     def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
@@ -119,6 +122,7 @@ class Unit:
                 slot.grad_offset = -1
         self.trainable = [slot for slot in self.slots if slot.grad_offset >= 0]
         self._whole = _joined(self.trainable)
+        self.shard_numel = shard_offset
         own = [slot.sharded.dtype for slot in self.trainable]
         self.grad_dtype = accumulator_dtype or torch.promote_types(
             own[0] if own else torch.float32, torch.float32
@@ -126,12 +130,9 @@ class Unit:
 
     def spec(self) -> UnitSpec:
         """Sizes for the window."""
-        widths = [slot.compute_dtype.itemsize if self.as_bytes else 1 for slot in self.slots]
         return UnitSpec(
             name=self.name,
-            shard_numel=sum(
-                slot.padded_numel * width for slot, width in zip(self.slots, widths, strict=True)
-            ),
+            shard_numel=self.shard_numel,
             shard_dtype=torch.uint8 if self.as_bytes else self.slots[0].compute_dtype,
             grad_numel=sum(slot.padded_numel for slot in self.trainable),
             grad_dtype=self.grad_dtype,
@@ -152,6 +153,20 @@ class Unit:
             values.append(local)
         torch._foreach_copy_(places, values)
         self.verified = False
+
+    def regroup(self, shards: Tensor, neighbours: int, target: Tensor) -> None:
+        """Fill the all-gather buffer of a smaller mesh.
+
+        Args:
+            shards: The shards of all ranks, shape ``[world_size, shard_numel]``.
+            neighbours: How many ranks' shards each rank of the smaller mesh holds, parameter by parameter.
+            target: The buffer, 1-D; one row per rank of the smaller mesh.
+        """
+        rows = target.view(-1, neighbours * self.shard_numel)
+        ends = [*(slot.shard_offset for slot in self.slots[1:]), self.shard_numel]
+        for slot, end in zip(self.slots, ends, strict=True):
+            start = slot.shard_offset
+            rows[:, neighbours * start : neighbours * end] = shards[:, start:end].reshape(len(rows), -1)
 
     def differs_from(self, published: Tensor, own: Tensor) -> str | None:
         """Name of a parameter whose shard in ``own`` is not, bit for bit, the one in ``published``, if there is one."""
@@ -258,29 +273,24 @@ def _joined(fresh: list[ParamSlot]) -> list[Segment]:
 def find_units(model: nn.Module) -> list[Unit]:
     """All units of a model in module order, without layout. Modules that manage no parameter are left out."""
     names = {id(module): name for name, module in model.named_modules()}
+    grouped: set[nn.Module] = set()
     seen: set[int] = set()
     units: list[Unit] = []
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            slots = _slots_of(module, names, seen)
+        if isinstance(module, FSDPModule) and module not in grouped:
+            modules = _compat.modules_grouped_with(module)
+            grouped.update(modules)
+            slots = [slot for one in modules for slot in _slots_of(one, names, seen)]
             if slots:
-                units.append(Unit(len(units), names[id(module)] or "(root)", [module], slots))
+                units.append(Unit(len(units), names.get(id(modules[0])) or "(root)", list(modules), slots))
     return units
 
 
-def merge_groups(units: list[Unit], same_group: dict[int, int]) -> list[Unit]:
-    """Join units that ``fully_shard([a, b])`` put into one group: ``same_group[i] = j`` says i belongs to j's."""
-    merged: dict[int, Unit] = {}
-    for unit in units:
-        leader = same_group.get(unit.index, unit.index)
-        if leader in merged:
-            merged[leader].modules += unit.modules
-            merged[leader].slots += unit.slots
-        else:
-            merged[leader] = unit
-    for index, unit in enumerate(merged.values()):
-        unit.index = index
-    return list(merged.values())
+def class_names(modules: Iterable[nn.Module]) -> str:
+    """The classes of some modules as a set in Python, such as ``{Block, nn.Linear}``."""
+    kinds = {type(module) for module in modules}
+    names = {f"nn.{k.__name__}" if k.__module__.startswith("torch.nn.") else k.__name__ for k in kinds}
+    return "{" + ", ".join(sorted(names)) + "}"
 
 
 def _sharded_like(parameter: DTensor, local: Tensor) -> DTensor:

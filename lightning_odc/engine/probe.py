@@ -1,0 +1,89 @@
+"""Letting ``fully_shard`` show how it lays out a unit; see Note [How a unit lies in memory]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_odc.engine.comm import GatherComm, StockReduceScatter, set_comms
+from lightning_odc.engine.units import ParamSlot, Unit
+
+#: Numbers that bf16 and fp16 both hold exactly: 7 bits of fraction, and the exponents of fp16. A prime number of them,
+#: so that equal numbers are not equally far apart in parameters of even sizes.
+_FRACTIONS, _LEAST_EXPONENT, _NUMBERS = 128, -14, 3709
+
+
+@contextmanager
+def numbered(unit: Unit) -> Iterator[None]:
+    """A context in which the elements of this rank's shards are numbers that tell parameters and places apart.
+
+    Parameters that are equal to each other, as norms and biases are in the beginning, would look the same in any order.
+    Afterwards all contents are what they were, bit for bit.
+    """
+    kept = [(slot, slot.local.clone()) for slot in unit.slots if type(slot.local) is Tensor]
+    first = 0
+    try:
+        for slot, content in kept:
+            _write(slot, _numbers(first, content))
+            first += content.numel() + 1
+        yield
+    finally:
+        for slot, content in kept:
+            _write(slot, content)
+
+
+def shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tensor:
+    """This rank's shard as ``fully_shard`` passes it to be gathered: 1-D, in the compute dtype.
+
+    What the peers' slices hold does not matter, since the unit is resharded at once.
+
+    Args:
+        unit: The unit, at rest.
+        while_gathered: Called for each of its parameters while they are unsharded.
+    """
+    shown: list[Tensor] = []
+    set_comms(unit.modules, GatherComm(lambda _, own: shown.append(own.clone())), StockReduceScatter())
+    unit.modules[0].unshard()
+    for slot in unit.slots:
+        while_gathered(slot)
+    unit.modules[0].reshard()
+    (own,) = shown
+    return own
+
+
+def lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
+    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``.
+
+    Raises:
+        NotImplementedError: its parameters lie in another order, or are gathered in another form.
+    """
+    if own.dtype != torch.uint8:
+        for slot in unit.slots:
+            slot.compute_dtype = own.dtype
+    unit.lay_out(accumulator_dtype)
+    spec = unit.spec()
+    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
+    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
+        unit.write_shard(derived)
+    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
+        raise NotImplementedError(
+            f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
+            'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
+        )
+
+
+def _numbers(first: int, like: Tensor) -> Tensor:
+    """Numbers from the one with this index on, in the shape and dtype of ``like``."""
+    indices = torch.arange(first, first + like.numel(), device=like.device) % _NUMBERS
+    if not (like.dtype.is_floating_point or like.dtype.is_complex):
+        return (indices % 127).to(like.dtype).view(like.shape)
+    fractions = 1 + (indices % _FRACTIONS).float() / _FRACTIONS
+    return torch.ldexp(fractions, indices // _FRACTIONS + _LEAST_EXPONENT).to(like.dtype).view(like.shape)
+
+
+def _write(slot: ParamSlot, content: Tensor) -> None:
+    with torch.inference_mode(slot.local.is_inference()), torch.no_grad():
+        slot.local.copy_(content)
