@@ -250,7 +250,9 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert late["settle"]["ours"][1] > 0.0045  # it is a meeting
     assert cli.main(f"bench engine --peers 1 --mib 1 --rounds 2 --output {tmp_path}".split()) == 0
     found = json.loads((tmp_path / "engine.json").read_text())
-    assert found["python"]["fully_shard_microseconds"] > 0
+    measured = [(row["ranks"], row["parameters"]) for row in found["python"]]
+    assert measured == [(2, 1), (2, 12), (4, 1), (4, 12)]
+    assert all(row["fully_shard"] > 0 < row["minibatch"] for row in found["python"])
     assert [row["peers"] for row in found["busy owner"]] == [1]
     out = capsys.readouterr().out
     assert "faster than the group [quartiles] |" in out  # brackets are no markup

@@ -50,6 +50,8 @@ from lightning_odc.sharding import mesh_for, precision_policy, shard_model
 
 _UNITS = 32
 _BLOCK = 20
+_RANKS = (2, 4)
+_PARAMETERS = (1, 12)
 WORK = ("alone", "peers add elsewhere", "peers add into it")
 
 
@@ -206,9 +208,13 @@ def run_engine(options: EngineOptions) -> int:
     load, code = os.getloadavg()[0], 0
     found: dict[str, Any] = {}
     try:
-        with Ranks(2, ["lightning_odc.bench.engine_costs"]) as ranks:
-            found["python"] = _python_row(ranks.call(engine_python, options.rounds))
-        console.print(python_sentence(found["python"]))
+        found["python"] = []
+        for world_size in _RANKS:
+            with Ranks(world_size, ["lightning_odc.bench.engine_costs"]) as ranks:
+                for parameters in _PARAMETERS:
+                    taken = ranks.call(engine_python, parameters, options.rounds)
+                    found["python"].append(_python_row(world_size, parameters, taken))
+        console.print(f"The engine's own Python:\n{python_table(found['python'])}\n")
         found["busy owner"] = []
         for peers in options.peers:
             with Ranks(peers + 1, ["lightning_odc.bench.engine_costs"]) as ranks:
@@ -240,24 +246,34 @@ def _check_memory(peers: int, mib: int) -> None:
         )
 
 
-def _python_row(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+def _python_row(ranks: int, parameters: int, by_rank: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """Microseconds, means over ranks."""
-    ranks = [
+    differences = [
         [mine - none for mine, none in zip(taken["engine"], taken["nothing"], strict=True)]
         for taken in by_rank
     ]
-    differences = [statistics.fmean(of_ranks) for of_ranks in zip(*ranks, strict=True)]
-    without = statistics.median(one for taken in by_rank for one in taken["nothing"])
-    return {"microseconds": median_interval(differences), "fully_shard_microseconds": without}
+    return {
+        "ranks": ranks,
+        "parameters": parameters,
+        "microbatch": median_interval([statistics.fmean(one) for one in zip(*differences, strict=True)]),
+        "minibatch": statistics.median(one for taken in by_rank for one in taken["settle"]),
+        "fully_shard": statistics.median(one for taken in by_rank for one in taken["nothing"]),
+    }
 
 
-def python_sentence(row: dict[str, Any]) -> str:
-    """For people."""
-    low, middle, high = row["microseconds"]
-    return (
-        f"The engine's own Python: {middle:.1f} us [{low:.1f}, {high:.1f}] per microbatch and unit, beside "
-        f"{row['fully_shard_microseconds']:.1f} us that `fully_shard` takes."
-    )
+def python_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Microseconds of the engine's own Python, as Markdown."""
+    lines = [
+        "| ranks | parameters | per unit and microbatch | more per unit and minibatch | `fully_shard` |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        low, middle, high = row["microbatch"]
+        lines.append(
+            f"| {row['ranks']} | {row['parameters']} | {middle:.1f} us [{low:.1f}, {high:.1f}] | "
+            f"{row['minibatch']:.0f} us | {row['fully_shard']:.0f} us |"
+        )
+    return "\n".join(lines)
 
 
 def _slower(spent: dict[str, list[Spent]]) -> dict[str, Any]:

@@ -67,8 +67,9 @@ rank0, rank1 = open_ranks([vector])
 
 weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # row r is the shard of rank r
 for rank, shard in zip((rank0, rank1), weights, strict=True):
-    rank.own_shard(0).copy_(shard)  # write the bytes ...
-    rank.publish(0)  # ... and only then set the version, here 1
+    unit = rank.windows[0]  # how this rank sees the first unit in all windows
+    unit.own_shard.copy_(shard)  # write the bytes ...
+    unit.publish()  # ... and only then set the version, here 1
 
 # %% [markdown]
 # ## Reading without asking
@@ -79,7 +80,7 @@ for rank, shard in zip((rank0, rank1), weights, strict=True):
 # %%
 full = torch.zeros(2, 2)
 full[1] = weights[1]  # the own shard is at hand
-rank1.gather(0, full)  # fill in what the peers have published
+rank1.windows[0].gather(full.view(-1))  # fill in what the peers have published
 print("rank 1 sees", full.flatten().tolist())
 
 # %% [markdown]
@@ -95,10 +96,11 @@ print("rank 1 sees", full.flatten().tolist())
 for microbatch in (1, 2, 3):
     # row r is for the owner of shard r
     gradient = torch.full((2, 2), float(microbatch))
-    rank1.accumulate(0, gradient, [Segment(target=0, source=0, numel=2)])
+    whole = [Segment(target=0, source=0, numel=2)]
+    rank1.windows[0].accumulate(gradient.view(-1), whole)
 
-print("in rank 0's accumulator:", rank0.own_accumulator(0).tolist())
-print("in rank 1's accumulator:", rank1.own_accumulator(0).tolist())
+for rank in (rank0, rank1):
+    print("in its accumulator:", rank.windows[0].own_accumulator.tolist())
 
 # %% [markdown]
 # With a reduce-scatter, three microbatches on rank 1 would have needed three on rank 0, or the job would hang.
@@ -141,12 +143,12 @@ print(
 
 # %%
 items = sum(record["items"] for record in heard)
-gradient = rank0.summed(0) / items
+gradient = rank0.windows[0].summed() / items
 weights[0] -= 0.1 * gradient  # the optimizer: on the own shard only
-rank0.clear(0)
+rank0.windows[0].clear()
 rank0.next_version()
-rank0.own_shard(0).copy_(weights[0])
-rank0.publish(0)
+rank0.windows[0].own_shard.copy_(weights[0])
+rank0.windows[0].publish()
 print("rank 0's shard, version 2:", weights[0].tolist())
 
 # %% [markdown]
@@ -156,7 +158,7 @@ print("rank 0's shard, version 2:", weights[0].tolist())
 
 # %%
 try:
-    rank0.gather(0, full)
+    rank0.windows[0].gather(full.view(-1))
 except ODCError as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -191,13 +193,14 @@ SHARES = {0: [0], 1: [1, 2, 3]}  # which microbatches each rank runs
 
 
 def run_rank(number, rank, shard):
+    unit = rank.windows[0]
     for step in range(len(inputs)):
-        rank.own_shard(0).copy_(shard)
-        rank.publish(0)
+        unit.own_shard.copy_(shard)
+        unit.publish()
         for microbatch in SHARES[number]:
             full = torch.empty(2, 2)
             full[number] = shard
-            rank.gather(0, full)
+            unit.gather(full.view(-1))
             began = time.monotonic_ns()
             w = full.flatten().requires_grad_()
             loss = (
@@ -208,12 +211,12 @@ def run_rank(number, rank, shard):
             loss.backward()
             time.sleep(float(PAUSES[step, microbatch]))
             rank.tracer.record("forward", began)
-            rank.accumulate(0, w.grad.view(2, 2), [Segment(0, 0, 2)])
+            unit.accumulate(w.grad, [Segment(0, 0, 2)])
         records = rank.end_version(
             {"kind": "step", "items": 5 * len(SHARES[number])}
         )
-        shard -= 0.1 * rank.summed(0) / sum(record["items"] for record in records)
-        rank.clear(0)
+        shard -= 0.1 * unit.summed() / sum(record["items"] for record in records)
+        unit.clear()
         rank.next_version()
     return shard
 
@@ -354,7 +357,7 @@ together(
     lambda: rank1.end_version({"kind": "step"}),
 )
 try:
-    rank0.gather(0, full)
+    rank0.windows[0].gather(full.view(-1))
 except ODCError as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -365,7 +368,7 @@ except ODCError as error:
 rank0, rank1 = open_ranks([vector])
 rank1.fail("ValueError: sample 4711 has no tokens")
 try:
-    rank0.gather(0, full)
+    rank0.windows[0].gather(full.view(-1))
 except ODCError as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -396,8 +399,8 @@ except ODCError as error:
     print(last_line(error))
 
 # %% [markdown]
-# The check compares, bit by bit, what a rank has published with what it holds, whenever it gathers a unit for a
-# forward pass. The message shows the line to write.
+# The check compares, bit by bit, what a rank has published with what it holds: when it first reads a unit in a
+# step, and after the last backward pass. The message shows the line to write.
 #
 # ## What you have seen
 #
