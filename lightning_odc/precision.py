@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from torch import Tensor
@@ -25,6 +26,8 @@ _COMPUTE_DTYPE = {
     "16-true": torch.float16,
 }
 
+_WEIGHT_UNIT = "odc_weight_unit"
+
 
 class ODCPrecision(FSDPPrecision):
     """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm.
@@ -36,6 +39,9 @@ class ODCPrecision(FSDPPrecision):
     Attributes:
         before_clipping: completes the gradients, which may not have arrived yet.
         around_backward: the context of backward passes, without the hooks before and after them.
+        loss_divisor: what the next loss is divided by before its backward pass.
+        weight_unit: see Note [Weights under fp16]; ``None`` until ranks have agreed on it.
+        compute_dtype: of the forward pass; ``None`` for that of the parameters.
         gradient_norm: norm over all ranks of the gradients that were clipped last, before they were; ``None`` until
             that happens.
 
@@ -49,22 +55,29 @@ class ODCPrecision(FSDPPrecision):
                 f"ODCStrategy does not support precision={precision!r}; use one of {', '.join(_COMPUTE_DTYPE)}."
             )
         super().__init__(precision)
+        self.compute_dtype = _COMPUTE_DTYPE[precision]
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
         self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
         self.device_type = device_type
         self.before_clipping: Callable[[], None] | None = None
         self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.loss_divisor: Callable[[], float] = undivided
+        self.weight_unit: float | None = None
         self.gradient_norm: Tensor | None = None
 
     def policy(self, on_demand: bool) -> MixedPrecisionPolicy:
         """Compute in the compute dtype; sum gradients in fp32."""
-        dtype = _COMPUTE_DTYPE[self.precision]
+        dtype = self.compute_dtype
         return precision_policy(dtype, torch.float32 if dtype is not None else None, on_demand)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if "mixed" in self.precision:
-            return torch.autocast(self.device_type, dtype=cast(torch.dtype, _COMPUTE_DTYPE[self.precision]))
+            return torch.autocast(self.device_type, dtype=cast(torch.dtype, self.compute_dtype))
         return super().forward_context()
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        divisor = self.loss_divisor()
+        return cast(Tensor, super().pre_backward(tensor if divisor == 1.0 else tensor / divisor, module))
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         with self.around_backward():
@@ -83,3 +96,16 @@ class ODCPrecision(FSDPPrecision):
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
         norm = torch.nn.utils.clip_grad_norm_(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
         self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def state_dict(self) -> dict[str, Any]:
+        unit = {} if self.weight_unit is None else {_WEIGHT_UNIT: self.weight_unit}
+        return {**super().state_dict(), **unit}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weight_unit = state_dict.get(_WEIGHT_UNIT)
+        super().load_state_dict(state_dict)
+
+
+def undivided() -> float:
+    """Losses are backpropagated as they are."""
+    return 1.0

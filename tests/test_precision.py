@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -203,6 +204,135 @@ def test_fp16_units_that_reduce_in_fp32():
     for parameters in run_ranks(_fit_sharded_by_hand):
         for name, value in expected.items():  # the same fp16 numbers, summed in fp32 in another order
             torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6)
+
+
+WEIGHTS = (1.0, 4096.0, 1e6)
+STEPS = 24
+
+
+def _fit_weighted(rank: int, communication: str, precision: str) -> Any:
+    """By weight of the microbatches: the number of skipped steps (each halves the scale), and the last parameters."""
+    found = {}
+    for weight in WEIGHTS:
+        counts = [2, 2] if communication == "collective" else [2, 0]  # which ranks run in turn
+        shares = [
+            Minibatch(batches, weights=[weight] * len(batches))
+            for step in range(STEPS)
+            for batches in [token_batches([5, 9][: counts[rank - step % 2]], seed=2 * step + rank)]
+        ]
+        module = Sgd(lr=LR)
+        t = trainer(2, precision=precision, communication=communication, deterministic=True)
+        t.fit(module, loader(shares))
+        scaler = t.precision_plugin.scaler
+        skipped = None if scaler is None else round(math.log2(FULL / scaler.get_scale()))
+        found[weight] = (skipped, full_parameters(module))
+    return found
+
+
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "32-true"])
+def test_weights_do_not_count_against_the_range_of_fp16(precision, communication):
+    start = full_parameters(Sgd(lr=LR))
+    for found in run_ranks(_fit_weighted, communication, precision):
+        skipped, expected = found[1.0]
+        assert skipped in ((0, 1) if precision == "16-mixed" else (None,))
+        assert max(float((value - start[name]).abs().max()) for name, value in expected.items()) > 0.03
+        for weight, (skips, parameters) in found.items():
+            assert skips == skipped, weight
+            for name, value in parameters.items():
+                assert value.isfinite().all()
+                # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
+                bound = 0.0 if weight == 4096 else 1e-5 if precision == "32-true" else 24 * LR * 2**-10 * 8
+                assert (value.float() - expected[name].float()).abs().max() <= bound, (weight, name)
+
+
+class OfItems(Sgd):
+    """Sums its losses over items of which every token counts as so many."""
+
+    def __init__(self, per_token: float) -> None:
+        super().__init__("items", lr=LR)
+        self.per_token = per_token
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return {"loss": output["loss"] * self.per_token, "num_items": output["num_items"] * self.per_token}
+
+
+def _fit_items(rank: int) -> Any:
+    found = {}
+    for per_token in (0.25, 4096.0):
+        for kind in ("plain", "shares"):
+            batches = token_batches([5, 9, 4, 6], seed=rank)
+            shares = [Minibatch(batches[:rank]), Minibatch(batches), Minibatch([]), Minibatch(batches[rank:])]
+            module = OfItems(per_token)
+            t = trainer(2, precision="16-mixed", deterministic=True, accumulate_grad_batches=2)
+            t.fit(module, loader(batches if kind == "plain" else shares))
+            found[kind, per_token] = t.precision_plugin.scaler.get_scale(), full_parameters(module)
+    return found
+
+
+def test_sums_do_not_count_against_the_range_of_fp16():
+    start = full_parameters(Sgd(lr=LR))
+    for found in run_ranks(_fit_items):
+        for kind in ("plain", "shares"):
+            (scale, small), (other, large) = found[kind, 0.25], found[kind, 4096.0]
+            assert scale == other >= FULL / 2  # at most one of two steps was skipped
+            assert all(torch.equal(large[name], value) for name, value in small.items())
+            assert any((value - start[name]).abs().max() > 0.01 for name, value in small.items())
+
+
+class Lightens(Sgd):
+    """In the second epoch its microbatches weigh less."""
+
+    def train_dataloader(self) -> Any:
+        epoch = self.trainer.current_epoch
+        tokens = token_batches([5, 9], seed=2 * epoch + self.global_rank)
+        return loader([Minibatch([batch], weights=[[4096.0, 64.0][epoch]]) for batch in tokens])
+
+
+def _resume(rank: int, directory: str, precision: str) -> Any:
+    def fit(module: Lightens, epochs: int, path: str | None = None) -> Trainer:
+        options: dict[str, Any] = {"deterministic": True, "reload_dataloaders_every_n_epochs": 1}
+        t = trainer(2, precision=precision, max_epochs=epochs, **options)
+        t.fit(module, ckpt_path=path)
+        return t
+
+    whole, resumed, path = Lightens(lr=LR), Lightens(lr=LR), f"{directory}/half.ckpt"
+    states = [fit(whole, 2).precision_plugin.state_dict()]
+    fit(Lightens(lr=LR), 1).save_checkpoint(path)
+    states.append(fit(resumed, 2, path).precision_plugin.state_dict())
+    after = full_parameters(resumed)
+    return states, [torch.equal(value, after[name]) for name, value in full_parameters(whole).items()]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_the_unit_of_weights_is_resumed(tmp_path, precision):
+    for (whole, resumed), same in run_ranks(_resume, str(tmp_path), precision):
+        assert same == [True] * len(same)
+        assert resumed == whole
+        assert resumed["odc_weight_unit"] == 4096.0
+
+
+class OfOne(Sgd):
+    """Its losses are 1."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.mean_loss(batch).to(self.net.head.weight.dtype) * 0 + 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.reported = outputs["loss"]
+
+
+def _report_ones(rank: int, precision: str) -> Any:
+    module, many = OfOne(), Minibatch(token_batches([3]) * 300, weights=[1000.0] * 300)
+    trainer(1, precision=precision).fit(module, loader([many]))
+    return module.reported.dtype, float(module.reported)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_losses_of_a_share_are_summed_in_fp32(precision):
+    """In bf16, 256 + 1 is 256; in fp16, 100 * 1000 is infinite."""
+    assert run_ranks(_report_ones, precision, world_size=1) == [(torch.float32, 1.0)]
 
 
 def test_a_precision_that_is_not_supported_is_an_error_at_construction():

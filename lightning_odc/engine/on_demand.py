@@ -325,7 +325,7 @@ class OnDemandEngine(Engine):
             record |= {"used": _pack(used), "logs": logs, "note": self.note}
             records = self.protocol.end_version(record)
             self.notes = [r["note"] for r in records]
-            scale = 1.0 / denominator(records)
+            scale = 1.0 / denominator(records, self.weight_unit)
             used_anywhere = _unpack([r["used"] for r in records], len(used))
             for unit in self._units:
                 flags = [used_anywhere.pop(0) and slot not in emptied for slot in unit.slots]
