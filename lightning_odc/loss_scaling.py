@@ -3,14 +3,14 @@
 Note [Weights under fp16]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 The gradient of ``w_m L_m`` is ``w_m`` times that of ``L_m``, and a loss that is summed over ``n`` items is ``n`` times
-their mean. Weights are often numbers of tokens, and fp16 ends at 65504, so without a remedy gradients overflow until the
-loss scale has shrunk by the size of the weights. The remedy is the *weight unit* ``u``, a power of two near the weight of
-one microbatch: every weighted loss is divided by it before its backward pass, and so is the denominator of Note [Who
-divides]. Dividing by a power of two changes no bits, except where numbers leave the range of their dtype.
+their mean. Weights are often numbers of tokens, and fp16 ends at 65504. So gradients would overflow until the loss
+scale has shrunk by the size of the weights. The *weight unit* prevents that. It is a power of two near the weight of
+one microbatch. Every weighted loss is divided by it before its backward pass, and so is the denominator of Note [Who
+divides]. Dividing by a power of two changes no digits, except where numbers leave the range of their dtype.
 
 Gradients of all ranks are added up, so all ranks need the same unit. They agree on it once, in the first step that has
-weights: each rank says the weight of its first microbatches when it comes to its first backward pass, or to the settle
-if it had none. The unit is saved with the loss scale, which depends on it. bf16 has the range of fp32; its unit is 1.
+weights. Each rank says the weight of its first microbatches when it comes to its first backward pass, or to the settle
+if it had none. The unit is saved with the loss scale, which depends on it. bf16 has the range of fp32: its unit is 1.
 """
 
 from __future__ import annotations

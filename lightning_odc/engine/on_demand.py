@@ -172,6 +172,7 @@ class OnDemandEngine(Engine):
         for unit in units:
             unit.modules[0].unshard()
             for slot in unit.slots:
+                slot.compute_dtype = slot.current.dtype
                 self._hook(slot)
             unit.modules[0].reshard()
         assert len(shown) == len(units), "a unit was not gathered exactly once"
@@ -431,9 +432,6 @@ class OnDemandEngine(Engine):
 
 def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
     """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``."""
-    if own.dtype != torch.uint8:
-        for slot in unit.slots:
-            slot.compute_dtype = own.dtype
     unit.lay_out(accumulator_dtype)
     spec = unit.spec()
     derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
