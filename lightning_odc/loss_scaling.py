@@ -1,7 +1,22 @@
-"""Loss scaling for fp16: as torch's, on any device, for gradients that may be missing or clipped by hand."""
+"""Loss scaling for fp16: as torch's, on any device, for gradients that may be missing or clipped by hand.
+
+Note [Weights under fp16]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The gradient of ``w_m L_m`` is ``w_m`` times that of ``L_m``, and a loss that is summed over ``n`` items is ``n`` times
+their mean. Weights are often numbers of tokens, and fp16 ends at 65504. So gradients would overflow until the loss
+scale has shrunk by the size of the weights. The *weight unit* prevents that. It is a power of two near the weight of
+one microbatch. Every weighted loss is divided by it before its backward pass, and so is the denominator of Note [Who
+divides]. Dividing by a power of two changes no digits, except where numbers leave the range of their dtype.
+
+Gradients of all ranks are added up, so all ranks need the same unit. They agree on it once, in the first step that has
+weights. Each rank says the weight of its first microbatches when it comes to its first backward pass, or to the settle
+if it had none. The unit is saved with the loss scale, which depends on it. bf16 has the range of fp32: its unit is 1.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,6 +56,12 @@ class LossScaler(torch.amp.GradScaler):
         if self._unscaled or new_scale is not None:
             super().update(new_scale)
         self._unscaled.clear()
+
+
+def unit_of(weights: Iterable[float]) -> float | None:
+    """The power of two that is nearest to the mean of some weights; ``None`` if none of them is a positive number."""
+    usable = [weight for weight in weights if 0 < weight < math.inf]
+    return 2.0 ** round(math.log2(sum(usable) / len(usable))) if usable else None
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -29,6 +29,9 @@ from lightning_odc.engine.units import class_names
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
 #: (Spelt out, since LightningCLI reads from it what a YAML file may say.)
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module, bool, int], bool] | ModuleWrapPolicy | CustomPolicy
+
+#: Modules that hold parameters for the module around them, and are never called.
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 def shard_model(
@@ -56,23 +59,26 @@ def shard_model(
 
     Raises:
         TypeError: if a module is already wrapped in FSDP1.
-        ValueError: if parameters are tied across units.
+        ValueError: if parameters are tied across units, or a module holds trainable parameters of several dtypes.
     """
     _refuse_fsdp1(model)
     named = partial(model.named_parameters, remove_duplicate=False)
     hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
     options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        _refuse_mixed_units(model)
+    else:
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
-        _refuse_ties(model, targets)
         if announce:
             _announce(model, wrap_policy, targets)
+        targets = with_dtype_units(model, targets)
+        _refuse_ties(model, targets)
         for module in targets:
-            fully_shard(module, **options)
+            _shard_unit(module, options)
     if not isinstance(model, FSDPModule):
         # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
         options["reshard_after_forward"] = None if reshard_after_forward else False
-        fully_shard(model, **options)
+        _shard_unit(model, options)
     for name, parameter in named():
         if name in hooked and parameter is not hooked[name]:
             _compat.move_gradient_hooks(hooked[name], parameter)
@@ -93,7 +99,7 @@ def wrapping_shards(
 
     def shard(module: nn.Module) -> nn.Module:
         if not isinstance(module, FSDPModule):
-            fully_shard(module, **options)
+            _shard_unit(module, options)
         return module
 
     return enable_wrap(wrapper_cls=shard)
@@ -114,6 +120,14 @@ def _options(
         else OffloadPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
+
+
+def _shard_unit(module: nn.Module, options: dict[str, Any]) -> None:
+    """Shard a module of which inner units are sharded already."""
+    if any(dtype.is_complex for dtype in _elements(module)):
+        # There are no complex numbers of 16 bits: fully_shard would drop the imaginary part of weights or gradients.
+        options = {**options, "mp_policy": MixedPrecisionPolicy()}
+    fully_shard(module, **options)
 
 
 def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
@@ -252,6 +266,77 @@ def precision_policy(
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=None if on_demand else reduce_dtype)
 
 
+def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules to shard, innermost first, so that the trainable parameters of a unit have one dtype.
+
+    ``fully_shard`` reduces the gradients of a unit in one buffer, so it takes no others. Modules whose own parameters
+    differ in dtype from the rest of their unit (complex layers between real ones) become units of their own.
+
+    Args:
+        model: the module to shard, which becomes the root unit.
+        targets: the modules that become units in any case.
+
+    Raises:
+        ValueError: naming a module that itself holds trainable parameters of several dtypes.
+    """
+    chosen = {*targets}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, dtype: torch.dtype | None, name: str) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        own = _own_dtype(module, name)
+        if module in chosen or module is model:
+            elements = _elements(module, chosen)
+            dtype = own or max(elements, key=lambda dtype: elements[dtype], default=None)
+        elif own is not None and own != dtype:
+            chosen.add(module)
+            dtype = own
+        for child_name, child in module.named_children():
+            visit(child, dtype, f"{name}.{child_name}" if name else child_name)
+
+    visit(model, None, "")
+    return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def _own_dtype(module: nn.Module, name: str) -> torch.dtype | None:
+    """The dtype of the trainable parameters that this module is to have gathered before its ``forward``."""
+    dtypes = {parameter.dtype: path for path, parameter in _own_parameters(module)}
+    if len(dtypes) > 1:
+        held = " and ".join(f"{path!r} in {dtype}" for dtype, path in dtypes.items())
+        raise ValueError(
+            f"{name or 'The model'} ({type(module).__name__}) holds trainable parameters of several dtypes: {held}. "
+            "`fully_shard` gathers what a module holds as one unit, which it can reduce in one dtype only. Move the "
+            "parameters of one dtype into a module of their own, whose `forward` uses them."
+        )
+    return next(iter(dtypes), None)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    if isinstance(module, _CONTAINERS):
+        return  # never called: its parameters belong to the module that holds it
+    for name, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            yield from ((f"{name}.{path}", p) for path, p in child.named_parameters() if p.requires_grad)
+    yield from ((path, p) for path, p in module.named_parameters(recurse=False) if p.requires_grad)
+
+
+def _elements(unit: nn.Module, others: Container[nn.Module] = ()) -> Counter[torch.dtype]:
+    """How many trainable elements of each dtype a unit has, without the units inside of it, sharded or ``others``."""
+    elements: Counter[torch.dtype] = Counter()
+
+    def visit(module: nn.Module) -> None:
+        for _, parameter in _own_parameters(module):
+            elements[parameter.dtype] += parameter.numel()
+        for child in module.children():
+            if child not in others and not isinstance(child, FSDPModule):
+                visit(child)
+
+    visit(unit)
+    return elements
+
+
 def _by_callable(root: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Ask a policy as FSDP does: may I go down here, and shall this module with what is left be a unit?"""
     chosen: list[nn.Module] = []
@@ -295,6 +380,18 @@ def _refuse_fsdp1(model: nn.Module) -> None:
                 "`fully_shard`. In `configure_model`, write `torch.distributed.fsdp.fully_shard(self.block)` instead "
                 "of `self.block = FullyShardedDataParallel(self.block)`, or leave the sharding to "
                 "`ODCStrategy(auto_wrap_policy={Block})`."
+            )
+
+
+def _refuse_mixed_units(model: nn.Module) -> None:
+    """Of a model that the user has sharded."""
+    for name, unit in model.named_modules():
+        dtypes = [*_elements(unit)]
+        if len(dtypes) > 1 and (isinstance(unit, FSDPModule) or unit is model):
+            raise ValueError(
+                f"Unit {name or '(root)'!r} has trainable parameters in {' and '.join(map(str, dtypes))}, which "
+                "`fully_shard` cannot reduce together. Before `fully_shard(block)`, call "
+                f"`fully_shard(block.part)` for each part of it that holds those in {dtypes[-1]}."
             )
 
 

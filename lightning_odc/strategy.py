@@ -49,6 +49,7 @@ from lightning_odc.loop_ends import LoopEnds
 from lightning_odc.materialize import check_filled
 from lightning_odc.model_checks import refuse_layers
 from lightning_odc.outermost import surrounded
+from lightning_odc.precision import undivided
 from lightning_odc.program import compare_programs
 from lightning_odc.sharded_strategy import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.sharding import WrapPolicy
@@ -272,10 +273,17 @@ class ODCStrategy(ShardedStrategy):
                 refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
-            assert self.lightning_module is not None
-            self._training = Training(self.lightning_module, self.engine, self.root_device)
+            self._training = self._make_training()
             self.precision_plugin.before_clipping = self._training.settle
             self.precision_plugin.around_backward = self._training.around_backward
+            self.precision_plugin.loss_divisor = self._training.loss_divisor
+
+    def _make_training(self) -> Training:
+        assert self.lightning_module is not None
+        plugin = self.precision_plugin
+        computed_in = (plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
+        fp16 = plugin if torch.float16 in computed_in else None
+        return Training(self.lightning_module, self.engine, self.root_device, fp16)
 
     def _make_engine(self) -> Engine:
         if self.world_size == 1:
@@ -341,6 +349,7 @@ class ODCStrategy(ShardedStrategy):
         self._give_values_back()
         self.precision_plugin.before_clipping = None
         self.precision_plugin.around_backward = nullcontext
+        self.precision_plugin.loss_divisor = undivided
         engine, self._engine, self._training = self._engine, None, None
         try:
             if engine is not None and not self._failed:

@@ -17,6 +17,8 @@ from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.logbook import LogBook, flush
+from lightning_odc.loss_scaling import unit_of
+from lightning_odc.precision import ODCPrecision
 from lightning_odc.stopwatch import Stopwatch
 from lightning_odc.totals import Total
 from lightning_odc.unroll import contribution, run_share
@@ -29,9 +31,12 @@ class Training:
         module: that is trained.
         engine: of its model.
         device: on which it is trained.
+        fp16: the plugin of a model that computes in fp16, else ``None``.
     """
 
-    def __init__(self, module: LightningModule, engine: Engine, device: torch.device) -> None:
+    def __init__(
+        self, module: LightningModule, engine: Engine, device: torch.device, fp16: ODCPrecision | None = None
+    ) -> None:
         self._module = module
         self._engine = engine
         self._device = device
@@ -40,6 +45,8 @@ class Training:
         self._totals: list[Total] = []
         self._more = False
         self._has_optimizer = False
+        self._fp16 = fp16
+        self._has_said_weight = False
 
     def compare_batches(self) -> None:
         """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
@@ -117,10 +124,23 @@ class Training:
         with context, self._engine.traced("backward"), self._stopwatch.running():
             yield
 
+    def loss_divisor(self) -> float:
+        """What the losses of this step are divided by; see Note [Weights under fp16]."""
+        if self._fp16 is None or not self._engine.ledger.is_weighted:
+            return 1.0
+        if self._fp16.weight_unit is None and not self._has_said_weight:
+            self._has_said_weight = True  # once per step, or ranks would not meet
+            ledger, accumulated = self._engine.ledger, self._module.trainer.accumulate_grad_batches
+            weight = float(ledger.weight) * accumulated / max(ledger.microbatches, 1)
+            self._fp16.weight_unit = unit_of(self._engine.exchange("first weights under fp16", weight))
+        self._engine.weight_unit = self._fp16.weight_unit or 1.0
+        return self._engine.weight_unit
+
     def settle(self) -> None:
         """Complete the gradients, once per optimizer step."""
         if self._engine.settled:
             return
+        self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
         records = self._engine.settle({"logs": self._logbook.post(), "times": self._stopwatch.take()})
         logs = [record["logs"] for record in records]
         self._totals += self._logbook.merge(logs, own=self._module.global_rank)
@@ -144,6 +164,7 @@ class Training:
     def end_step(self) -> None:
         """The optimizer has stepped: publish the parameters and log the values of the step."""
         self._engine.publish()
+        self._has_said_weight = False
         totals, self._totals = self._totals, []
         if totals:
             with _compat.logging_as(self._module, "training_step"):

@@ -30,7 +30,7 @@ class Contribution:
     """What one microbatch adds to the sum in Note [Who divides].
 
     Attributes:
-        loss: the weighted (or summed) loss, with its graph.
+        loss: the weighted (or summed) loss, with its graph; at least in fp32, which has room for weights and sums.
         weight: its share of the denominator.
         extras: what else ``training_step`` returned.
         counting: what the weight counts.
@@ -55,7 +55,7 @@ class _Totals:
             self.extras.setdefault(key, []).append(value)
 
     def mean(self, device: torch.device) -> Tensor:
-        loss = torch.as_tensor(self.loss, device=device, dtype=torch.get_default_dtype())
+        loss = torch.as_tensor(self.loss, device=device)
         weight = torch.as_tensor(self.weight, device=device, dtype=loss.dtype)
         return torch.where(weight > 0, loss / weight, torch.zeros_like(loss))
 
@@ -74,14 +74,14 @@ def contribution(output: Any, weight: float, counting: Counting = Counting.MEAN)
     if output is None:
         return None
     if isinstance(output, Tensor):
-        return Contribution(output * weight, weight, {}, counting)
+        return Contribution(_wide(output) * weight, weight, {}, counting)
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         extras = {key: value for key, value in output.items() if key != "loss"}
         if "num_items" in output:
             counts = float(weight > 0)  # a microbatch of weight zero only keeps ranks together
             items = _checked(output["num_items"]) * counts
-            return Contribution(output["loss"] * counts, items, extras, Counting.EXACT)
-        return Contribution(output["loss"] * weight, weight, extras, counting)
+            return Contribution(_wide(output["loss"]) * counts, items, extras, Counting.EXACT)
+        return Contribution(_wide(output["loss"]) * weight, weight, extras, counting)
     raise TypeError(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
@@ -151,9 +151,13 @@ class _WithValue(torch.autograd.Function):
         return grads[0].to(ctx.dtype).reshape(ctx.shape), None
 
 
+def _wide(loss: Tensor) -> Tensor:
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+
+
 def _checked(num_items: Any) -> float | Tensor:
     if isinstance(num_items, Tensor):
-        return num_items.detach()
+        return num_items.detach().double()  # summed as exactly as numbers of Python are
     if not isinstance(num_items, numbers.Real) or not 0 <= float(num_items) < math.inf:
         raise ValueError(
             f'"num_items" must be a finite number of at least 0, for example labels.ne(-100).sum(); got {num_items!r}.'

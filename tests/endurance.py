@@ -58,11 +58,10 @@ class Shares(IterableDataset[Any]):
 
 
 class Module(TokenModule):
-    """In fp64 in the process to compare with; the trainer's precision makes fp32 of it on the ranks."""
+    """Trained in fp32 on the ranks, and in fp64 in the process to compare with."""
 
     def __init__(self) -> None:
         super().__init__("items", depth=2)
-        self.double()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         logits = self.net(batch)
@@ -120,7 +119,7 @@ class Reads(Callback):
 def reference(world_size: int, steps: int) -> dict[str, Tensor]:
     """One process, plain torch, all ranks' microbatches."""
     torch.set_num_threads(1)
-    module = Module()
+    module = Module().double()
     optimizer = module.configure_optimizers()
     for step in range(steps):
         batches = [batch for rank in range(world_size) for batch in share(step, rank)]

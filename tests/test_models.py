@@ -471,6 +471,47 @@ def test_layers_that_cannot_work_are_refused_and_the_default_policy_says_what_it
     assert "selects no module, so the whole model is one unit" in first[4]
 
 
+class Normalizes(TokenModule):
+    """Levels its statistics before validation, as ``docs/models.md`` shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(1)
+        self.early: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.batch_norm(batch.float().T)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.early = self.batch_norm.running_mean.clone()
+        for buffer in self.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(self.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
+
+
+def _normalizes(rank: int, directory: str) -> Any:
+    module = Normalizes()
+    t = trainer(2, num_sanity_val_steps=0, limit_val_batches=1)
+    t.fit(module, loader([Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])]))
+    unlevelled = module.batch_norm.running_mean.clone(), module.batch_norm.num_batches_tracked.clone()
+    t.save_checkpoint(path := f"{directory}/full.ckpt")
+    saved = torch.load(path, weights_only=False)["state_dict"]["batch_norm.running_mean"]
+    t = trainer(2, num_sanity_val_steps=0, max_epochs=1)
+    t.validate(module, loader(token_batches([5])), verbose=False)
+    return unlevelled, saved, module.early, module.batch_norm.running_mean
+
+
+def test_statistics_are_those_of_each_rank_until_they_are_levelled(tmp_path):
+    first, second = run_ranks(_normalizes, str(tmp_path))
+    ((mean, steps), saved, early, levelled), ((other, more), other_saved, _, other_levelled) = first, second
+    assert (int(steps), int(more)) == (1, 3)
+    assert not torch.equal(mean, other)
+    assert torch.equal(saved, mean) and torch.equal(other_saved, mean)
+    assert torch.equal(levelled, other_levelled)
+    torch.testing.assert_close(levelled, (early + other) / 2)
+
+
 class Meets(TokenModule):
     """Ranks meet in the middle of ``training_step``."""
 

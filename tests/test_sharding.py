@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -19,7 +19,14 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from lightning_odc.sharding import mesh_for, precision_policy, repeated_blocks, shard_model, wrap_targets
+from lightning_odc.sharding import (
+    mesh_for,
+    precision_policy,
+    repeated_blocks,
+    shard_model,
+    with_dtype_units,
+    wrap_targets,
+)
 from tests.models import Block, Net, full_parameters, init_gloo
 from tests.modules import loader, trainer
 from tests.ranks import run_ranks
@@ -170,6 +177,58 @@ def test_nested_targets_come_innermost_first():
     positions = {id(module): index for index, module in enumerate(targets)}
     for block in model.blocks:
         assert positions[id(block.norm)] < positions[id(block)]
+
+
+class Several(nn.Module):
+    """Holds parameters of two dtypes, one of them in a container that is never called."""
+
+    def __init__(self, container: bool = False) -> None:
+        super().__init__()
+        self.real = nn.Parameter(torch.ones(3))
+        phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.phase = nn.ParameterList([phase]) if container else phase
+
+
+def test_other_dtypes_become_units_of_their_own():
+    model = Net()
+    model.blocks[0].up.double()
+    model.blocks[1].norm.to(torch.complex64)
+    model.blocks[2].up.double().requires_grad_(False)
+    model.head.double()
+    found = names(model, with_dtype_units(model, wrap_targets(model)))
+    assert found == sorted([*BLOCKS, "blocks.0.up", "blocks.1.norm", "head"])
+    plain = Net()
+    assert names(plain, with_dtype_units(plain, wrap_targets(plain))) == BLOCKS
+    wide = Net().double()
+    wide.blocks[0] = nn.Sequential(Block())  # of fp32 in fp64
+    assert names(wide, with_dtype_units(wide, [])) == ["blocks.0.0.down", "blocks.0.0.norm", "blocks.0.0.up"]
+
+
+@pytest.mark.parametrize("container", [False, True])
+def test_a_module_that_holds_several_dtypes_is_refused(container):
+    model = nn.Sequential(Several(container))
+    with pytest.raises(ValueError, match=r"^0 \(Several\) holds .*'phase(\.0)?' in torch\.complex64"):
+        with_dtype_units(model, [])
+    model[0].real.requires_grad_(False)
+    assert with_dtype_units(model, []) == []
+
+
+def _shard_mixed_by_hand(rank: int) -> str:
+    init_gloo(rank)
+    model = Net()
+    model.blocks[1].up.double()
+    for block in model.blocks:
+        fully_shard(block)
+    with pytest.raises(ValueError, match="cannot reduce together") as error:
+        shard_model(model, mesh_for("cpu", 2))
+    return str(error.value)
+
+
+def test_units_of_several_dtypes_made_by_hand_are_refused():
+    for message in run_ranks(_shard_mixed_by_hand):
+        assert message.startswith(
+            "Unit 'blocks.1' has trainable parameters in torch.float32 and torch.float64"
+        )
 
 
 def test_a_checkpointed_block_is_sharded_with_its_wrapper():

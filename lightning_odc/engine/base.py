@@ -6,6 +6,8 @@ The gradient of a minibatch is ``sum_m w_m grad L_m / sum_m w_m`` over the micro
 knows the denominator before all ran, so nobody divides early: every rank backpropagates ``w_m L_m``, accumulators
 hold plain sums, and the division happens once, when the engine settles. A plain batch is FSDP's case, the mean
 over ranks: the denominator is then the world size.
+
+fp16 has no room for ``w_m L_m``: see Note [Weights under fp16].
 """
 
 from __future__ import annotations
@@ -93,8 +95,15 @@ class Ledger:
         }
 
 
-def denominator(records: list[Record]) -> float:
+def denominator(records: list[Record], weight_unit: float = 1.0) -> float:
     """The global sum of weights, after checking that the ranks ran the same kind of batches by the same plan.
+
+    Args:
+        records: of all ranks, in rank order.
+        weight_unit: of the engine.
+
+    Returns:
+        What sums of gradients are divided by.
 
     Raises:
         DisagreementError: naming the first rank that differs from rank 0.
@@ -133,7 +142,7 @@ def denominator(records: list[Record]) -> float:
                 "labels.ne(-100).sum()."
             )
     weights = [0.0 if r["batches"] is None and kind == _WEIGHTED else r["weight"] for r in records]
-    return float(sum(weights)) or 1.0
+    return float(sum(weights)) / (weight_unit if kind == _WEIGHTED else 1.0) or 1.0
 
 
 class Engine(Traced, ABC):
@@ -141,6 +150,7 @@ class Engine(Traced, ABC):
 
     Attributes:
         ledger: the weights of the current optimizer step.
+        weight_unit: the weighted losses that were backpropagated were divided by this, on all ranks.
         settled: the gradients of the step are complete in ``.grad``; what comes next is the optimizer step.
         evaluating: ranks may have different numbers of batches now.
         note: something JSON-serialisable to tell the other ranks at the next settle, at no cost of its own.
@@ -149,6 +159,7 @@ class Engine(Traced, ABC):
 
     def __init__(self) -> None:
         self.ledger = Ledger()
+        self.weight_unit = 1.0
         self.settled = self.evaluating = self._failed = False
         self.note: Any = None
         self.notes: list[Any] = []

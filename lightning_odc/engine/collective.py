@@ -130,7 +130,7 @@ class CollectiveEngine(Engine):
             self._signals.agreed.update(*(record["signals"] for record in records))
             self.notes = [record["note"] for record in records]
             # fully_shard has divided by the world size already.
-            scale = self._world_size / denominator(records)
+            scale = self._world_size / denominator(records, self.weight_unit)
             for parameter, total in self._sums.items():
                 total.mul_(scale)
                 parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)

@@ -376,7 +376,7 @@ class OnDemandEngine(Engine):
             record |= {"used": _pack(used), "logs": logs, "note": self.note}
             records = self.protocol.end_version(record)
             self.notes = [r["note"] for r in records]
-            scale = 1.0 / denominator(records)
+            scale = 1.0 / denominator(records, self.weight_unit)
             used_anywhere = iter(_unpack([r["used"] for r in records], len(used)))
             for unit in self._units:
                 flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]

@@ -48,6 +48,7 @@ def shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tens
     set_comms(unit.modules, GatherComm(lambda _, own: shown.append(own.clone())), StockReduceScatter())
     unit.modules[0].unshard()
     for slot in unit.slots:
+        slot.compute_dtype = slot.current.dtype
         while_gathered(slot)
     unit.modules[0].reshard()
     (own,) = shown
@@ -60,9 +61,6 @@ def lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None)
     Raises:
         NotImplementedError: its parameters lie in another order, or are gathered in another form.
     """
-    if own.dtype != torch.uint8:
-        for slot in unit.slots:
-            slot.compute_dtype = own.dtype
     unit.lay_out(accumulator_dtype)
     spec = unit.spec()
     derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)

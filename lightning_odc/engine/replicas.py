@@ -15,7 +15,7 @@ from lightning_odc.engine.layout import Layout
 from lightning_odc.errors import PeerFailedError
 
 _Answer = TypeVar("_Answer")
-_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Replicas:

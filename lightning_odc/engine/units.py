@@ -123,10 +123,9 @@ class Unit:
         self.trainable = [slot for slot in self.slots if slot.grad_offset >= 0]
         self._whole = _joined(self.trainable)
         self.shard_numel = shard_offset
-        own = [slot.sharded.dtype for slot in self.trainable]
-        self.grad_dtype = accumulator_dtype or torch.promote_types(
-            own[0] if own else torch.float32, torch.float32
-        )
+        own = self.trainable[0].sharded.dtype if self.trainable else torch.float32
+        summed_in = torch.promote_types(own, accumulator_dtype or torch.float32)
+        self.grad_dtype = summed_in if accumulator_dtype is None or own.is_complex else accumulator_dtype
 
     def spec(self) -> UnitSpec:
         """Sizes for the window."""
