@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -163,6 +163,15 @@ class ShardedStrategy(FSDPStrategy):
         layout = nodes.layout_of(self.device_mesh, self.num_nodes, self.world_size, self.global_rank)
         return layout if len(layout.rows) > 1 else None
 
+    def _ordinary_tensors(self) -> AbstractContextManager[Any]:
+        """Leaves the user's inference mode: its tensors cannot be changed outside of it, when the module is used again.
+
+        A module that was made in inference mode has such tensors already, and needs that mode.
+        """
+        assert self.model is not None
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
+
     def _shard_in_place(self, model: nn.Module) -> nn.Module:
         """Shard the model and give values to what was made on the meta device."""
         if not isinstance(model, FSDPModule):
@@ -222,7 +231,8 @@ class ShardedStrategy(FSDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
-        return checkpoint.model_state(self.model, self._full)
+        with self._ordinary_tensors():
+            return checkpoint.model_state(self.model, self._full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
