@@ -228,14 +228,21 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.engine.publish()
         return output
 
-    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
         self.settle_gradients()
-        norm = super().clip_gradients_norm(*args, **kwargs)
+        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         self.settle_gradients()
-        super().clip_gradients_value(*args, **kwargs)
+        super().clip_gradients_value(module, optimizer, clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, averaging, checkpoint, nodes, sharded_checkpoint
+from lightning_odc import _compat, arguments, averaging, nodes, sharded_checkpoint
+from lightning_odc import checkpoint as checkpoints
 from lightning_odc.checkpoint_io import WholeCheckpointIO
 from lightning_odc.engine.layout import Layout
 from lightning_odc.launcher import ForkLauncher, is_interactive
@@ -232,32 +233,34 @@ class ShardedStrategy(FSDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         with self._ordinary_tensors():
-            return checkpoint.model_state(self.model, self._full)
+            return checkpoints.model_state(self.model, self._full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
-        return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
+        return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
-    def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        path = checkpoint.location(self.broadcast(filepath))
+        path = checkpoints.location(self.broadcast(filepath))
         if self._full:
-            state = averaging.assembled(state)
-        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
+            checkpoint = averaging.assembled(checkpoint)
+        checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         if not self._full:
-            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
+            sharded_checkpoint.save(checkpoint, cast(Path, path), self.global_rank)
         elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         assert self.lightning_module is not None
-        path = checkpoint.location(self.broadcast(checkpoint_path))
+        path = checkpoints.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
-        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
         mend_epochs(rest)
         if averaging.averages(self.lightning_module.trainer):
             averaging.cut(rest, self.model)
