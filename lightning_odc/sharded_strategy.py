@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from lightning_odc.checkpoint_io import WholeCheckpointIO
 from lightning_odc.engine.layout import Layout
 from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.materialize import Unfilled, materialize
+from lightning_odc.optimizers import ParameterNames, regroup
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.progress import mend_epochs
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
@@ -76,6 +77,8 @@ class ShardedStrategy(FSDPStrategy):
         self.precision_plugin = precision_plugin
         self._on_teardown = ExitStack()
         self._unfilled: list[Unfilled] = []
+        self._names = ParameterNames()
+        self._is_training = False
 
     @property
     def precision_plugin(self) -> ODCPrecision:
@@ -175,6 +178,7 @@ class ShardedStrategy(FSDPStrategy):
 
     def _shard_in_place(self, model: nn.Module) -> nn.Module:
         """Shard the model and give values to what was made on the meta device."""
+        self._names.record(model)
         if not isinstance(model, FSDPModule):
             _compat.wrap_checkpointed(model, self)
         self._shard(model, announce=True)
@@ -192,6 +196,14 @@ class ShardedStrategy(FSDPStrategy):
             cpu_offload=self.cpu_offload.offload_params,
             announce=announce,
         )
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None
+        self._names.follow(
+            self.model, self.optimizers
+        )  # that were made before it was sharded, as in `__init__`
+        self._is_training = False
 
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
@@ -211,6 +223,8 @@ class ShardedStrategy(FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
+        if self.lightning_module is not None:
+            self._names.record(self.lightning_module)  # before `configure_model`, which may shard it
         with wrapping_shards(
             self.shard_mesh,
             mixed_precision=self._mixed_precision_policy(),
@@ -239,9 +253,7 @@ class ShardedStrategy(FSDPStrategy):
         assert self.model is not None
         return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
         path = checkpoints.location(self.broadcast(filepath))
@@ -253,6 +265,10 @@ class ShardedStrategy(FSDPStrategy):
         elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         assert self.lightning_module is not None
@@ -261,7 +277,21 @@ class ShardedStrategy(FSDPStrategy):
         optimizers = self.optimizers if fitting else []
         strict = self.lightning_module.strict_loading
         rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
+            self.load_optimizer_state_dict(rest)
         mend_epochs(rest)
         if averaging.averages(self.lightning_module.trainer):
             averaging.cut(rest, self.model)
         return rest
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        regroup(self.lightning_module.trainer, self.lightning_module)
+        checkpoints.load_optimizers(self.optimizers, checkpoint["optimizer_states"], self.model)
+
+    def on_train_start(self) -> None:
+        self._is_training = True
+
+    def on_train_end(self) -> None:
+        self._is_training = False
