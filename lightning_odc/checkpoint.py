@@ -193,8 +193,8 @@ def _labelled(
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"The checkpoint's optimizer has {sizes[0]} parameters in its groups (a parameter group is an entry of the "
-            f"list), this one has {sizes[1]}. Resume with the `configure_optimizers` that it was saved with, and with the "
-            "callbacks, if they add parameters."
+            f"list), this one has {sizes[1]}. Resume with the `configure_optimizers` that it was saved with, and with "
+            "the callbacks, if they add parameters."
         )
     names = {_compat.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     known: dict[Any, nn.Parameter] = {}

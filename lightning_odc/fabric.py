@@ -120,8 +120,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         self._check_setup()
-        self._names.record(module)
-        self._module = super().setup_module(module)
+        with self._names.recorded(module):
+            self._module = super().setup_module(module)
         self._engine = self._make_engine()
         self._engine.attach(self._module)
         return self._module

@@ -6,7 +6,8 @@ would step on them without an error and without any effect on the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,10 @@ from lightning_odc import _compat
 
 
 class ParameterNames:
-    """The names of parameters, recorded before ``fully_shard`` replaces these.
+    """The names of parameters that ``fully_shard`` has replaced.
 
-    It keeps no parameter alive: what no optimizer holds is freed when it is sharded.
+    It keeps no parameter alive: what no optimizer holds is freed when it is sharded. And it refers to no parameter that
+    a model has now, since torch cannot convert shards with weak references.
     """
 
     def __init__(self) -> None:
@@ -34,13 +36,20 @@ class ParameterNames:
     def __reduce__(self) -> Any:
         return ParameterNames, ()  # in another process they are other parameters
 
-    def record(self, model: nn.Module) -> None:
-        """Note the names of all parameters that the model has now."""
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Note the names of parameters that are replaced in this context."""
         for name, parameter in model.named_parameters():
-            self._names[parameter] = _compat.checkpoint_name(name)
+            if type(parameter.data) is Tensor:  # a subclass is sharded already, or quantised and not trained
+                self._names[parameter] = _compat.checkpoint_name(name)
+        try:
+            yield
+        finally:
+            for parameter in model.parameters():
+                self._names.pop(parameter, None)
 
     def follow(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step on the parameters that the model has now, instead of those that were recorded.
+        """Let optimizers step on the parameters that the model has now, instead of those that were replaced.
 
         Their parameter groups change in place, and their state is sharded like the parameters. A parameter that never
         was the model's stays, with a warning if it is trained.
@@ -93,7 +102,8 @@ def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
             f"{list(parameter.shape)}, and nothing tells how to shard it. {advice}"
         )
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    part = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    return part.to(parameter.device)  # which is the CPU where shards are offloaded
 
 
 def _warn_of_strangers(optimizer: Optimizer, strangers: list[Tensor]) -> None:

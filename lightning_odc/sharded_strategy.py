@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -178,12 +178,12 @@ class ShardedStrategy(FSDPStrategy):
 
     def _shard_in_place(self, model: nn.Module) -> nn.Module:
         """Shard the model and give values to what was made on the meta device."""
-        self._names.record(model)
-        if not isinstance(model, FSDPModule):
-            _compat.wrap_checkpointed(model, self)
-        self._shard(model, announce=True)
-        nodes.check_shards(model, self.shard_mesh)
-        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        with self._names.recorded(model):
+            if not isinstance(model, FSDPModule):
+                _compat.wrap_checkpointed(model, self)
+            self._shard(model, announce=True)
+            nodes.check_shards(model, self.shard_mesh)
+            self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
         return model
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
@@ -223,14 +223,14 @@ class ShardedStrategy(FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        if self.lightning_module is not None:
-            self._names.record(self.lightning_module)  # before `configure_model`, which may shard it
-        with wrapping_shards(
+        shards = wrapping_shards(
             self.shard_mesh,
             mixed_precision=self._mixed_precision_policy(),
             reshard_after_forward=self._reshard_after_forward,
             cpu_offload=self.cpu_offload.offload_params,
-        ):
+        )
+        module = self.lightning_module  # `configure_model` may shard it
+        with shards, nullcontext() if module is None else self._names.recorded(module):
             yield
 
     def teardown(self) -> None:

@@ -220,10 +220,13 @@ def _follow(rank: int) -> list[str]:
     names, mine = ParameterNames(), nn.Linear(2, 3)
     with torch.device("meta"):
         model = Net()
-    names.record(model)
     optimizer = torch.optim.LBFGS([*model.parameters(), *mine.parameters()])
-    fully_shard(model)
-    materialize(model, torch.device("cpu"))
+    with names.recorded(model):
+        fully_shard(model)
+        materialize(model, torch.device("cpu"))
+    with names.recorded(model):
+        pass
+    model.to(torch.float64)  # torch refuses it for shards with weak references
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for is_trained in (True, False):
@@ -234,10 +237,10 @@ def _follow(rank: int) -> list[str]:
     assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in wanted]
     assert optimizer._params is group["params"]  # LBFGS keeps the list that it was made with
     model = Net()
-    names.record(model)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(5)
-    fully_shard(model)
+    with names.recorded(model):
+        fully_shard(model)
     with pytest.raises(ValueError, match=r"state of shape \[5\] for a parameter of shape \[11, 7\]"):
         names.follow(model, [optimizer])
     assert not pickle.loads(pickle.dumps(names))._names
