@@ -24,13 +24,16 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, sharded_checkpoint
 from lightning_odc.checkpoint_checks import check_names, check_optimizers
 from lightning_odc.checkpoint_io import WholeCheckpointIO
+from lightning_odc.optimizers import part_of
 from lightning_odc.precision import ODCPrecision
+
+_ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
 
 
 def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
@@ -102,23 +105,27 @@ def load(
     weights_only: bool | None,
     checkpoint_io: CheckpointIO,
 ) -> dict[str, Any]:
-    """Load model and optimizers in place; returns the rest of the checkpoint. All ranks together.
+    """Load the model in place; returns the rest of the checkpoint. All ranks together.
 
     Args:
         path: of a full checkpoint (a file, or its URL) or a sharded one (a directory).
         model: the sharded model.
-        optimizers: those of the checkpoint, in their order; none to leave their states out.
+        optimizers: those that the checkpoint must have states for; none if these are not needed.
         strict: refuse missing and unexpected parameters.
         weights_only: as in ``torch.load``.
         checkpoint_io: reads full checkpoints.
+
+    Returns:
+        What else the checkpoint has. Under ``"optimizer_states"`` stands what `load_optimizers` takes.
     """
     trusted_as_asked = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
     if isinstance(path, Path) and not path.is_file():
         if not _compat.is_sharded_checkpoint(path):
             raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
-        rest = sharded_checkpoint.load(path, model, optimizers, strict, trusted_as_asked)
+        rest = sharded_checkpoint.load(path, model, strict, trusted_as_asked)
     else:
-        rest = _load_full(_read(path, checkpoint_io, trusted_as_asked), model, optimizers, strict)
+        rest = _load_full(_read(path, checkpoint_io, trusted_as_asked), model, strict)
+    check_optimizers(len(rest.setdefault("optimizer_states", [])), len(optimizers))
     for other in (
         "FSDPPrecision",
         "MixedPrecision",
@@ -140,22 +147,29 @@ def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> 
         return cast(dict[str, Any], torch.load(file, map_location="cpu", weights_only=weights_only))
 
 
-def _load_full(
-    checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optimizer], strict: bool
-) -> dict[str, Any]:
+def _load_full(checkpoint: dict[str, Any], model: nn.Module, strict: bool) -> dict[str, Any]:
     """Every rank takes its part of what it read."""
     options = StateDictOptions(full_state_dict=True, strict=strict)
     saved_model = checkpoint.pop("state_dict")
     if strict:
         check_names(saved_model.keys(), get_model_state_dict(model).keys())
     set_model_state_dict(model, saved_model, options=options)
-    saved = checkpoint.get("optimizer_states", [])
-    check_optimizers(len(saved), len(optimizers))
-    for optimizer, state in zip(optimizers, saved, strict=False):
-        _load_optimizer(optimizer, state, model)
     if "current_model_state" in checkpoint:  # a WeightAveraging callback will load both models itself
         checkpoint["state_dict"] = saved_model
     return checkpoint
+
+
+def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:
+    """Load the states of optimizers, in their order, from what `load` has returned. All ranks together.
+
+    Raises:
+        ValueError: for the state of an optimizer with other parameters.
+    """
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if isinstance(state, sharded_checkpoint.OptimizerShards):
+            state.load(optimizer, model)
+        else:
+            _load_optimizer(optimizer, state, model)
 
 
 def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], model: nn.Module) -> None:
@@ -163,7 +177,7 @@ def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], model: nn.Modul
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     state = {
-        numbers[known[label]]: {name: _like(value, known[label]) for name, value in values.items()}
+        numbers[known[label]]: {name: part_of(value, known[label], _ADVICE) for name, value in values.items()}
         for label, values in saved.get("state", {}).items()  # which consolidating leaves out if it is empty
     }
     groups = [
@@ -181,7 +195,8 @@ def _labelled(
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"The checkpoint's optimizer has {sizes[0]} parameters in its groups (a parameter group is an entry of the "
-            f"list), this one has {sizes[1]}. Resume with the `configure_optimizers` that it was saved with."
+            f"list), this one has {sizes[1]}. Resume with the `configure_optimizers` that it was saved with, and with "
+            "the callbacks, if they add parameters."
         )
     names = {_compat.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     known: dict[Any, nn.Parameter] = {}
@@ -194,17 +209,3 @@ def _labelled(
                 )
             known[label] = names[label] if isinstance(label, str) else parameter
     return known
-
-
-def _like(value: Any, parameter: Tensor) -> Any:
-    """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
-    if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.ndim):
-        return value
-    if value.shape != parameter.shape:
-        raise ValueError(
-            f"The optimizer keeps a state of shape {list(value.shape)} for a parameter of shape "
-            f"{list(parameter.shape)}, and a full checkpoint does not tell how it was sharded. Save with "
-            'ODCStrategy(state_dict_type="sharded").'
-        )
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)

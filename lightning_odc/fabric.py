@@ -18,13 +18,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments
+from lightning_odc import arguments
 from lightning_odc.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.choice import check_transport, make_transport
 from lightning_odc.launcher import ForkLauncher, is_interactive
+from lightning_odc.optimizers import ParameterNames
 from lightning_odc.sharding import mesh_for, shard_model
 
 
@@ -76,6 +77,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self._waits_until = timeout.total_seconds()
         self._backward_sync_control: Any = _NothingToSkip()
         self._engine: Engine | None = None
+        self._module: nn.Module | None = None
+        self._names = ParameterNames()
         self._ran = False
 
     @property
@@ -115,22 +118,25 @@ class ODCFabricStrategy(ModelParallelStrategy):
         """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
         if self.communication != "collective" and self.world_size > 1:
             refuse_optimizers(optimizers)
-        names = {parameter: name for name, parameter in module.named_parameters()}
         module = self.setup_module(module)
-        shards = {_compat.checkpoint_name(name): parameter for name, parameter in module.named_parameters()}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [
-                    shards[_compat.checkpoint_name(names[p])] if p in names else p for p in group["params"]
-                ]
         return (module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         self._check_setup()
-        module = super().setup_module(module)
+        with self._names.recorded(module):
+            self._module = super().setup_module(module)
         self._engine = self._make_engine()
-        self._engine.attach(module)
-        return module
+        self._engine.attach(self._module)
+        return self._module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if self._module is None:
+            raise ValueError(
+                "The optimizer is set up before the model, and would not see how it is sharded. Write "
+                "`model, optimizer = fabric.setup(model, optimizer)`, or call `fabric.setup_module(model)` first."
+            )
+        self._names.follow(self._module, [optimizer])
+        return super().setup_optimizer(optimizer)
 
     def _check_setup(self) -> None:
         if self._engine is not None:
@@ -175,7 +181,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._module = self._engine, None, None
         if engine is not None:
             try:
                 engine.exchange("end of the run", None)
@@ -231,14 +237,21 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.engine.publish()
         return output
 
-    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
         self.settle_gradients()
-        norm = super().clip_gradients_norm(*args, **kwargs)
+        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         self.settle_gradients()
-        super().clip_gradients_value(*args, **kwargs)
+        super().clip_gradients_value(module, optimizer, clip_val)
 
     # -- checkpoints --------------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.checkpoint_checks import check_names, check_optimizers
+from lightning_odc.checkpoint_checks import check_names
 
 #: What the model's part is called by Lightning's ``FSDPStrategy`` (and here), and by its ``ModelParallelStrategy``.
 _MODEL_KEYS = ("model", "state_dict")
@@ -39,7 +40,7 @@ def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
     unfinished.mkdir(parents=True, exist_ok=True)
     state = {_MODEL_KEYS[0]: checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
-    state.update({f"optimizer_{index}": optimizer for index, optimizer in enumerate(states)})
+    state.update({f"{OptimizerShards.prefix}{index}": state for index, state in enumerate(states)})
     _compat.save_sharded(state, unfinished)
     if rank == 0:
         torch.save(checkpoint, unfinished / _compat.METADATA_FILENAME)
@@ -82,9 +83,7 @@ def _before(path: Path) -> Path:
     return path.with_name(f".{path.name}.before")
 
 
-def load(
-    path: Path, model: nn.Module, optimizers: list[Optimizer], strict: bool, weights_only: bool
-) -> dict[str, Any]:
+def load(path: Path, model: nn.Module, strict: bool, weights_only: bool) -> dict[str, Any]:
     """Read this rank's part, however many ranks wrote the checkpoint; see `load` of `checkpoint`."""
     names = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     parts = {name.partition(".")[0] for name in names}
@@ -92,13 +91,68 @@ def load(
     state = {key: get_model_state_dict(model)}
     if strict:
         check_names([n.removeprefix(f"{key}.") for n in names if n.startswith(f"{key}.")], state[key].keys())
-    check_optimizers(sum(part.startswith("optimizer_") for part in parts), len(optimizers))
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     set_model_state_dict(model, state[key], options=StateDictOptions(strict=strict))
-    for index, optimizer in enumerate(optimizers):
-        optimizer_state: dict[str, Any] = {f"optimizer_{index}": get_optimizer_state_dict(model, optimizer)}
-        load_distributed(optimizer_state, checkpoint_id=path, planner=DefaultLoadPlanner())
-        (loaded,) = optimizer_state.values()
-        set_optimizer_state_dict(model, optimizer, loaded, options=StateDictOptions(cpu_offload=True))
     rest: dict[str, Any] = torch.load(path / _compat.METADATA_FILENAME, weights_only=weights_only)
+    count = sum(part.startswith(OptimizerShards.prefix) for part in parts)
+    rest["optimizer_states"] = [OptimizerShards(path, index) for index in range(count)]
     return rest
+
+
+@dataclass(frozen=True)
+class OptimizerShards:
+    """The state of one optimizer in a sharded checkpoint, not read yet.
+
+    Attributes:
+        path: of the checkpoint.
+        index: of the optimizer.
+    """
+
+    prefix: ClassVar[str] = "optimizer_"
+    path: Path
+    index: int
+
+    def load(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Read this rank's part; all ranks together.
+
+        Raises:
+            ValueError: if the checkpoint has state for a parameter that the optimizer does not step on.
+        """
+        frozen = [
+            parameter for parameter in self._with_state(optimizer, model) if not parameter.requires_grad
+        ]
+        for parameter in frozen:
+            parameter.requires_grad_(True)  # torch leaves out the state of those that are not trained now
+        try:
+            state: dict[str, Any] = {self._key: get_optimizer_state_dict(model, optimizer)}
+            load_distributed(state, checkpoint_id=self.path, planner=DefaultLoadPlanner())
+            options = StateDictOptions(cpu_offload=True)
+            set_optimizer_state_dict(model, optimizer, state[self._key], options=options)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    @property
+    def _key(self) -> str:
+        return f"{self.prefix}{self.index}"
+
+    def _with_state(self, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that the checkpoint has state for."""
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        named = {_compat.checkpoint_name(name): p for name, p in model.named_parameters() if p in held}
+        begin, found = f"{self._key}.state.", set()
+        for entry in FileSystemReader(self.path).read_metadata().state_dict_metadata:
+            if entry.startswith(begin):
+                name = entry.removeprefix(begin)
+                while (
+                    name and name not in named
+                ):  # what follows the name of the parameter is up to the optimizer
+                    name = name.rpartition(".")[0]
+                if not name:
+                    raise ValueError(
+                        f"The checkpoint has {entry.removeprefix(begin)!r} of a parameter on which this optimizer does "
+                        "not step. Resume with the `configure_optimizers` that it was saved with, and with the "
+                        "callbacks, if they add parameters."
+                    )
+                found.add(name)
+        return [named[name] for name in found]

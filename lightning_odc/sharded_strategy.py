@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,11 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat, arguments, averaging, checkpoint, nodes, sharded_checkpoint
+from lightning_odc import _compat, arguments, averaging, nodes, sharded_checkpoint
+from lightning_odc import checkpoint as checkpoints
 from lightning_odc.checkpoint_io import WholeCheckpointIO
 from lightning_odc.engine.layout import Layout
 from lightning_odc.launcher import ForkLauncher, is_interactive
 from lightning_odc.materialize import Unfilled, materialize
+from lightning_odc.optimizers import ParameterNames, regroup
 from lightning_odc.precision import ODCPrecision
 from lightning_odc.progress import mend_epochs
 from lightning_odc.sharding import mesh_for, precision_policy, shard_model, wrapping_shards
@@ -75,6 +77,8 @@ class ShardedStrategy(FSDPStrategy):
         self.precision_plugin = precision_plugin
         self._on_teardown = ExitStack()
         self._unfilled: list[Unfilled] = []
+        self._names = ParameterNames()
+        self._is_training = False
 
     @property
     def precision_plugin(self) -> ODCPrecision:
@@ -163,13 +167,23 @@ class ShardedStrategy(FSDPStrategy):
         layout = nodes.layout_of(self.device_mesh, self.num_nodes, self.world_size, self.global_rank)
         return layout if len(layout.rows) > 1 else None
 
+    def _ordinary_tensors(self) -> AbstractContextManager[Any]:
+        """Leaves the user's inference mode: its tensors cannot be changed outside of it, when the module is used again.
+
+        A module that was made in inference mode has such tensors already, and needs that mode.
+        """
+        assert self.model is not None
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
+
     def _shard_in_place(self, model: nn.Module) -> nn.Module:
         """Shard the model and give values to what was made on the meta device."""
-        if not isinstance(model, FSDPModule):
-            _compat.wrap_checkpointed(model, self)
-        self._shard(model, announce=True)
-        nodes.check_shards(model, self.shard_mesh)
-        self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        with self._names.recorded(model):
+            if not isinstance(model, FSDPModule):
+                _compat.wrap_checkpointed(model, self)
+            self._shard(model, announce=True)
+            nodes.check_shards(model, self.shard_mesh)
+            self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
         return model
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
@@ -182,6 +196,14 @@ class ShardedStrategy(FSDPStrategy):
             cpu_offload=self.cpu_offload.offload_params,
             announce=announce,
         )
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None
+        self._names.follow(
+            self.model, self.optimizers
+        )  # that were made before it was sharded, as in `__init__`
+        self._is_training = False
 
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
@@ -201,12 +223,14 @@ class ShardedStrategy(FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        with wrapping_shards(
+        shards = wrapping_shards(
             self.shard_mesh,
             mixed_precision=self._mixed_precision_policy(),
             reshard_after_forward=self._reshard_after_forward,
             cpu_offload=self.cpu_offload.offload_params,
-        ):
+        )
+        module = self.lightning_module  # `configure_model` may shard it
+        with shards, nullcontext() if module is None else self._names.recorded(module):
             yield
 
     def teardown(self) -> None:
@@ -222,33 +246,60 @@ class ShardedStrategy(FSDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
-        return checkpoint.model_state(self.model, self._full)
+        with self._ordinary_tensors():
+            return checkpoints.model_state(self.model, self._full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
-        return checkpoint.optimizer_state(self.model, optimizer, self._full, self.global_rank)
+        return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
-    def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
-        path = checkpoint.location(self.broadcast(filepath))
+        path = checkpoints.location(self.broadcast(filepath))
         if self._full:
-            state = averaging.assembled(state)
-        checkpoint.make_room(path, self._full, self.is_global_zero, self.barrier)
+            checkpoint = averaging.assembled(checkpoint)
+        checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         if not self._full:
-            sharded_checkpoint.save(state, cast(Path, path), self.global_rank)
+            sharded_checkpoint.save(checkpoint, cast(Path, path), self.global_rank)
         elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(state, path, storage_options=storage_options)
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None
         assert self.lightning_module is not None
-        path = checkpoint.location(self.broadcast(checkpoint_path))
+        path = checkpoints.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = [optimizer for optimizer in self.optimizers if optimizer.param_groups] if fitting else []
+        optimizers = self._optimizers_with_state if fitting else []
         strict = self.lightning_module.strict_loading
-        rest = checkpoint.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
+            self.load_optimizer_state_dict(rest)
         mend_epochs(rest)
         if averaging.averages(self.lightning_module.trainer):
             averaging.cut(rest, self.model)
         return rest
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        regroup(self.lightning_module.trainer, self.lightning_module)
+        if self._optimizers_with_state:
+            checkpoints.load_optimizers(
+                self._optimizers_with_state, checkpoint["optimizer_states"], self.model
+            )
+
+    @property
+    def _optimizers_with_state(self) -> list[Optimizer]:
+        """Without Lightning's stand-in where ``configure_optimizers`` made none."""
+        return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
+
+    def on_train_start(self) -> None:
+        self._is_training = True
+
+    def on_train_end(self) -> None:
+        self._is_training = False

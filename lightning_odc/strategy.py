@@ -252,9 +252,10 @@ class ODCStrategy(ShardedStrategy):
             refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
         elif fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
-        self._engine = self._make_engine()
-        self._engine.attach(self.model, gradients=fitting)
+        with self._ordinary_tensors():
+            self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
+            self._engine = self._make_engine()
+            self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(
@@ -485,6 +486,7 @@ class ODCStrategy(ShardedStrategy):
         return self._evaluation.run_share(args[0], step)
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         check_filled(self._unfilled)
         self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
@@ -636,6 +638,7 @@ class ODCStrategy(ShardedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
-        rest = super().load_checkpoint(checkpoint_path, weights_only)
-        self.publish_parameters()
+        with self._ordinary_tensors():
+            rest = super().load_checkpoint(checkpoint_path, weights_only)
+            self.publish_parameters()
         return rest

@@ -102,6 +102,30 @@ def test_every_stage_saves_and_loads(tmp_path, kind):
         assert "state_dict" in weights and "optimizer_states" not in weights
 
 
+def _in_and_out_of_inference_mode(rank: int, path: str, kind: str, precision: str) -> Any:
+    """One module goes through every stage, and then its training goes on."""
+    options = {"state_dict_type": kind, "precision": precision, "deterministic": True}
+    t, module = trainer(2, **options), Staged()
+    t.fit(module, _batches(rank))
+    trained = full_parameters(module)
+    t.save_checkpoint(path)
+    found = []
+    for is_on in (True, False, True):
+        for run in (t.test, t.validate, t.predict):
+            with torch.inference_mode(is_on):
+                run(module, _batches(rank), ckpt_path=path)
+                t.save_checkpoint(path)
+            found.append(_equal(full_parameters(module), trained))
+    trainer(2, **options).fit(module, _batches(rank))  # no tensor of inference mode is left in it
+    return [*found, not _equal(full_parameters(module), trained)]
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("full", "16-mixed"), ("sharded", "bf16-mixed")])
+def test_a_module_is_loaded_again_in_and_out_of_inference_mode(tmp_path, kind, precision):
+    path = str(tmp_path / "one.ckpt")
+    assert run_ranks(_in_and_out_of_inference_mode, path, kind, precision) == [[True] * 10] * 2
+
+
 def _resume_weights(rank: int, directory: str, kind: str) -> None:
     t = trainer(2, state_dict_type=kind)
     t.fit(Staged(), _batches(rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,16 +185,61 @@ def test_a_model_with_more_parameters_than_the_checkpoint(tmp_path, kind):
         assert "extra.weight" in outcome.error
 
 
-def _other_optimizer(rank: int, path: str) -> None:
-    trainer(2, max_epochs=2).fit(Bigger(False), _batches(rank), ckpt_path=path)
+class Fewer(TokenModule):
+    """Steps on its head alone."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.head.parameters())
 
 
-def test_an_optimizer_with_other_parameters(tmp_path):
+def _other_optimizer(rank: int, make: Any, path: str) -> None:
+    trainer(2, max_epochs=2).fit(make(), _batches(rank), ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "message"),
+    [
+        ("full", partial(Bigger, False), "parameter group"),
+        ("full", Fewer, "parameter group"),
+        ("sharded", Fewer, "of a parameter on which this optimizer does not step"),
+    ],
+)
+def test_an_optimizer_with_other_parameters(tmp_path, kind, make, message):
     path = str(tmp_path / "one.ckpt")
-    run_ranks(_save, path, "full")
-    for outcome in try_ranks(_other_optimizer, path, timeout=60):
+    run_ranks(_save, path, kind)
+    for outcome in try_ranks(_other_optimizer, make, path, timeout=60):
         assert outcome.exitcode == 1
-        assert "parameter group" in outcome.error
+        assert message in outcome.error
+
+
+class FrozenNow(TokenModule):
+    """Trains its head alone from now on, and keeps the rest in its optimizer."""
+
+    def setup(self, stage: str) -> None:
+        self.net.blocks.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_train_start(self) -> None:
+        states = self.trainer.optimizers[0].state
+        self.have_state = [parameter in states for parameter in self.parameters()]
+        self.are_trained = [parameter.requires_grad for parameter in self.parameters()]
+
+
+def _freeze(rank: int, path: str) -> Any:
+    module = FrozenNow("mean")
+    trainer(2, max_epochs=2).fit(module, _batches(rank), ckpt_path=path)
+    return module.have_state, module.are_trained
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_parameters_that_are_frozen_now_keep_their_state(tmp_path, kind):
+    path = str(tmp_path / "one.ckpt")
+    run_ranks(_save, path, kind)
+    for have_state, are_trained in run_ranks(_freeze, path):
+        assert all(have_state)
+        assert are_trained.count(False) == 18
 
 
 def _find_lr(rank: int) -> float:

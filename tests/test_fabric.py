@@ -181,6 +181,33 @@ def test_checkpoints_continue_as_if_nothing_had_happened(kind, tmp_path):
         assert_same(full_parameters(model), reference(steps=1))
 
 
+def _go_on(rank: int, path: Path, together: bool) -> dict[str, Tensor]:
+    """Model and optimizer were loaded before they are set up."""
+    fabric = make()
+    model, optimizer = new_model()
+    model_state, optimizer_state = torch.load(path)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    if together:
+        model, optimizer = fabric.setup(model, optimizer)
+    else:
+        model, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
+    for step in (1, 2):
+        run_step(fabric, model, optimizer, own(rank, (4, 2), step))
+    return full_parameters(model.module)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_optimizer_keeps_the_state_that_it_has_before(together, tmp_path):
+    model, optimizer = new_model()
+    batches = token_batches(LENGTHS[0], seed=0)
+    for batch in batches:
+        (summed_loss(model, batch) / sum(b.numel() - 1 for b in batches)).backward()
+    optimizer.step()
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "one")
+    assert_same(run_ranks(_go_on, tmp_path / "one", together)[0], reference())
+
+
 def _refusals(rank: int) -> list[str]:
     said = []
     model, _ = new_model()
@@ -193,6 +220,8 @@ def _refusals(rank: int) -> list[str]:
             fabric.setup(*new_model())
         except ValueError as error:
             said.append(str(error))
+    with pytest.raises(ValueError, match=r"call `fabric.setup_module\(model\)` first"):
+        make().setup_optimizers(new_model()[1])
     return said
 
 

@@ -6,7 +6,9 @@ import pickle
 import re
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from inspect import Parameter, getattr_static, signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,13 +16,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import HalfPrecision
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import ODCStrategy
+from lightning_odc.fabric import ODCFabricStrategy
 from tests.models import Net
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks
@@ -58,6 +63,68 @@ def test_ways_to_offload(given):
 def test_a_foreign_precision_plugin_is_refused_later_too():
     with pytest.raises(TypeError, match=r"Write Trainer\(precision=...\)"):
         ODCStrategy().precision_plugin = HalfPrecision()
+
+
+# -- signatures -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """A public method or property of a strategy of ours, and of Lightning's that it takes the place of."""
+
+    ours: type
+    theirs: type
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.ours.__name__}.{self.name}"
+
+    def parameters(self, of: type) -> list[Parameter]:
+        found = getattr_static(of, self.name)
+        if isinstance(found, property):
+            return [Parameter("value", Parameter.POSITIONAL_ONLY)] if found.fset is not None else []
+        return list(signature(getattr(of, self.name)).parameters.values())
+
+
+PAIRS = ((ODCStrategy, FSDPStrategy), (ODCFabricStrategy, ModelParallelStrategy))
+MEMBERS = [
+    Member(ours, theirs, name)
+    for ours, theirs in PAIRS
+    for name in dir(theirs)
+    if (name == "__init__" or not name.startswith("_"))
+    and getattr_static(ours, name) is not getattr_static(theirs, name)
+    and (isinstance(getattr_static(ours, name), property) or callable(getattr(ours, name)))
+]
+#: Signatures that differ, and why.
+DELIBERATE = {
+    "ODCFabricStrategy.__init__": "it shards by itself: there is no function to pass, and no tensor parallelism",
+    "ODCFabricStrategy.load_checkpoint": "hands on what it gets: Lightning 2.5 has no `weights_only`",
+    "ODCFabricStrategy.setup_module_and_optimizers": "hands on what it gets: Lightning 2.5 has no `scheduler`",
+}
+
+
+def _facts(parameter: Parameter) -> Any:
+    return parameter.name, parameter.kind, parameter.default
+
+
+@pytest.mark.parametrize("member", [member for member in MEMBERS if str(member) not in DELIBERATE], ids=str)
+def test_what_can_be_called_there_can_be_called_here(member):
+    ours, theirs = (
+        {p.name: _facts(p) for p in member.parameters(of) if p.name != "self"}
+        for of in (member.ours, member.theirs)
+    )
+    assert [ours.get(name) for name in theirs] == list(theirs.values())
+    positional = [name for name, (_, kind, _) in ours.items() if kind == Parameter.POSITIONAL_OR_KEYWORD]
+    wanted = [name for name, (_, kind, _) in theirs.items() if kind == Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(wanted)] == wanted
+    for name in ours.keys() - theirs.keys():
+        _, kind, default = ours[name]
+        assert default is not Parameter.empty or kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def test_signatures_are_compared_and_no_reason_is_left_over():
+    assert {"ODCStrategy.save_checkpoint", "ODCFabricStrategy.clip_gradients_norm"} <= set(map(str, MEMBERS))
+    assert DELIBERATE.keys() <= set(map(str, MEMBERS))
 
 
 # -- training ---------------------------------------------------------------------------------------------------

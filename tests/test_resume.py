@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy
@@ -57,6 +59,24 @@ def _balanced(rank: int, **options: Any) -> Any:
     return Padded(), loader, trainer(2, strategy=strategy, limit_train_batches=3, **options)
 
 
+class Tuned(TokenModule):
+    """A head that learns at once, before a backbone that learns later."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.net.blocks
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def _finetuned(rank: int, epoch: int, **options: Any) -> Any:
+    _, loader, _ = _plain_batches(rank)
+    unfreeze = BackboneFinetuning(epoch, backbone_initial_lr=0.01, lambda_func=lambda _: 0.5)
+    options["callbacks"] = [unfreeze, *options.get("callbacks", [])]
+    return Tuned("mean", lr=0.02), loader, trainer(2, **options)
+
+
 def _resume(rank: int, directory: str, kind: str, make: Any, steps: tuple[int, ...]) -> Any:
     options = {"deterministic": True, "state_dict_type": kind, "max_epochs": 2}
     save = ModelCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=-1)
@@ -74,8 +94,13 @@ def _resume(rank: int, directory: str, kind: str, make: Any, steps: tuple[int, .
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(
     ("make", "steps", "last"),
-    [(_plain_batches, (4, 6, 8), 12), (_balanced, (2, 4), 6)],
-    ids=["plain", "balance"],
+    [
+        (_plain_batches, (4, 6, 8), 12),
+        (_balanced, (2, 4), 6),
+        (partial(_finetuned, epoch=0), (4, 8), 12),
+        (partial(_finetuned, epoch=1), (4, 8), 12),
+    ],
+    ids=["plain", "balance", "unfrozen before", "unfrozen between"],
 )
 def test_bit_equal(tmp_path, kind, make, steps, last):
     for found in run_ranks(_resume, str(tmp_path), kind, make, steps):

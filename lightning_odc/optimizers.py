@@ -1,0 +1,145 @@
+"""Which parameters optimizers step on, where these change: when the model is sharded, and when a run is resumed.
+
+``fully_shard`` puts new parameters in the place of a module's. An optimizer that was made before holds the old ones: it
+would step on them without an error and without any effect on the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_odc import _compat
+
+
+class ParameterNames:
+    """The names of parameters that ``fully_shard`` has replaced.
+
+    It keeps no parameter alive: what no optimizer holds is freed when it is sharded. And it refers to no parameter that
+    a model has now, since torch cannot convert shards with weak references.
+    """
+
+    def __init__(self) -> None:
+        self._names = WeakIdKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return ParameterNames, ()  # in another process they are other parameters
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Note the names of parameters that are replaced in this context."""
+        for name, parameter in model.named_parameters():
+            if type(parameter.data) is Tensor:  # a subclass is sharded already, or quantised and not trained
+                self._names[parameter] = _compat.checkpoint_name(name)
+        try:
+            yield
+        finally:
+            for parameter in model.parameters():
+                self._names.pop(parameter, None)
+
+    def follow(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers step on the parameters that the model has now, instead of those that were replaced.
+
+        Their parameter groups change in place, and their state is sharded like the parameters. A parameter that never
+        was the model's stays, with a warning if it is trained.
+
+        Raises:
+            ValueError: for state that has neither the shape of its parameter nor is a scalar.
+        """
+        current = {_compat.checkpoint_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+        own = set(current.values())
+        for optimizer in optimizers:
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            shards = {p: self._shard(p, current) for p in held if p not in own}
+            _warn_of_strangers(optimizer, [p for p, shard in shards.items() if shard is p])
+            for group in optimizer.param_groups:
+                group["params"][:] = [shards.get(p, p) for p in group["params"]]
+            for parameter, shard in shards.items():
+                if parameter in optimizer.state and shard is not parameter:
+                    optimizer.state[shard] = _sharded(optimizer.state.pop(parameter), shard)
+
+    def _shard(self, parameter: Tensor, current: dict[str, nn.Parameter]) -> Tensor:
+        shard = current.get(self._names.get(parameter))
+        return parameter if shard is None or shard.shape != parameter.shape else shard
+
+
+def _sharded(state: Any, parameter: Tensor) -> Any:
+    part = partial(
+        part_of,
+        parameter=parameter,
+        advice="Load it from a sharded checkpoint, after the model is sharded.",
+    )
+    return apply_to_collection(state, Tensor, part)
+
+
+def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
+    """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are.
+
+    Args:
+        value: from the state of an ordinary optimizer.
+        parameter: The parameter that it belongs to.
+        advice: What to do if it cannot be sharded.
+
+    Raises:
+        ValueError: if its shape is another one.
+    """
+    if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.ndim):
+        return value
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"The optimizer keeps a state of shape {list(value.shape)} for a parameter of shape "
+            f"{list(parameter.shape)}, and nothing tells how to shard it. {advice}"
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    part = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    return part.to(parameter.device)  # which is the CPU where shards are offloaded
+
+
+def _warn_of_strangers(optimizer: Optimizer, strangers: list[Tensor]) -> None:
+    count = sum(parameter.requires_grad for parameter in strangers)
+    if count:
+        rank_zero_warn(
+            f"{type(optimizer).__name__} has {count} parameters that are not the model's. They are not sharded, and "
+            "every rank steps on them with its own gradients. Make the optimizer of the model's parameters, in "
+            "`configure_optimizers`: `torch.optim.AdamW(self.parameters())`. An optimizer from before an earlier run "
+            "may hold parameters that the model had before it was sharded: make a new one."
+        )
+
+
+def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Give optimizers the parameters that finetuning callbacks had unfrozen before the checkpoint was written.
+
+    Lightning's callbacks do it in ``on_fit_start``. With a strategy that loads after sharding this is too early: they
+    know nothing of the checkpoint yet. What they add is trained again. They froze it when this run began, and
+    unfreeze it only in one epoch, which may be over.
+
+    Args:
+        trainer: With callbacks that have loaded their states.
+        module: The sharded model.
+    """
+    before = _held(trainer.optimizers)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):
+            BaseFinetuning.on_fit_start(callback, trainer, module)
+    added = _held(trainer.optimizers) - before
+    for part in module.modules():
+        own = [parameter for parameter in part.parameters(recurse=False) if parameter in added]
+        if own and next(part.children(), None) is None:
+            BaseFinetuning.make_trainable(part)  # which lets batch norms count again, too
+        for parameter in own:
+            parameter.requires_grad_()
+
+
+def _held(optimizers: Iterable[Optimizer]) -> set[Tensor]:
+    return {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
