@@ -7,7 +7,7 @@ from lightning_odc._registration import register
 from lightning_odc._version import __version__
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.strategy import ODCStrategy
+from lightning_odc.strategy.odc import ODCStrategy
 
 register()
 

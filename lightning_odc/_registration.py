@@ -8,7 +8,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_odc import _compat
-from lightning_odc.strategy import ODCStrategy
+from lightning_odc.strategy.odc import ODCStrategy
 
 
 def register() -> None:

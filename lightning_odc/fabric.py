@@ -18,15 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc import arguments
-from lightning_odc.advice import refuse_optimizers
+from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.choice import check_transport, make_transport
-from lightning_odc.launcher import ForkLauncher, is_interactive
-from lightning_odc.optimizers import ParameterNames
-from lightning_odc.sharding import mesh_for, shard_model
+from lightning_odc.sharding.optimizers import ParameterNames
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
+from lightning_odc.strategy import arguments
+from lightning_odc.strategy.launcher import ForkLauncher, is_interactive
 
 
 class ODCFabricStrategy(ModelParallelStrategy):

@@ -23,7 +23,7 @@ from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.host import boot_id
-from lightning_odc.engine.transports.region import HEADER_BYTES, Address, Region
+from lightning_odc.engine.transports.window import HEADER_BYTES, Address, Region
 
 _SECRET = bytes(32)
 _LONGEST_DELAY = 300e-6

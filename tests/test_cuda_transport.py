@@ -23,7 +23,7 @@ from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.units import filled_like
 from lightning_odc.errors import ODCError, StaleShardError, WindowError
-from lightning_odc.sharding import mesh_for, shard_model
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests import test_parity as parity
 from tests.fake_device import FakeDevice, FakeMark, fake_cuda
 from tests.models import Net, full_parameters, init_gloo, summed_loss, token_batches

@@ -16,8 +16,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_odc import Minibatch, checkpoint_io
+from lightning_odc import Minibatch
 from lightning_odc.callbacks import TimelineRecorder
+from lightning_odc.checkpoints import checkpoint_io
 from lightning_odc.data import length_cache
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks, try_ranks

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_odc import Minibatch
-from lightning_odc.callbacks.chrome_trace import FORMAT, decode, encode
-from lightning_odc.callbacks.spans import RankTimeline, Span, Timeline
+from lightning_odc.callbacks.timeline.chrome_trace import FORMAT, decode, encode
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Span, Timeline
 from lightning_odc.data.length_cache import LengthCache
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.hybrid import HybridProtocol
-from lightning_odc.engine.layout import Layout
+from lightning_odc.engine.hybrid.engine import HybridProtocol
+from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.errors import DisagreementError
-from lightning_odc.nodes import layout_of
+from lightning_odc.sharding.nodes import layout_of
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks, try_ranks
 from tests.test_balance_strategy import Padded, plain, reference

@@ -22,16 +22,16 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
-from lightning_odc.callbacks.channels import NoteChannel
-from lightning_odc.callbacks.idle_summary import IdleSummary
-from lightning_odc.callbacks.meter import StepMeter
-from lightning_odc.callbacks.step_numbers import (
+from lightning_odc.callbacks.idle.channels import NoteChannel
+from lightning_odc.callbacks.idle.meter import StepMeter
+from lightning_odc.callbacks.idle.step_numbers import (
     IdleCause,
     StepNumbers,
     resolve,
     waits_in_broadcasts,
     waits_in_meetings,
 )
+from lightning_odc.callbacks.idle.summary import IdleSummary
 from lightning_odc.data.counts import sample_count, token_count
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples

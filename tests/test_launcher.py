@@ -19,9 +19,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.pytorch.strategies import FSDPStrategy
 
 import lightning_odc
-from lightning_odc import launcher
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.launcher import ForkLauncher
+from lightning_odc.strategy import launcher
+from lightning_odc.strategy.launcher import ForkLauncher
 from tests.ranks import torchrun_environment
 
 ROOT = Path(__file__).parent.parent

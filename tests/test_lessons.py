@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_odc.callbacks.spans import RankTimeline, Timeline
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
 from lightning_odc.lessons import pictures, strokes, texts

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lightning_odc.engine import column as column_module
-from lightning_odc.engine.column import Column
-from lightning_odc.engine.line import Kind, Line
+from lightning_odc.engine.hybrid import replica_link as column_module
+from lightning_odc.engine.hybrid.connection import Kind, Line
+from lightning_odc.engine.hybrid.replica_link import Column
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 

@@ -13,10 +13,10 @@ import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
 
-from lightning_odc import totals
 from lightning_odc.errors import DisagreementError
-from lightning_odc.logbook import LogBook, flush
-from lightning_odc.totals import Message, Total
+from lightning_odc.strategy import totals
+from lightning_odc.strategy.logbook import LogBook, flush
+from lightning_odc.strategy.totals import Message, Total
 
 #: How a value is logged that is that of all ranks already.
 DONE = {"sync_dist": True, "rank_zero_only": True}

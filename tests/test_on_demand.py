@@ -16,7 +16,7 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine import units
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.errors import StaleShardError
-from lightning_odc.sharding import mesh_for, shard_model
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests.models import Block, Net, init_gloo, summed_loss
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks

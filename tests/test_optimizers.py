@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_odc import _compat
-from lightning_odc.materialize import materialize
-from lightning_odc.optimizers import ParameterNames
+from lightning_odc.sharding.initialize import materialize
+from lightning_odc.sharding.optimizers import ParameterNames
 from tests.models import Block, Net, init_gloo
 from tests.modules import full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks

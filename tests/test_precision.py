@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lightning_odc
 from lightning_odc import Minibatch
-from lightning_odc.loss_scaling import LossScaler
+from lightning_odc.strategy.loss_scaling import LossScaler
 from tests.models import WIDTH, Block
 from tests.modules import full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks
@@ -516,7 +516,7 @@ def test_what_a_precision_does_not_name_stays():
         "bf16-true": dict.fromkeys(real, torch.bfloat16),
         "16-true": dict.fromkeys(real, torch.float16),
     }.items():
-        plugin = lightning_odc.precision.ODCPrecision(precision)
+        plugin = lightning_odc.strategy.precision.ODCPrecision(precision)
         for dtype in (*real, torch.complex64, torch.complex128, torch.int64, torch.bool):
             module = nn.Module()
             module.register_buffer("kept", torch.ones(3, dtype=dtype), persistent=False)
@@ -533,7 +533,7 @@ def test_what_a_precision_does_not_name_stays():
     torch.set_default_dtype(torch.float64)
     try:
         for context in ("forward_context", "tensor_init_context", "module_init_context"):
-            with getattr(lightning_odc.precision.ODCPrecision("32-true"), context)():
+            with getattr(lightning_odc.strategy.precision.ODCPrecision("32-true"), context)():
                 assert torch.ones(1).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -544,4 +544,4 @@ def test_a_precision_that_is_not_supported_is_an_error_at_construction():
         with pytest.raises(ValueError, match=precision):
             trainer(1, precision=precision)
     with pytest.raises(ValueError, match="use one of 32-true, bf16-mixed"):
-        lightning_odc.precision.ODCPrecision("64-true")
+        lightning_odc.strategy.precision.ODCPrecision("64-true")

@@ -22,9 +22,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.hosts import Hosts, two_hosts, why_not
-from lightning_odc.engine.replicas import Replicas
+from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.errors import ODCError
-from lightning_odc.nodes import layout_of
+from lightning_odc.sharding.nodes import layout_of
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks, try_ranks
 from tests.several_hosts import COUNTS, STEPS, module, shares

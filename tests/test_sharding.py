@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from lightning_odc.sharding import (
+from lightning_odc.sharding.wrapping import (
     mesh_for,
     precision_policy,
     repeated_blocks,

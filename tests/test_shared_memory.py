@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.transports import fence, host, region, shared_memory
+from lightning_odc.engine.transports import fence, host, shared_memory
+from lightning_odc.engine.transports import window as region
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
-from lightning_odc.engine.transports.region import Address
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.window import Address
 from lightning_odc.errors import WindowError
 from tests.models import init_gloo
 from tests.ranks import run_ranks, try_ranks

@@ -11,7 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lightning_odc import Minibatch, signals
+from lightning_odc import Minibatch
+from lightning_odc.strategy import signals
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks, try_ranks
 

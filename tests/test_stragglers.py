@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_odc import stragglers
+from lightning_odc.strategy import leftovers as stragglers
 
 ROOT = Path(__file__).parent.parent
 

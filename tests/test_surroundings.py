@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc._compat import checkpoint_name
-from lightning_odc.sharding import wrap_targets
+from lightning_odc.sharding.wrapping import wrap_targets
 from tests.models import Net, summed_loss
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks

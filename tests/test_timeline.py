@@ -20,13 +20,13 @@ from torch import Tensor
 
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import Timeline, TimelineRecorder, draw_timelines, load_timeline
-from lightning_odc.callbacks.chrome_trace import from_chrome_trace, to_chrome_trace
-from lightning_odc.callbacks.clocks import Passage, place_clocks
-from lightning_odc.callbacks.files import read_regular, write_whole
-from lightning_odc.callbacks.gantt import timelines_figure
-from lightning_odc.callbacks.spans import RankTimeline, merge
+from lightning_odc.callbacks.timeline.chrome_trace import from_chrome_trace, to_chrome_trace
+from lightning_odc.callbacks.timeline.clocks import Passage, place_clocks
+from lightning_odc.callbacks.timeline.gantt import timelines_figure
+from lightning_odc.callbacks.timeline.spans import RankTimeline, merge
 from lightning_odc.data.counts import token_count
 from lightning_odc.engine.tracing import Span
+from lightning_odc.files import read_regular, write_whole
 from tests.modules import TokenModule, loader, trainer
 from tests.ranks import run_ranks, try_ranks
 

@@ -46,7 +46,7 @@ from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.host import available_memory, gib
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.units import find_units
-from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 
 _UNITS = 32
 _BLOCK = 20

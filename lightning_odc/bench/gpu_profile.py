@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_odc.bench.gpu_primitives import MIB, device_seconds
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
-from lightning_odc.sharding import mesh_for, shard_model
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 _READS = 20
 _STEPS, _MICROBATCHES = 5, 3

@@ -21,7 +21,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.sharding import mesh_for, precision_policy, shard_model
+from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 
 MIB = 2**20
 RUNS: dict[str, dict[str, Any]] = {

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_odc.callbacks.spans import Timeline
-from lightning_odc.callbacks.step_numbers import Meeting
+from lightning_odc.callbacks.idle.step_numbers import Meeting
+from lightning_odc.callbacks.timeline.spans import Timeline
 
 WARM_UP = 1
 """Minibatches at the start of every repetition that are trained on but not timed."""

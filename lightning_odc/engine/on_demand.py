@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
-from lightning_odc.advice import PENALTY
 from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.engine.advice import PENALTY
 from lightning_odc.engine.agreement import check_equal_counts, compare_models
 from lightning_odc.engine.base import Engine, denominator
-from lightning_odc.engine.checks import ContentChecks
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
@@ -46,6 +45,7 @@ from lightning_odc.engine.probe import lay_out_like, numbered, shown_shard
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.signals import Signals
+from lightning_odc.engine.staleness import ContentChecks
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
-from lightning_odc.engine.checks import same_bits
+from lightning_odc.engine.staleness import same_bits
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 
 

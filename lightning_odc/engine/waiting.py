@@ -9,13 +9,20 @@ from enum import StrEnum
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.tracing import Traced
 from lightning_odc.errors import WaitTimeoutError
-from lightning_odc.model_checks import HINT
 
 _SPINS = 3
 _FIRST_SLEEP = 20e-6
 _LONGEST_SLEEP = 500e-6
 _SLEEP_SHARE = 1 / 16
 _CHECK_EVERY = 0.05
+
+
+#: Added to the report of a wait that ended at its deadline while another rank was computing.
+_HINT = (
+    "A rank that computes for so long may itself be waiting, in a collective inside `forward` or `training_step` "
+    "(`all_gather`, `all_reduce`, SyncBatchNorm, `generate(synced_gpus=True)`): ranks with different numbers of "
+    "microbatches never meet there. Move it out of the microbatch, or run equally many microbatches on every rank."
+)
 
 
 class Cause(StrEnum):
@@ -111,7 +118,7 @@ class Waiter(Traced):
     def _give_up(self, what: str) -> None:
         message = f"Gave up after {self.timeout:g} s of {what}.\n{self._report()}"
         if "computing" in message:
-            message += f"\n{HINT}"
+            message += f"\n{_HINT}"
         if self._hang_report is not None:
             self._hang_report.tell(message)
         raise WaitTimeoutError(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_odc.callbacks.spans import RankTimeline, Timeline
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 
 

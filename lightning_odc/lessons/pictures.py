@@ -9,13 +9,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_odc.callbacks.gantt import IDLE, timelines_figure
+from lightning_odc.callbacks.timeline.gantt import IDLE, timelines_figure
 from lightning_odc.lessons.replay import Piece, duration, idle_fraction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from lightning_odc.callbacks.spans import Timeline
+    from lightning_odc.callbacks.timeline.spans import Timeline
 
 __all__ = [
     "histogram_figure",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_odc.callbacks.spans import RankTimeline, Timeline
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.engine.transports.base import UnitSpec

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import StaleShardError
-from lightning_odc.sharding import mesh_for, shard_model
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests.gpu.ranks import engine, gathered_parameters, rendezvous, start
 from tests.models import Net, summed_loss
 from tests.modules import TokenModule, loader

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_odc.engine.transports import fence, host
 from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
 from lightning_odc.engine.transports.opening import together
-from lightning_odc.engine.transports.region import HEADER_BYTES, Address, RangeLock, Region
+from lightning_odc.engine.transports.window import HEADER_BYTES, Address, RangeLock, Region
 from lightning_odc.errors import WindowError
 
 _SECRET_BYTES = 32

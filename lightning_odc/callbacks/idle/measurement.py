@@ -1,0 +1,185 @@
+"""What `DeviceIdleMonitor` holds from the beginning of a fit to its end: it measures this rank and compares all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_odc.callbacks.idle.channels import Channel, LocalChannel, NoteChannel, Round, SideChannel
+from lightning_odc.callbacks.idle.data_clock import DataClock
+from lightning_odc.callbacks.idle.meter import CallCounter, StepMeter
+from lightning_odc.callbacks.idle.step_numbers import IdleCause, Meeting, StepNumbers, resolve
+from lightning_odc.callbacks.idle.summary import IdleSummary
+from lightning_odc.callbacks.idle.watch import Watch
+from lightning_odc.callbacks.idle.watches import CollectiveWatch, ShardedWatch, watch_for
+from lightning_odc.callbacks.timeline.clocks import machine
+from lightning_odc.strategy.odc import ODCStrategy
+
+_FEW, _MANY = 64, 8192  # numbers that a rank can send per step, without and with every single collective
+_PER_BATCH = 2  # more of them for every batch of a step: Lightning's broadcast before it
+
+_PATIENCE = timedelta(minutes=30)
+
+
+class IdleMeasurement:
+    """Measures steps on this rank and learns every other rank's. Begin it on all ranks together.
+
+    Args:
+        trainer: at the beginning of training.
+        module: which it trains.
+
+    Attributes:
+        recent: the steps since `take_recent`.
+        epoch: the steps since `take_epoch`.
+
+    Raises:
+        RuntimeError: there is no way to compare the ranks.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        _check_comparable(trainer)
+        self.watch = watch_for(trainer, module)
+        self._channel = _channel_for(trainer, self.watch)
+        self.recent, self.epoch = IdleSummary(), IdleSummary()
+        self._comparable = True
+        self._global_step = trainer.global_step
+        self._steps: deque[int] = deque()
+        self._unsent: deque[tuple[StepNumbers, list[Any]]] = deque()
+        self._broadcasts: list[Meeting] = []
+        self._in_batch = False
+        self._meter = StepMeter(self._waits)
+        self._data = DataClock(cast(Any, trainer).profiler, on_fetch=self._fetch)
+        self._data.install(trainer)
+        self._calls: CallCounter | None = None
+        if isinstance(trainer.strategy, ODCStrategy):
+            assert trainer.strategy.model is not None
+            self._calls = CallCounter(trainer.strategy.model, self._meter.count)
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        self._common_clock = len(set(self._channel.agree(machine() if on_cpu else None))) == 1 and on_cpu
+
+    @property
+    def complete(self) -> bool:
+        """Whether all waiting for other ranks has been seen so far."""
+        return self.watch.complete and self._comparable
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def begin_batch(self, batch: Any) -> None:
+        """A Lightning batch begins."""
+        self._in_batch = True
+        self._meter.resume()
+        self.watch.begin_batch()
+        if self._calls is None:
+            self._meter.count(batch)
+
+    def end_batch(self, global_step: int) -> bool:
+        """A Lightning batch ends; returns whether an optimizer step ends with it."""
+        self._in_batch = False
+        if global_step == self._global_step:
+            return False
+        self._global_step = global_step
+        self._steps.append(global_step - 1)
+        numbers = self._meter.end_step()
+        numbers.broadcasts, self._broadcasts = self._broadcasts, []
+        self._unsent.append((numbers, self.watch.take_meetings()))
+        return True
+
+    def pause(self) -> None:
+        """What comes now is not training; the next fetching of a training batch is."""
+        self._meter.pause()
+
+    def receive(self) -> Iterator[int]:
+        """Exchange what there is, without waiting; yields the number of each step as all ranks' numbers are known."""
+        rounds = self._channel.receive()
+        self._send(wait=False)
+        return self._add(rounds)
+
+    def finish(self) -> Iterator[int]:
+        """The same for all steps so far. Waits; all ranks together."""
+        self._send(wait=True)
+        return self._add(self._channel.finish())
+
+    def release(self, trainer: pl.Trainer) -> None:
+        """Leave everything as it was found."""
+        self._data.remove(trainer)
+        self.watch.release()
+        self._channel.close()
+        if self._calls is not None:
+            self._calls.remove()
+
+    # -- what is known ------------------------------------------------------------------------------------
+
+    def take_recent(self, per_rank: bool) -> dict[str, float]:
+        """The values over the steps since the last call."""
+        summary, self.recent = self.recent, IdleSummary()
+        return summary.values(self.complete, per_rank)
+
+    def take_epoch(self, per_rank: bool) -> dict[str, float]:
+        """The values over the steps since the last call, which is one epoch ago."""
+        summary, self.epoch = self.epoch, IdleSummary()
+        return summary.values(self.complete, per_rank)
+
+    # -- internals ----------------------------------------------------------------------------------------
+
+    def _add(self, rounds: list[Round]) -> Iterator[int]:
+        for numbers in rounds:
+            ranks = [StepNumbers.from_floats(of_rank) for of_rank in numbers]
+            self._comparable = resolve(ranks, self._common_clock) and self._comparable
+            self.recent.add(ranks)
+            self.epoch.add(ranks)
+            yield self._steps.popleft()
+
+    def _send(self, wait: bool) -> None:
+        while self._unsent:
+            numbers, taken = self._unsent[0]
+            meetings = self.watch.read(taken, wait)
+            if meetings is None:
+                return
+            numbers.meetings = meetings
+            if len(numbers.to_floats()) > self._channel.capacity:
+                numbers.meetings, numbers.broadcasts, self._comparable = [], [], False
+            self._channel.send(numbers.to_floats())
+            self._unsent.popleft()
+
+    def _fetch(self, begin: int, end: int) -> None:
+        """See Note [The broadcast before every batch]."""
+        if self._meter.running and not self._in_batch:
+            self._broadcasts.append((begin, end))
+        self._meter.resume()
+
+    def _waits(self) -> dict[IdleCause, float]:
+        waits = self.watch.waits()
+        if self._data.seen:
+            waits[IdleCause.DATA] = self._data.seconds
+        return waits
+
+
+def _check_comparable(trainer: pl.Trainer) -> None:
+    gloo = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ODCStrategy) and not gloo:
+        raise RuntimeError("its ranks have no process group with gloo to compare their times through")
+
+
+def _channel_for(trainer: pl.Trainer, watch: Watch) -> Channel:
+    if trainer.world_size == 1:
+        return LocalChannel()
+    if isinstance(trainer.strategy, ODCStrategy) and trainer.strategy.communication != "collective":
+        return NoteChannel(trainer.strategy.engine)
+    every_collective = isinstance(watch, CollectiveWatch | ShardedWatch)
+    capacity = (_MANY if every_collective else _FEW) + _PER_BATCH * _most_batches(trainer)
+    return SideChannel(capacity, _PATIENCE)
+
+
+def _most_batches(trainer: pl.Trainer) -> int:
+    """Lightning batches of an optimizer step, at most."""
+    schedulers = [
+        one for one in cast(Any, trainer).callbacks if isinstance(one, GradientAccumulationScheduler)
+    ]
+    planned = [int(batches) for one in schedulers for batches in one.scheduling.values()]
+    return max([trainer.accumulate_grad_batches, *planned])

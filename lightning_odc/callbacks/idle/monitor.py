@@ -1,0 +1,182 @@
+"""`DeviceIdleMonitor`: Lightning's hooks translated into a measurement, and the measurement into logged values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_odc.callbacks.idle.measurement import IdleMeasurement
+from lightning_odc.errors import ODCError
+
+
+class DeviceIdleMonitor(Callback):
+    """Logs how long devices waited, for what, and how unevenly they were loaded, per optimizer step and per epoch.
+
+    Values, each also with the suffix ``_epoch``; seconds are means over ranks, per optimizer step:
+
+    - ``idle/fraction``, ``idle/worst_fraction``, ``idle/worst_rank``: waiting as a part of the time, over all ranks,
+      and of the rank that waited most;
+    - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``collective``, ``broadcast``, ``data``;
+    - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
+    - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``.
+
+    Which of them can be measured depends on the strategy; what cannot is left out, never guessed. See the page
+    *Idle time* of the documentation for what is measured where. Ranks tell each other their numbers without a
+    message that anybody waits for in a step: the values of a step are logged one step later, under its own number.
+
+    Args:
+        every_n_steps: log the mean over so many optimizer steps; by default ``Trainer(log_every_n_steps=...)``.
+        per_rank: also log the single ranks' values, under names that end in ``_rank0``, ``_rank1``, ...
+        progress_bar: show ``idle/fraction`` (or data waits where that is not measured) in the progress bar.
+
+    Attributes:
+        last_step: the values that were last logged for steps, whether or not there is a logger.
+        last_epoch: the values of the last epoch.
+        complete: whether all waiting for other ranks is measured under this strategy.
+
+    Raises:
+        ValueError: for a number of steps below 1.
+    """
+
+    def __init__(
+        self, *, every_n_steps: int | None = None, per_rank: bool = True, progress_bar: bool = False
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"DeviceIdleMonitor(every_n_steps={every_n_steps}): write 1 or more")
+        self.every_n_steps = every_n_steps
+        self.per_rank = per_rank
+        self.progress_bar = progress_bar
+        self.complete = False
+        self.last_step: dict[str, float] = {}
+        self.last_epoch: dict[str, float] = {}
+        self._measurement: IdleMeasurement | None = None
+        self._refusing: list[Logger] = []
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.last_step, self.last_epoch, self._refusing = {}, {}, []
+        if not trainer.loggers and not self.progress_bar:
+            rank_zero_warn(
+                "DeviceIdleMonitor has nowhere to log to: the trainer has no logger. Its values are in "
+                "`monitor.last_step` and `monitor.last_epoch`; DeviceIdleMonitor(progress_bar=True) shows one."
+            )
+        with self._harmless(trainer):
+            self._measurement = IdleMeasurement(trainer, pl_module)
+        self.complete = True
+        self._look_for_gaps(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._measurement is not None:
+            self._measurement.begin_batch(batch)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Any) -> None:
+        if self._measurement is not None:
+            self._measurement.watch.before_backward()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self._measurement is not None:
+            self._measurement.watch.after_backward()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        measurement = self._measurement
+        if measurement is None or not measurement.end_batch(trainer.global_step):
+            return
+        with self._harmless(trainer):
+            if self._log_steps(trainer, measurement, measurement.receive()) and self.progress_bar:
+                self._show(pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._measurement is not None:
+            self._measurement.pause()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        measurement = self._measurement
+        if measurement is None:
+            return
+        measurement.pause()
+        with self._harmless(trainer):
+            self._log_steps(trainer, measurement, measurement.finish())
+            values = measurement.take_epoch(self.per_rank)
+            self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
+            self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release(trainer)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._release(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release(trainer)
+
+    # -- internals ----------------------------------------------------------------------------------------
+
+    def _log_steps(self, trainer: pl.Trainer, measurement: IdleMeasurement, steps: Iterator[int]) -> bool:
+        """Log whenever enough steps have come together; returns whether they ever had."""
+        interval = self.every_n_steps or cast(Any, trainer).log_every_n_steps
+        logged = False
+        for step in steps:
+            if interval and measurement.recent.steps >= interval:
+                self._look_for_gaps(trainer)
+                self.last_step = measurement.take_recent(self.per_rank)
+                self._write(trainer, self.last_step, step)
+                logged = True
+        return logged
+
+    def _show(self, module: pl.LightningModule) -> None:
+        name = "idle/fraction" if self.complete else "idle/data_seconds"
+        value = self.last_step.get(name)
+        if value is not None:
+            module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+    def _write(self, trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
+        """Hand the values to every logger; one that fails is told apart and left alone from then on."""
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            if logger in self._refusing:
+                continue
+            try:
+                logger.log_metrics(dict(values), step=step)
+            except Exception as error:
+                self._refusing.append(logger)
+                rank_zero_warn(
+                    f"{type(logger).__name__} cannot log what DeviceIdleMonitor measures, so it gets no more of it: "
+                    f"{type(error).__name__}: {error}"
+                )
+
+    def _look_for_gaps(self, trainer: pl.Trainer) -> None:
+        """Say once what is not measured."""
+        if self._measurement is not None and self.complete and not self._measurement.complete:
+            rank_zero_warn(
+                f"DeviceIdleMonitor cannot see all waiting for other ranks under {type(trainer.strategy).__name__} on "
+                f"{trainer.strategy.root_device.type}: it logs throughput and waiting for data, and no idle fraction."
+            )
+        self.complete = self._measurement is not None and self._measurement.complete
+
+    @contextmanager
+    def _harmless(self, trainer: pl.Trainer) -> Iterator[None]:
+        """An error of the measurement ends the measurement, not the training; what a peer did is passed on."""
+        try:
+            yield
+        except ODCError:
+            raise
+        except RuntimeError as error:
+            rank_zero_warn(f"DeviceIdleMonitor does nothing under {type(trainer.strategy).__name__}: {error}")
+            self._release(trainer)
+
+    def _release(self, trainer: pl.Trainer) -> None:
+        measurement, self._measurement = self._measurement, None
+        if measurement is not None:
+            measurement.release(trainer)

@@ -1,0 +1,194 @@
+"""Timelines as Chrome traces (Trace Event Format), which Perfetto and chrome://tracing open.
+
+A rank is a process with three threads, computing, communicating and waiting. Every span is a complete event
+(``"ph": "X"``) in microseconds, its kind is the event's category, and what else is known stands in ``args``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline
+from lightning_odc.engine.tracing import Span
+from lightning_odc.files import read_regular
+
+FORMAT = "lightning-odc timeline 1"
+
+_COMPUTE, _COMMUNICATION, _WAITING = 1, 2, 3
+_THREADS = {_COMPUTE: "computing", _COMMUNICATION: "communicating", _WAITING: "waiting"}
+_COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
+
+
+def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline as a JSON-serialisable object."""
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "format": FORMAT,
+            "run": timeline.run,
+            "strategy": timeline.strategy,
+            "world_size": timeline.world_size,
+            "waiting_seen": timeline.waiting_seen,
+            "notes": timeline.notes,
+            "remarks": remarks(timeline),
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "host": rank.host,
+                    "dropped": rank.dropped,
+                    "complete": rank.complete,
+                    "clock_offset_ns": rank.offset_ns,
+                    "clock_uncertainty_ns": rank.uncertainty_ns,
+                }
+                for rank in timeline.ranks
+            ],
+        },
+        "traceEvents": [event for rank in timeline.ranks for event in _events(rank)],
+    }
+
+
+def from_chrome_trace(trace: Any) -> Timeline:
+    """The inverse of `to_chrome_trace`.
+
+    Raises:
+        ValueError: this trace was written by something else.
+    """
+    about = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
+    try:
+        return _read(trace, about)
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
+
+
+def _read(trace: dict[str, Any], about: dict[str, Any]) -> Timeline:
+    spans: dict[int, list[Span]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(event["ts"] * 1000)
+            end = begin + round(event["dur"] * 1000)
+            spans.setdefault(event["pid"], []).append(Span(event["cat"], begin, end, event["args"]))
+    ranks = [
+        RankTimeline(
+            rank=rank["rank"],
+            host=rank["host"],
+            spans=spans.get(rank["rank"], []),
+            dropped=rank["dropped"],
+            complete=rank["complete"],
+            offset_ns=rank["clock_offset_ns"],
+            uncertainty_ns=rank["clock_uncertainty_ns"],
+        )
+        for rank in about["ranks"]
+    ]
+    return Timeline(
+        ranks,
+        world_size=about["world_size"],
+        strategy=about["strategy"],
+        run=about["run"],
+        waiting_seen=about["waiting_seen"],
+        notes=about["notes"],
+    )
+
+
+def encode(timeline: Timeline) -> bytes:
+    """The content of a trace file."""
+    return json.dumps(to_chrome_trace(timeline), separators=(",", ":"), default=str).encode()
+
+
+def decode(content: bytes) -> Timeline:
+    """The timeline in a trace file.
+
+    Raises:
+        ValueError: this trace was written by something else, or is damaged.
+    """
+    try:
+        return from_chrome_trace(json.loads(content))
+    except RecursionError as error:
+        raise ValueError("this trace is nested deeper than any that TimelineRecorder wrote") from error
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Read a trace file that `TimelineRecorder` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it was written by something else.
+    """
+    return decode(read_regular(Path(path)))
+
+
+def remarks(timeline: Timeline) -> list[str]:
+    """How complete and how exact the timeline is, for people."""
+    lines = []
+    for rank in timeline.ranks:
+        if rank.dropped:
+            lines.append(
+                f"Rank {rank.rank}: {rank.dropped} later spans were dropped, since its memory was full."
+            )
+        if not rank.complete:
+            lines.append(f"Rank {rank.rank}: the recording ended before all of its steps did.")
+        if rank.uncertainty_ns:
+            lines.append(
+                f"Rank {rank.rank}: its clock was {rank.offset_ns / 1e3:+.1f} microseconds from rank 0's, within "
+                f"{rank.uncertainty_ns / 1e3:.1f}, when training began; clocks drift by some microseconds a second."
+            )
+    if not timeline.waiting_seen:
+        lines.append("Waits for other ranks are not seen: idle time is part of what surrounds it.")
+    if not any(rank.uncertainty_ns for rank in timeline.ranks):
+        lines.append("All ranks share one clock.")
+    return lines
+
+
+def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
+    def named(what: str, value: object, thread: int = 0) -> dict[str, Any]:
+        key = "sort_index" if what.endswith("sort_index") else "name"
+        return {
+            "ph": "M",
+            "ts": 0,
+            "dur": 0,
+            "pid": rank.rank,
+            "tid": thread,
+            "name": what,
+            "args": {key: value},
+        }
+
+    yield named("process_name", f"rank {rank.rank} on {rank.host}")
+    yield named("process_sort_index", rank.rank)
+    for thread, name in _THREADS.items():
+        yield named("thread_name", name, thread)
+        yield named("thread_sort_index", thread, thread)
+    # Perfetto nests events of equal begin in the order in which they come: the longest first.
+    for span in sorted(rank.spans, key=lambda span: (span.begin, -span.end)):
+        yield {
+            "ph": "X",
+            "name": _title(span),
+            "cat": span.kind,
+            "ts": span.begin / 1000,
+            "dur": (span.end - span.begin) / 1000,
+            "pid": rank.rank,
+            "tid": _thread(span.kind),
+            "args": span.details,
+        }
+
+
+def _thread(kind: str) -> int:
+    if kind == "wait":
+        return _WAITING
+    return _COMMUNICATION if kind in _COMMUNICATIONS else _COMPUTE
+
+
+def _title(span: Span) -> str:
+    details = span.details
+    if span.kind == "wait":
+        peer = details.get("peer")
+        whom = "the others" if peer is None else f"rank {peer}"
+        return f"wait for {whom} ({details.get('cause', 'unknown')})"
+    words = [span.kind]
+    words += [str(details[key]) for key in ("number", "microbatch", "unit") if details.get(key) is not None]
+    if details.get("tokens") is not None:
+        words.append(f"({details['tokens']} tokens)")
+    return " ".join(words)

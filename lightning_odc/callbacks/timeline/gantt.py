@@ -1,0 +1,219 @@
+"""Timelines as a picture: one row per rank, work in colour, waiting in grey, all on the same time axis."""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
+from lightning_odc.engine.tracing import Span
+from lightning_odc.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+IDLE = "#d4d4d4"
+WORK = {
+    "forward": "#6baed6",
+    "backward": "#2c6aa8",
+    "optimizer": "#41a36b",
+    "data": "#e8d174",
+    "validation": "#8fc7c0",
+}
+"""Colours of the upper lane of a row, where a rank computes."""
+COMMUNICATION = {
+    "read": "#f0a04b",
+    "add": "#c8553d",
+    "all_gather": "#f0a04b",
+    "reduce_scatter": "#c8553d",
+    "all_reduce": "#c8553d",
+    "exchange": "#8b6bb1",
+    "settle": "#8b6bb1",
+    "publish": "#c2a5e0",
+}
+"""Colours of the lower lane, where a rank moves bytes."""
+_LABELS = {"data": "between batches", "wait": "idle: waiting for others"}
+
+_WIDTH = 12.0  # inches
+_DPI = 120
+_UPPER, _LOWER, _ROW = (-0.40, 0.54), (0.16, 0.24), (-0.40, 0.80)  # offset from a row's middle, and height
+_TEXT_WIDTH = 5.6  # points that a digit of the token counts takes, with some air
+_LITTLE = 0.2  # part of a bar that may be grey with the number still in the middle
+_LEGEND_COLUMNS = 6
+_LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
+
+
+def draw_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """Draw timelines one above the other, each from its own beginning, on the same time axis, as PNG.
+
+    Args:
+        timelines: by the title to give them, for example
+            ``{"collective": load_timeline("a/timeline.json"), "on demand": load_timeline("b/timeline.json")}``.
+        path: of the picture.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: there is nothing to draw.
+        OSError: the file cannot be written.
+    """
+    buffer = io.BytesIO()
+    timelines_figure(timelines).savefig(buffer, format="png", dpi=_DPI)
+    write_whole(Path(path), buffer.getvalue())
+
+
+def timelines_figure(timelines: Mapping[str, Timeline]) -> Figure:
+    """The picture of `draw_timelines`, one axes per timeline."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        message = 'drawing timelines needs matplotlib: pip install "lightning-odc[demo]"'
+        raise ModuleNotFoundError(message, name=error.name) from None
+    if not any(rank.spans for timeline in timelines.values() for rank in timeline.ranks):
+        raise ValueError("there is nothing to draw: the timelines have no spans")
+    rows = [max(len(timeline.ranks), 1) for timeline in timelines.values()]
+    row_height = min(0.75, max(0.28, 14 / sum(rows)))
+    height = 1.1 + 0.55 * len(rows) + row_height * sum(rows)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    longest = max(timeline.seconds for timeline in timelines.values()) or 1e-9
+    pixels = _WIDTH * _DPI * 0.85 / longest  # per second
+    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
+        _draw_panel(axes, title, timeline, pixels)
+    panels[-1].set_xlim(0, longest * 1.002)
+    panels[-1].set_xlabel("seconds; numbers in bars are tokens", fontsize=9)
+    _add_legend(figure, timelines.values())
+    return figure
+
+
+def _draw_panel(axes: Axes, title: str, timeline: Timeline, pixels: float) -> None:
+    for row, rank in enumerate(timeline.ranks):
+        _draw_rank(axes, row, rank, timeline.begin_ns, pixels)
+        if timeline.waiting_seen:
+            axes.annotate(
+                f"idle {rank.idle_fraction:.0%}",
+                (1.0, row),
+                xycoords=("axes fraction", "data"),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                color="#404040",
+                annotation_clip=False,
+            )
+    axes.set_title(f"{title}: {_summary(timeline)}", loc="left", fontsize=11, pad=16)
+    axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank.rank}" for rank in timeline.ranks])
+    axes.set_ylim(max(len(timeline.ranks), 1) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelbottom=True, labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _name_minibatches(axes, timeline, pixels)
+
+
+def _summary(timeline: Timeline) -> str:
+    minibatches = max((len(rank.of("minibatch")) for rank in timeline.ranks), default=0)
+    idle = f"idle {timeline.idle_fraction:.0%}" if timeline.waiting_seen else "waiting is not seen"
+    return f"{minibatches} minibatch{'es' * (minibatches != 1)} in {timeline.seconds:.2f} s, {idle}"
+
+
+def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: float) -> None:
+    for (offset, height), colours in ((_UPPER, WORK), (_LOWER, COMMUNICATION)):
+        for kind, colour in colours.items():
+            bars = [_place(span, origin) for span in rank.of(kind)]
+            wide = [width * pixels > _LEAST_GAP for _, width in bars]
+            # A white edge parts neighbours; an edge of its own colour keeps a thin bar visible.
+            edges = ["white" if gap else colour for gap in wide]
+            if bars:
+                place = (row + offset, height)
+                axes.broken_barh(bars, place, facecolors=colour, edgecolors=edges, linewidth=0.4, zorder=2)
+    waits = [_place(span, origin) for span in rank.of("wait")]
+    if waits:
+        axes.broken_barh(waits, (row + _ROW[0], _ROW[1]), facecolors=IDLE, linewidth=0, zorder=3)
+    _write_tokens(axes, row, rank, origin, pixels)
+    limits = sorted({limit for span in rank.of("minibatch") for limit in (span.begin, span.end)})
+    at = [(limit - origin) / 1e9 for limit in limits]
+    axes.vlines(at, row - 0.45, row + 0.45, "black", linewidth=0.9, zorder=4)
+
+
+def _write_tokens(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: float) -> None:
+    """Token counts into the bars that have room for them, where they are not covered by waiting."""
+    from matplotlib.patheffects import withStroke
+
+    waits = sorted(rank.of("wait"), key=lambda wait: wait.begin)
+    begins = [wait.begin for wait in waits]
+    for span in rank.of("forward", "backward"):
+        tokens = span.details.get("tokens")
+        text = f"{tokens:,}" if tokens is not None else ""
+        needed = len(text) * _TEXT_WIDTH * _DPI / 72 / pixels * 1e9
+        if not text or span.end - span.begin < needed:
+            continue
+        inside = waits[max(bisect_left(begins, span.begin) - 1, 0) : bisect_left(begins, span.end)]
+        begin, width = _place(_longest_free(span, inside), origin)
+        if width * 1e9 >= needed:
+            dark = span.kind == "backward"
+            axes.text(
+                begin + width / 2,
+                row + _UPPER[0] + _UPPER[1] / 2,
+                text,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if dark else "#10304a",
+                path_effects=[withStroke(linewidth=2, foreground=WORK[span.kind])],
+                zorder=5,
+            )
+
+
+def _longest_free(span: Span, waits: Sequence[Span]) -> Span:
+    """The longest piece of a span without waiting; all of it, if there was little."""
+    waited = sum(
+        min(wait.end, span.end) - max(wait.begin, span.begin) for wait in waits if wait.end > span.begin
+    )
+    if waited < _LITTLE * (span.end - span.begin):
+        return span
+    pieces, begin = [], span.begin
+    for wait in waits:
+        pieces.append(span._replace(begin=begin, end=max(wait.begin, begin)))
+        begin = max(wait.end, begin)
+    pieces.append(span._replace(begin=begin, end=max(span.end, begin)))
+    return max(pieces, key=lambda piece: piece.end - piece.begin)
+
+
+def _name_minibatches(axes: Axes, timeline: Timeline, pixels: float) -> None:
+    """The number of every minibatch above the first row, where there is room."""
+    if not timeline.ranks:
+        return
+    free_from = 0.0
+    for span in timeline.ranks[0].of("minibatch"):
+        begin, _ = _place(span, timeline.begin_ns)
+        text = f"minibatch {span.details.get('number', '')}"
+        if begin >= free_from:
+            axes.text(begin, -0.52, text, fontsize=8, color="#606060", va="bottom")
+            free_from = begin + len(text) * _TEXT_WIDTH * _DPI / 72 / pixels
+
+
+def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    found = {span.kind for timeline in timelines for rank in timeline.ranks for span in rank.spans}
+    labels: dict[str, list[str]] = {}  # kinds that do the same job share a colour
+    for kind, colour in {**WORK, **COMMUNICATION, "wait": IDLE}.items():
+        if kind in found:
+            labels.setdefault(colour, []).append(_LABELS.get(kind, kind.replace("_", "-")))
+    figure.legend(
+        handles=[Patch(facecolor=colour, label=" / ".join(names)) for colour, names in labels.items()],
+        loc="outside lower center",
+        ncols=min(len(labels), _LEGEND_COLUMNS),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.4,
+        columnspacing=1.6,
+    )
+
+
+def _place(span: Span, origin: int) -> tuple[float, float]:
+    """Begin and width in seconds."""
+    return (span.begin - origin) / 1e9, (span.end - span.begin) / 1e9

@@ -1,0 +1,283 @@
+"""`TimelineRecorder`: Lightning's hooks translated into a recording, and the recording into files."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_odc import files
+from lightning_odc.callbacks.timeline import gantt
+from lightning_odc.callbacks.timeline.clocks import measure_clocks
+from lightning_odc.callbacks.timeline.parts import Parts, pack, unpack
+from lightning_odc.callbacks.timeline.recording import Recording, Run
+from lightning_odc.callbacks.timeline.spans import Timeline, merge
+from lightning_odc.strategy.odc import ODCStrategy
+
+Steps = range | tuple[int, int] | None
+T = TypeVar("T")
+
+
+class TimelineRecorder(Callback):
+    """Records what every rank does when, and writes it as a Chrome trace and as a picture.
+
+    For the given optimizer steps: forward and backward of every microbatch with its tokens, reads and adds of
+    shards, every wait with its peer and its cause, the meeting at the minibatch's end, the optimizer, and the time
+    between batches, in which data are loaded. Under `ODCStrategy` the engine tells; under any other strategy,
+    Lightning's hooks tell what they can, and the file says what is not seen.
+
+    Writes ``timeline.json`` (open it in https://ui.perfetto.dev) and ``timeline.png`` (needs ``matplotlib``) when the
+    fit ends; until then, every rank keeps its own part in ``timeline-rank<r>.json``, a trace of its own, up to date
+    within some seconds. What is there after a crash can be opened, too. Recording sends no message between ranks from
+    the first step to the last.
+
+    Args:
+        dirpath: where to write; made if it does not exist. Use one directory per run. If a rank cannot write to it, a
+            warning says so when the fit begins, and nothing is recorded.
+        steps: optimizer steps to record, counted as ``trainer.global_step`` counts them, from 0: a ``range``, or
+            ``(first, last)``, both included. By default all, until ``capacity`` is reached.
+        capacity: most spans that a rank keeps, of some 400 bytes each; later ones are counted and dropped.
+
+    Attributes:
+        timeline: after the fit, on rank 0, what was recorded.
+
+    Raises:
+        ValueError: for steps or a capacity that cannot be.
+    """
+
+    def __init__(self, dirpath: str | Path, steps: Steps = None, *, capacity: int = 100_000) -> None:
+        if capacity < 1:
+            raise ValueError(f"TimelineRecorder(capacity={capacity}): keep at least one span")
+        self.dirpath = Path(dirpath)
+        self.steps = _as_range(steps)
+        self.capacity = capacity
+        self.timeline: Timeline | None = None
+        self._writable = True
+        self._recording: Recording | None = None
+        self._parts: Parts | None = None
+
+    @property
+    def trace_path(self) -> Path:
+        """Where the merged trace is written."""
+        return self.dirpath / "timeline.json"
+
+    @property
+    def picture_path(self) -> Path:
+        """Where the picture is written."""
+        return self.dirpath / "timeline.png"
+
+    # -- beginning ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        problems = _exchange(files.check_directory(self.dirpath))
+        self._writable = not any(problems)
+        if not self._writable:
+            rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
+            rank_zero_warn(
+                f"TimelineRecorder cannot write to {str(self.dirpath)!r} on rank {rank}, so nothing is recorded: "
+                f'{problem}. Name a directory that every rank may write to: TimelineRecorder("timelines").'
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.timeline = None
+        if not self._writable:
+            return
+        strategy = trainer.strategy
+        engine = strategy.engine if isinstance(strategy, ODCStrategy) else None
+        name, origin = _exchange((secrets.token_hex(8), time.monotonic_ns()))[0]
+        clocks = measure_clocks(_exchange)
+        alone = trainer.world_size == 1
+        run = Run(
+            name=name,
+            origin_ns=origin,
+            world_size=trainer.world_size,
+            strategy=_describe(strategy),
+            notes=_blind_spots(trainer),
+            waits=alone or (isinstance(strategy, ODCStrategy) and strategy.communication != "collective"),
+        )
+        clock = clocks[trainer.global_rank if len(clocks) > 1 else 0]
+        self._parts = Parts(self.dirpath, run.name, run.world_size)
+        self._parts.remove(trainer.global_rank)  # of an earlier run
+        self._recording = Recording(
+            run, trainer.global_rank, clock, self.capacity, engine, _forwarded(trainer, pl_module)
+        )
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recording is not None:
+            self._recording.begin_epoch()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._recording is not None and self._wants(trainer.global_step):
+            self._recording.begin_batch(trainer.global_step, batch)
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if self._recording is not None:
+            self._recording.leave()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Any) -> None:
+        if self._recording is not None:
+            self._recording.enter("backward")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self._recording is not None:
+            self._recording.leave()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if self._recording is not None:
+            self._recording.enter("optimizer")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        recording = self._recording
+        if recording is None:
+            return
+        recorded = recording.step is not None
+        step = trainer.global_step
+        recording.end_batch(step, self._wants(step))
+        over = self.steps is not None and step > max(self.steps, default=-1)
+        if over and not recording.complete:
+            recording.complete = True
+            self._save(merge_if_last=True)
+        elif recorded and recording.may_save():
+            self._save()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recording is not None:
+            self._recording.begin_validation()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recording is not None:
+            self._recording.end_validation()
+
+    # -- ending -------------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.release()
+        recording.complete = recording.complete or self.steps is None
+        parts = _gather(pack(recording.part()))
+        if not trainer.is_global_zero:
+            return
+        timeline = merge([unpack(part) for part in parts])
+        if not any(rank.spans for rank in timeline.ranks):
+            rank_zero_warn(
+                f"TimelineRecorder(steps={self.steps}) recorded nothing: training ended after optimizer step "
+                f"{trainer.global_step - 1}. Steps are counted from 0, over all epochs."
+            )
+            return
+        self.timeline = timeline
+        _attempt(lambda: self._write(timeline))
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.interrupt()
+        if recording.tracer.spans:
+            recording.run.notes.append(f"Rank {recording.rank} ended by {type(exception).__name__}.")
+            _attempt(lambda: self._parts.save(recording.part(), self.trace_path))  # type: ignore[union-attr]
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._recording is not None:
+            self._recording.release()
+        self._recording = None
+
+    # -- internals ----------------------------------------------------------------------------------------
+
+    def _wants(self, step: int) -> bool:
+        return self.steps is None or step in self.steps
+
+    def _save(self, merge_if_last: bool = False) -> None:
+        """Bring this rank's part up to date."""
+        recording, parts, began = self._recording, self._parts, time.monotonic()
+        assert recording is not None and parts is not None
+        _attempt(lambda: parts.save(recording.part(), self.trace_path if merge_if_last else None, whole=True))
+        recording.saved(began)
+
+    def _write(self, timeline: Timeline) -> None:
+        assert self._parts is not None
+        self._parts.write_merged(timeline, self.trace_path)
+        try:
+            gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
+        except Exception as error:  # whatever it is, it must not end a fit that went well
+            rank_zero_warn(f"{self.trace_path} is written, but no picture: {error}")
+
+
+def _as_range(steps: Any) -> range | None:
+    if steps is None:
+        return None
+    if isinstance(steps, tuple) and len(steps) == 2:
+        steps = range(steps[0], steps[1] + 1)
+    if not isinstance(steps, range) or min(steps, default=-1) < 0:
+        raise ValueError(
+            f"TimelineRecorder(steps={steps!r}) is no choice of optimizer steps: write steps=range(10, 13), or "
+            "steps=(10, 12) for the same, or leave it out to record all."
+        )
+    return steps
+
+
+def _describe(strategy: Any) -> str:
+    name = type(strategy).__name__
+    return f"{name}, {strategy.communication}" if isinstance(strategy, ODCStrategy) else name
+
+
+def _blind_spots(trainer: pl.Trainer) -> list[str]:
+    """What cannot be seen under this strategy, in sentences."""
+    strategy, notes = trainer.strategy, []
+    if not isinstance(strategy, ODCStrategy):
+        notes.append(
+            f"{type(strategy).__name__} tells nothing about its communication: forward, backward and optimizer are "
+            "seen through Lightning's hooks, and waits for other ranks lie inside them."
+        )
+    if strategy.root_device.type != "cpu":
+        notes.append(
+            f"Times are the host's: work on {strategy.root_device.type} runs later than it was started."
+        )
+    return notes
+
+
+def _forwarded(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    """The module whose call is a microbatch."""
+    return trainer.strategy.model if isinstance(trainer.strategy, ODCStrategy) else module
+
+
+def _exchange(item: T) -> list[T]:
+    """Every rank's item, in rank order; only this rank's where there is no process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [item]
+    items: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def _gather(item: T) -> list[T]:
+    """On rank 0, every rank's item; elsewhere nothing that matters."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [item]
+    items: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(item, items if dist.get_rank() == 0 else None)
+    return items
+
+
+def _attempt(write: Callable[[], None]) -> None:
+    """A full disk must not end the training."""
+    try:
+        write()
+    except OSError as error:
+        rank_zero_warn(f"TimelineRecorder could not write: {error}")

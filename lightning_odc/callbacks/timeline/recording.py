@@ -1,0 +1,186 @@
+"""One rank's side of a recording: listens to the engine or to Lightning's hooks, and keeps what it heard."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_odc.callbacks.timeline.clocks import Clock
+from lightning_odc.callbacks.timeline.microbatches import MicrobatchTracer, Phases
+from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.tracing import Span
+
+_OVERHEAD = 0.01
+_FIRST_PAUSE = 2.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of a recording agreed on when training began.
+
+    Attributes:
+        name: distinguishes this run from earlier ones in the same directory.
+        origin_ns: rank 0's clock at the beginning.
+        world_size: number of ranks.
+        strategy: for people.
+        notes: what cannot be seen under this strategy.
+        waits: whether the engine traces waits.
+    """
+
+    name: str
+    origin_ns: int
+    world_size: int
+    strategy: str
+    notes: list[str]
+    waits: bool
+
+
+class Recording:
+    """What one rank has recorded so far. Call `release` at the end.
+
+    Args:
+        run: what the ranks agreed on.
+        rank: of this process.
+        clock: of this process.
+        capacity: most spans to keep.
+        engine: traces what it does, or ``None`` to go by Lightning's hooks alone.
+        module: whose inputs are looked at to count tokens.
+
+    Attributes:
+        step: the optimizer step that is being recorded, if one is.
+        complete: nothing more is to be recorded.
+    """
+
+    def __init__(
+        self, run: Run, rank: int, clock: Clock, capacity: int, engine: Engine | None, module: nn.Module
+    ) -> None:
+        self.run = run
+        self.rank = rank
+        self.clock = clock
+        self.tracer = MicrobatchTracer(capacity)
+        self.step: int | None = None
+        self.complete = False
+        self._engine = engine
+        self._module = module
+        self._phases = Phases(self.tracer) if engine is None else None
+        self._hook: RemovableHandle | None = None
+        self._step_began = 0
+        self._gap_began = time.monotonic_ns()
+        self._not_before = 0.0
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """From now on it is data that are waited for."""
+        self._gap_began = time.monotonic_ns()
+
+    def begin_batch(self, step: int, batch: Any) -> None:
+        """A batch of a step that is to be recorded begins."""
+        self.tracer.record("data", self._gap_began)
+        if self.step != step:
+            self.step, self._step_began = step, time.monotonic_ns()
+            self.tracer.begin_step()
+        self._listen()
+        if self._phases is not None:
+            self.tracer.see_input(batch)
+            self._phases.enter("forward")
+
+    def enter(self, kind: str) -> None:
+        """A hook says what comes now."""
+        if self._phases is not None and self.step is not None:
+            self._phases.enter(kind)
+
+    def leave(self) -> None:
+        """A hook says that what went on is over."""
+        if self._phases is not None:
+            self._phases.leave()
+
+    def end_batch(self, next_step: int, wanted: bool) -> None:
+        """A batch ends; what comes next is of ``next_step``, and ``wanted`` or not."""
+        self.leave()
+        if self.step is not None and next_step != self.step:
+            self._end_step()
+        if not wanted:
+            self.release()
+        self._gap_began = time.monotonic_ns()
+
+    def begin_validation(self) -> None:
+        """Validation is not loading data."""
+        if self._hook is not None:
+            self.tracer.record("data", self._gap_began)
+        self._gap_began = time.monotonic_ns()
+
+    def end_validation(self) -> None:
+        """What comes now is loading data again."""
+        if self._hook is not None:
+            self.tracer.record("validation", self._gap_began)
+        self._gap_began = time.monotonic_ns()
+
+    def interrupt(self) -> None:
+        """Training ends in the middle of something: keep what is known of it."""
+        self.leave()
+        if self.step is not None:
+            self._end_step()
+        self.release()
+
+    def release(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._hook is None:
+            return
+        self._hook.remove()
+        self._hook = None
+        if self._engine is not None:
+            self._engine.unlisten(self.tracer)
+
+    # -- what is known ------------------------------------------------------------------------------------
+
+    def part(self) -> Timeline:
+        """This rank's timeline so far."""
+        shift = self.run.origin_ns + self.clock.offset_ns
+        spans = [
+            Span(kind, begin - shift, end - shift, details) for kind, begin, end, details in self.tracer.spans
+        ]
+        rank = RankTimeline(
+            self.rank,
+            self.clock.host,
+            spans,
+            dropped=self.tracer.dropped,
+            complete=self.complete,
+            offset_ns=self.clock.offset_ns,
+            uncertainty_ns=self.clock.uncertainty_ns,
+        )
+        seen = self.run.waits or any(span.kind in COLLECTIVES for span in spans)
+        return Timeline(
+            [rank], self.run.world_size, self.run.strategy, self.run.name, seen, list(self.run.notes)
+        )
+
+    def may_save(self) -> bool:
+        """Whether saving now would cost less than 1 percent of the time since it was last done."""
+        return time.monotonic() >= self._not_before
+
+    def saved(self, began: float) -> None:
+        """Saving began at ``began`` and ends now."""
+        now = time.monotonic()
+        self._not_before = now + max(_FIRST_PAUSE, (now - began) / _OVERHEAD)
+
+    # -- internals ----------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if self._hook is not None:
+            return
+        self._hook = self._module.register_forward_pre_hook(self._see_forward)
+        if self._engine is not None:
+            self._engine.listen(self.tracer)
+
+    def _see_forward(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._engine is not None and inputs:
+            self.tracer.see_input(inputs[0])
+
+    def _end_step(self) -> None:
+        self.tracer.record("minibatch", self._step_began, number=self.step)
+        self.step = None

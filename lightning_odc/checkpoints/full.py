@@ -1,0 +1,216 @@
+"""Saving and loading sharded models: the half of a strategy that deals with state dicts.
+
+Full checkpoints are ordinary Lightning checkpoints and are dealt with here; for the others see `sharded_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_odc import _compat
+
+from lightning_odc.checkpoints import sharded as sharded_checkpoint
+from lightning_odc.checkpoints.checks import check_names, check_optimizers
+from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
+from lightning_odc.sharding.optimizers import part_of
+
+_ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
+
+
+#: Under which Lightning saves the state of our precision plugin: the name of its class.
+PRECISION_KEY = "ODCPrecision"
+
+
+def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
+    """The model's state; if ``full`` assembled on rank 0 (empty elsewhere), else this rank's shards."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
+
+
+def optimizer_state(
+    model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool, rank: int
+) -> dict[str, Any]:
+    """The optimizer's state; if ``full`` that of an ordinary optimizer on rank 0 (empty elsewhere), else shards."""
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    if not inner.param_groups:  # what Lightning puts in the place of an optimizer where there is none
+        return {}
+    if not full:
+        return get_optimizer_state_dict(model, inner, options=StateDictOptions(cpu_offload=True))
+    state = apply_to_collection(inner.state_dict(), Tensor, partial(_assembled, keep=rank == 0))
+    return cast(dict[str, Any], state) if rank == 0 else {}
+
+
+def _assembled(value: Tensor, keep: bool) -> Tensor | None:
+    """The whole of a sharded tensor. All ranks together; those that do not ``keep`` it only take part."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.to("cpu", copy=True) if keep else None
+
+
+def location(path: str | Path) -> Path | str:
+    """Where a checkpoint is: a path, or a URL as it stands, in which ``Path`` would merge the slashes."""
+    return str(path) if "://" in str(path) else Path(path)
+
+
+def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
+    """Remove a checkpoint of the other kind where one is to be written. All ranks together.
+
+    Args:
+        path: of the checkpoint to write.
+        full: it will be a file, not a directory.
+        is_first: this rank removes.
+        barrier: waits for all ranks.
+
+    Raises:
+        IsADirectoryError: if something else lies there.
+        ValueError: for a sharded checkpoint at a URL.
+    """
+    if isinstance(path, str):
+        if not full:
+            raise ValueError(
+                f"Sharded checkpoints need a path in a file system, not {path!r}. Use "
+                'ODCStrategy(state_dict_type="full"), or a directory that is mounted.'
+            )
+        return
+    if full and path.is_dir() and not _compat.is_sharded_checkpoint(path):
+        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
+    barrier()  # so that nobody looks while something is being removed
+    if is_first and full and path.is_dir():
+        shutil.rmtree(path)
+    elif is_first and not full:
+        sharded_checkpoint.discard_unfinished(path)
+        if path.is_file():
+            path.unlink()
+    barrier()
+
+
+def load(
+    path: Path | str,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    checkpoint_io: CheckpointIO,
+) -> dict[str, Any]:
+    """Load the model in place; returns the rest of the checkpoint. All ranks together.
+
+    Args:
+        path: of a full checkpoint (a file, or its URL) or a sharded one (a directory).
+        model: the sharded model.
+        optimizers: those that the checkpoint must have states for; none if these are not needed.
+        strict: refuse missing and unexpected parameters.
+        weights_only: as in ``torch.load``.
+        checkpoint_io: reads full checkpoints.
+
+    Returns:
+        What else the checkpoint has. Under ``"optimizer_states"`` stands what `load_optimizers` takes.
+    """
+    trusted_as_asked = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
+    if isinstance(path, Path) and not path.is_file():
+        if not _compat.is_sharded_checkpoint(path):
+            raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
+        rest = sharded_checkpoint.load(path, model, strict, trusted_as_asked)
+    else:
+        rest = _load_full(_read(path, checkpoint_io, trusted_as_asked), model, strict)
+    check_optimizers(len(rest.setdefault("optimizer_states", [])), len(optimizers))
+    for other in (
+        "FSDPPrecision",
+        "MixedPrecision",
+    ):  # other strategies' loss scale, by the name of their class
+        if other in rest:
+            rest.setdefault(PRECISION_KEY, rest[other])
+    return rest
+
+
+def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> dict[str, Any]:
+    """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
+    if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
+        return checkpoint_io.load_checkpoint(path)
+    if isinstance(path, Path):
+        return cast(
+            dict[str, Any], torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        )
+    with get_filesystem(path).open(path, "rb") as file:
+        return cast(dict[str, Any], torch.load(file, map_location="cpu", weights_only=weights_only))
+
+
+def _load_full(checkpoint: dict[str, Any], model: nn.Module, strict: bool) -> dict[str, Any]:
+    """Every rank takes its part of what it read."""
+    options = StateDictOptions(full_state_dict=True, strict=strict)
+    saved_model = checkpoint.pop("state_dict")
+    if strict:
+        check_names(saved_model.keys(), get_model_state_dict(model).keys())
+    set_model_state_dict(model, saved_model, options=options)
+    if "current_model_state" in checkpoint:  # a WeightAveraging callback will load both models itself
+        checkpoint["state_dict"] = saved_model
+    return checkpoint
+
+
+def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:
+    """Load the states of optimizers, in their order, from what `load` has returned. All ranks together.
+
+    Raises:
+        ValueError: for the state of an optimizer with other parameters.
+    """
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if isinstance(state, sharded_checkpoint.OptimizerShards):
+            state.load(optimizer, model)
+        else:
+            _load_optimizer(optimizer, state, model)
+
+
+def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], model: nn.Module) -> None:
+    known = _labelled(optimizer, saved["param_groups"], model)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    state = {
+        numbers[known[label]]: {name: part_of(value, known[label], _ADVICE) for name, value in values.items()}
+        for label, values in saved.get("state", {}).items()  # which consolidating leaves out if it is empty
+    }
+    groups = [
+        {**group, "params": [numbers[known[label]] for label in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _labelled(
+    optimizer: Optimizer, groups: list[dict[str, Any]], model: nn.Module
+) -> dict[Any, nn.Parameter]:
+    """Parameters by their labels in a checkpoint: names, or numbers of which only the order in the groups counts."""
+    sizes = [[len(group["params"]) for group in some] for some in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"The checkpoint's optimizer has {sizes[0]} parameters in its groups (a parameter group is an entry of the "
+            f"list), this one has {sizes[1]}. Resume with the `configure_optimizers` that it was saved with, and with "
+            "the callbacks, if they add parameters."
+        )
+    names = {_compat.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    known: dict[Any, nn.Parameter] = {}
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        for label, parameter in zip(group["params"], own["params"], strict=True):
+            if isinstance(label, str) and label not in names:
+                raise ValueError(
+                    f"The checkpoint has optimizer state for {label!r}, which is no parameter of this model. Resume "
+                    "with the `configure_optimizers` that it was saved with."
+                )
+            known[label] = names[label] if isinstance(label, str) else parameter
+    return known

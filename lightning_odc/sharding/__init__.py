@@ -1,0 +1,1 @@
+"""Which modules become units, on which ranks they lie, and how they get their values."""

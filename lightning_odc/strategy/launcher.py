@@ -1,0 +1,211 @@
+"""Ranks for an interactive session (a notebook, a console): forked, watched to their end, results brought back.
+
+Note [Forked from a fresh thread]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork: a child that is forked
+from a thread that has computed in parallel before (any larger tensor in an earlier cell) hangs at its first parallel
+region. So every rank is forked from a thread that has never computed, which becomes the main thread of the child.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_odc import _compat
+from lightning_odc.errors import PeerFailedError
+from lightning_odc.strategy import results as homecoming
+
+#: Seconds that ranks have to end by themselves after one has failed, and then after they were told to.
+GRACE = (10.0, 5.0)
+
+
+def is_interactive() -> bool:
+    """Whether somebody types into this Python: a notebook's kernel, IPython, ``python -i``."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # a script under `python -i` has no prompt yet
+
+
+class ForkLauncher(_compat.Launcher):
+    """Runs a function on all ranks of this machine, in processes forked from this one.
+
+    Args:
+        strategy: of Lightning's Trainer or Fabric, with ``cluster_environment``, ``num_processes``, ``root_device``.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._processes: list[BaseProcess] = []
+        self._ended: list[BaseProcess] = []
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Call ``function`` on every rank and wait for all of them.
+
+        Args:
+            function: to call.
+            *args: for it.
+            trainer: if there is one, it and its module come home with what rank 0 has trained and measured.
+            **kwargs: for the function.
+
+        Returns:
+            What the function returned on rank 0.
+
+        Raises:
+            PeerFailedError: a rank raised or died; its traceback is in the message. None is left then.
+            RuntimeError: this process has used CUDA or has a process group, which forked ranks would inherit.
+        """
+        self._check_parent()
+        self._strategy.cluster_environment.main_port  # noqa: B018 - chosen here, or every rank would choose another
+        if trainer is not None:
+            homecoming.prepare(trainer)
+        with tempfile.TemporaryDirectory(prefix="lightning-odc-") as directory:
+            work = partial(self._work, Path(directory), function, args, kwargs, trainer)
+            try:
+                self._start(work)
+                self._join()
+            finally:
+                self._end_all()
+            self._raise_first_error(Path(directory))
+            outcome = torch.load(Path(directory) / "outcome", weights_only=False)
+        return outcome if trainer is None else homecoming.restore(trainer, outcome)
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to all ranks that live."""
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+
+    def _check_parent(self) -> None:
+        if dist.is_initialized():
+            raise RuntimeError(
+                "This session's process has a process group already, left by a training that ran in it. Ranks forked "
+                "from it could not make their own. Call `torch.distributed.destroy_process_group()` first."
+            )
+        if self._strategy.root_device.type == "cuda" and torch.cuda.is_initialized():
+            raise RuntimeError(
+                "CUDA is in use in this notebook already, and ranks forked from it could not use it: restart the "
+                "kernel, and create no tensors on GPUs (nor call torch.cuda functions) before the trainer runs."
+            )
+
+    # -- in the notebook's process ------------------------------------------------------------------------
+
+    def _start(self, work: Callable[[int], None]) -> None:
+        """See Note [Forked from a fresh thread]."""
+        sys.stdout.flush()  # else every rank would print again what waits here
+        sys.stderr.flush()
+        context = multiprocessing.get_context("fork")
+        self._processes = [
+            context.Process(target=work, args=(i,)) for i in range(self._strategy.num_processes)
+        ]
+        for process in self._processes:
+            thread = threading.Thread(target=process.start)
+            thread.start()
+            thread.join()
+
+    def _join(self) -> None:
+        """Until all ranks have ended, or one has failed and the others had time to notice."""
+        while (alive := self._alive()) and not any(process.exitcode for process in self._processes):
+            wait([process.sentinel for process in alive])
+        self._join_until(time.monotonic() + GRACE[0])
+
+    def _end_all(self) -> None:
+        self._ended = self._alive()
+        for process in self._ended:
+            process.terminate()
+        self._join_until(time.monotonic() + GRACE[1])
+        for process in self._alive():
+            process.kill()
+        for process in self._processes:
+            if process.pid is not None:
+                process.join()
+
+    def _join_until(self, deadline: float) -> None:
+        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
+            wait([process.sentinel for process in alive], left)
+
+    def _alive(self) -> list[BaseProcess]:
+        return [process for process in self._processes if process.pid is not None and process.is_alive()]
+
+    def _raise_first_error(self, directory: Path) -> None:
+        """The error of the rank that failed first, not of one that failed since another did."""
+        failed = [rank for rank, process in enumerate(self._processes) if process.exitcode != 0]
+        if not failed:
+            return
+        own = [rank for rank in failed if (directory / f"error{rank}").exists()]
+        died = [rank for rank in failed if rank not in own and self._processes[rank] not in self._ended]
+        if died:
+            code = self._processes[died[0]].exitcode
+            raise PeerFailedError(
+                f"Rank {died[0]} died with exit code {code} (a negative one is a signal; -9 often means that memory "
+                "was used up). What was trained in this run is lost."
+            )
+        first = min(own, key=lambda rank: (directory / f"followed{rank}").exists())
+        text = (directory / f"error{first}").read_text()
+        raise PeerFailedError(f"Rank {first} failed. Its error was:\n\n{text}")
+
+    # -- on a rank ----------------------------------------------------------------------------------------
+
+    def _work(
+        self,
+        directory: Path,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        trainer: Any,
+        rank: int,
+    ) -> None:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        os.environ["LOCAL_RANK"] = str(rank)
+        try:
+            outcome = self._run(function, args, kwargs, trainer)
+            if rank == 0:
+                torch.save(outcome, directory / "outcome")
+            _part()
+        except BaseException as error:
+            if isinstance(error, PeerFailedError):
+                (directory / f"followed{rank}").touch()
+            (directory / f"error{rank}").write_text("".join(traceback.format_exception(error)))
+            sys.exit(1)
+
+    def _run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], trainer: Any
+    ) -> Any:
+        if trainer is None:
+            return function(*args, **kwargs)
+        self._strategy._launcher = None  # this is a rank now, where nothing is launched
+        result = _compat.call_and_clean_up(trainer, function, *args, **kwargs)
+        return homecoming.collect(trainer, result)
+
+
+def _part() -> None:
+    """Leave together: a rank that goes early can break what others still send."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for a rank whose notebook is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,647 @@
+"""``ODCStrategy``: Lightning's lifecycle translated into engine calls."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
+from torch.optim import Optimizer
+
+from lightning_odc import _compat
+from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
+from lightning_odc.data.convert import balanced_for_lightning
+from lightning_odc.data.lengths import LengthsUnknownError
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.engine.advice import advise, refuse_optimizers
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import (
+    CollectiveEngine,
+    is_broken_group,
+    process_group_rendezvous,
+    single_process,
+)
+from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.peers import FOLLOWED
+from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.choice import check_transport, make_transport
+from lightning_odc.errors import ODCError, PeerFailedError, WaitTimeoutError
+from lightning_odc.sharding import nodes
+from lightning_odc.sharding.initialize import check_filled
+from lightning_odc.sharding.refusals import refuse_layers
+from lightning_odc.sharding.wrapping import WrapPolicy
+from lightning_odc.strategy import arguments
+from lightning_odc.strategy import leftovers as stragglers
+from lightning_odc.strategy.agreement import compare_programs
+from lightning_odc.strategy.callbacks import surrounded
+from lightning_odc.strategy.evaluation import Evaluation
+from lightning_odc.strategy.loop_ends import LoopEnds
+from lightning_odc.strategy.precision import undivided
+from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
+from lightning_odc.strategy.signals import HeldSignals
+from lightning_odc.strategy.training import Training
+
+#: How long ranks wait before they say where they are.
+DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
+
+Communication = Literal["on_demand", "collective", "lockstep"]
+
+
+class ODCStrategy(ShardedStrategy):
+    r"""Fully sharded training with on-demand communication instead of collectives.
+
+    A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
+    ``Trainer``. It shards with ``torch.distributed.fsdp.fully_shard``. Ranks read each other's parameter shards when
+    they need them, add gradients into their owners' accumulators, and meet once per optimizer step, so they may run
+    different numbers of microbatches: let the loader yield `Minibatch`\ es.
+
+    Source: *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
+
+    Args:
+        accelerator: as in ``FSDPStrategy``.
+        parallel_devices: as in ``FSDPStrategy``.
+        cluster_environment: as in ``FSDPStrategy``.
+        checkpoint_io: as in ``FSDPStrategy``.
+        precision_plugin: as in ``FSDPStrategy``.
+        process_group_backend: as in ``FSDPStrategy``.
+        timeout: after which a wait for another rank gives up with a report of where every rank is.
+        cpu_offload: as in ``FSDPStrategy``.
+        mixed_precision: as in ``FSDPStrategy``; by default what ``Trainer(precision=...)`` says.
+        auto_wrap_policy: which modules become units; by default the model's repeated blocks, and with manual
+            optimization the layers of networks that have none.
+        activation_checkpointing: as in ``FSDPStrategy``.
+        activation_checkpointing_policy: as in ``FSDPStrategy``.
+        sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
+            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) does so inside every node, on demand, and sums gradients
+            over nodes once per minibatch; it is the way to use several nodes.
+        state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
+        device_mesh: for hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
+            ``(num_nodes, devices per node)``.
+        communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
+            the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
+        transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
+        deterministic: sum gradients in rank order, so that runs are bit-equal; takes ``world_size`` accumulators.
+        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        balance: how to level the work over ranks: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
+            ``None`` to leave the loader alone. Turns the training ``DataLoader`` into a
+            [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] of ``batch_size`` samples per rank on average.
+        max_tokens: the most tokens in a microbatch; by default as many as the longest sample has.
+        cost: what a sample costs by its length, as in ``BalancedDataLoader``: ``"quadratic"``, ``"quadratic_dense"``
+            where packed samples are kept apart by a mask (as on CPUs), ``"fitted"`` to learn it while training, ...
+        length_fn: the length of a sample, where the data set does not tell.
+        weighting: what a sample counts in the gradient, as in ``BalancedDataLoader``; counts that ``training_step``
+            returns as ``num_items`` are exact and go before it.
+        hang_report_after: time of waiting after which every rank says where it is, on stderr and in
+            ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
+        **kwargs: arguments of FSDP1 that have no meaning for ``fully_shard`` are refused by name.
+
+    Raises:
+        ValueError: for a value that is not one of those above.
+        TypeError: for an argument it does not know, with the closest one it does.
+    """
+
+    strategy_name = "odc"
+    _registered_strategies: list[str] = []  # noqa: RUF012 - Lightning appends to it per class
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        cpu_offload: bool | CPUOffload | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
+        activation_checkpointing_policy: WrapPolicy | None = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        *,
+        communication: Communication = "on_demand",
+        transport: str = "auto",
+        deterministic: bool = False,
+        accumulator_dtype: torch.dtype | None = None,
+        balance: str | None = None,
+        max_tokens: int | None = None,
+        cost: Any = "quadratic",
+        length_fn: Callable[[Any], int] | None = None,
+        weighting: Any = "token",
+        hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
+        **kwargs: Any,
+    ) -> None:
+        arguments.check_choice("communication", communication, arguments.COMMUNICATIONS)
+        arguments.check_choice("transport", transport, arguments.TRANSPORTS)
+        arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
+        arguments.check_sharding(sharding_strategy, device_mesh)
+        arguments.check_policy("auto_wrap_policy", auto_wrap_policy)
+        arguments.check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        arguments.check_balance(balance, communication, deterministic)
+        arguments.check_time("timeout", timeout, "datetime.timedelta(minutes=30)")
+        arguments.check_time(
+            "hang_report_after", hang_report_after, "datetime.timedelta(seconds=60), or None for no reports"
+        )
+        arguments.check_accumulator_dtype(accumulator_dtype)
+        arguments.check_mixed_precision(mixed_precision)
+        arguments.check_cost(cost if balance else None, communication, deterministic)
+        arguments.check_recipe(balance, max_tokens, cost, weighting)
+        arguments.check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing=activation_checkpointing,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            sharding_strategy=sharding_strategy,
+            device_mesh=device_mesh,
+            state_dict_type=state_dict_type,
+        )
+        self.communication = communication
+        self.transport = transport
+        self.deterministic = deterministic
+        self.accumulator_dtype = accumulator_dtype
+        self.hang_report_after = hang_report_after
+        self.balance = balance
+        self._balance_options = {
+            "max_tokens": max_tokens,
+            "cost": cost,
+            "length_fn": length_fn,
+            "weighting": weighting,
+        }
+        if balance is None:
+            arguments.warn_of_idle_options(self._balance_options)
+        if communication == "collective":
+            arguments.warn_of_no_engine(
+                {"deterministic": deterministic, "accumulator_dtype": accumulator_dtype}
+            )
+        self._through_call = _compat.forward_redirection()
+        self._engine: Engine | None = None
+        self._training: Training | None = None
+        self._evaluation: Evaluation | None = None
+        self._reduce_locally = False
+        self._failed = False
+        self._loaders_unchecked = True
+        self._signals: HeldSignals | None = None
+
+    def __repr__(self) -> str:
+        return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        describe = "Fully sharded training with on-demand communication"
+        strategy_registry.register("odc", cls, description=describe)
+        strategy_registry.register(
+            "odc_balanced", cls, description=f"{describe} and balanced minibatches", balance="lb_mini"
+        )
+        cls._registered_strategies += ["odc", "odc_balanced"]
+
+    @property
+    def engine(self) -> Engine:
+        """What moves shards and gradients, with its measured waits and traffic.
+
+        Raises:
+            RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "ODCStrategy.engine exists only while the trainer runs; look at it from a callback."
+            )
+        return self._engine
+
+    # -- setting up and tearing down ----------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        self._check_devices()
+        nodes.check_nodes(self.sharding_strategy.name, self.num_nodes, self.communication)
+        super().setup_environment()
+        if self._layout is not None:
+            nodes.check_row(self._layout, self.communication)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._failed = False
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._on_demand:
+            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
+        elif fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        with self._ordinary_tensors():
+            self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
+            self._engine = self._make_engine()
+            self._engine.attach(self.model, gradients=fitting)
+        if fitting:
+            self._setup_averages(trainer)
+        self._on_teardown.enter_context(
+            surrounded(
+                trainer,
+                reshard=self.engine.reshard,
+                publish=self.publish_parameters,
+                fail=self.on_exception,
+            )
+        )
+        self._watch_ends(trainer)
+        self.barrier()
+        if fitting:
+            self.setup_optimizers(trainer)
+            if self._on_demand:
+                refuse_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        if fitting:
+            self._training = self._make_training()
+            self.precision_plugin.before_clipping = self._training.settle
+            self.precision_plugin.around_backward = self._training.around_backward
+            self.precision_plugin.loss_divisor = self._training.loss_divisor
+
+    def _make_training(self) -> Training:
+        assert self.lightning_module is not None
+        plugin = self.precision_plugin
+        computed_in = (plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
+        fp16 = plugin if torch.float16 in computed_in else None
+        return Training(self.lightning_module, self.engine, self.root_device, fp16)
+
+    def _make_engine(self) -> Engine:
+        if self.world_size == 1:
+            return CollectiveEngine(1, single_process)
+        rendezvous = process_group_rendezvous(dist.group.WORLD)
+        if self.communication == "collective":
+            return CollectiveEngine(self.world_size, rendezvous)
+        options: dict[str, Any] = {
+            "deterministic": self.deterministic,
+            "lockstep": self.communication == "lockstep",
+            "accumulator_dtype": self.accumulator_dtype,
+            "hang_report": self._make_hang_report(),
+        }
+        if self._layout is not None:
+            return self._make_hybrid_engine(self._layout, rendezvous, options)
+        return OnDemandEngine(
+            lambda: make_transport(
+                self.root_device, self.global_rank, self.world_size, rendezvous, dist.group.WORLD
+            ),
+            rendezvous,
+            timeout=self.timeout.total_seconds(),
+            **options,
+        )
+
+    def _make_hybrid_engine(self, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]) -> Engine:
+        assert self.cluster_environment is not None
+        within = process_group_rendezvous(self.shard_mesh.get_group())
+        place = layout.row.index(self.global_rank)
+        return nodes.make_hybrid_engine(
+            lambda: make_transport(
+                self.root_device, place, len(layout.row), within, self.shard_mesh.get_group(), layout.row
+            ),
+            rendezvous,
+            layout,
+            main_address=self.cluster_environment.main_address,
+            device=self.root_device,
+            timeout=self.timeout,
+            **options,
+        )
+
+    def _make_hang_report(self) -> HangReport | None:
+        if self.hang_report_after is None:
+            return None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        root = trainer.default_root_dir
+        directory = None if "://" in root else Path(root) / "odc-hang-reports"
+
+        def place() -> str:
+            return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
+
+        return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
+
+    @property
+    def _on_demand(self) -> bool:
+        return self.communication != "collective" and self.world_size > 1
+
+    def _check_devices(self) -> None:
+        if self.communication != "collective":
+            check_transport(self.transport, self._device_type())
+
+    def teardown(self) -> None:
+        self._give_values_back()
+        self.precision_plugin.before_clipping = None
+        self.precision_plugin.around_backward = nullcontext
+        self.precision_plugin.loss_divisor = undivided
+        engine, self._engine, self._training = self._engine, None, None
+        try:
+            if engine is not None and not self._failed:
+                # Without this, a rank that leaves early can abort the others' process group.
+                engine.exchange("end of the run", None)
+                if self._signals is not None:
+                    self._signals.deliver()
+        finally:
+            self._signals = None
+            if engine is not None:
+                engine.close()
+            super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        advise(exception)
+        if self._engine is None or self._failed:
+            return  # peers are told once: by the first of all callbacks, before Lightning comes here
+        self._failed = True
+        text = "".join(traceback.format_exception(exception))
+        prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
+        trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
+        own = "".join(traceback.format_exception_only(exception)).rstrip()
+        if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
+            exception.add_note(f"This followed from something else. {trouble}")
+            prefix = FOLLOWED
+        self._engine.fail(prefix + text)
+        if isinstance(exception, WaitTimeoutError):
+            stragglers.end_at_exit(self.launcher)
+
+    def _peer_trouble(self, exception: BaseException) -> str:
+        """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
+        patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
+        trouble = self.engine.peer_trouble()
+        while not trouble and time.monotonic() < patience:
+            time.sleep(0.01)
+            trouble = self.engine.peer_trouble()
+        return trouble
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, training = self.lightning_module, self._training
+        assert module is not None
+        assert training is not None
+        is_share = bool(args) and isinstance(args[0], Minibatch)
+        if is_share:
+            self._check_loaders(module.trainer.train_dataloader)
+            self._hold_signals(meeting=True)
+        training.begin_batch("Minibatch" if is_share else "plain batch")
+        run = partial(self._redirect, "training_step", self.precision_plugin.train_step_context)
+        if is_share and module.automatic_optimization:
+            return training.run_share(
+                args[0],
+                step=lambda microbatch: run(microbatch, *args[1:], **kwargs),
+                backward=lambda loss: self.backward(loss, self.optimizers[0]),
+            )
+        output = run(*args, **kwargs)
+        if module.automatic_optimization:
+            training.count(output)
+        else:
+            training.step_in_hooks(self.optimizers)
+        return output
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        training, settled = self._training, 0
+        assert training is not None
+
+        def closure_then_settle() -> Any:
+            nonlocal settled
+            result = closure()
+            training.settle()
+            settled = time.monotonic_ns()
+            return result
+
+        output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
+        if self.engine.tracer is not None and settled:
+            self.engine.tracer.record("optimizer", settled)
+        training.end_step()
+        return output
+
+    def settle_gradients(self) -> None:
+        """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.
+
+        ``optimizer.step()`` and ``self.clip_gradients(...)`` do it by themselves. With manual optimization, call it on
+        all ranks together to look at gradients before: until then, ``.grad`` has no values.
+
+        Raises:
+            RuntimeError: outside ``trainer.fit``.
+        """
+        if self._training is None:
+            raise RuntimeError(
+                "settle_gradients() belongs into a training step, between backward and optimizer step."
+            )
+        self._training.settle()
+
+    def publish_parameters(self) -> None:
+        """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
+
+        Loading a checkpoint, the beginnings of training, validation, test and prediction, and the end of validation do
+        it already.
+        """
+        self.engine.refresh()
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(self._redirect, "predict_step", self.precision_plugin.predict_step_context)
+        if args and isinstance(args[0], Minibatch):
+            return [run(microbatch, *args[1:], **kwargs) for microbatch in args[0]]
+        return run(*args, **kwargs)
+
+    def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._evaluation is not None
+        if not (args and isinstance(args[0], Minibatch)):
+            return self._redirect(name, context, *args, **kwargs)
+
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
+
+        def step(microbatch: Any) -> Any:
+            return self._redirect(name, context, microbatch, *args[1:], **kwargs)
+
+        return self._evaluation.run_share(args[0], step)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        check_filled(self._unfilled)
+        self.engine.evaluating, self._loaders_unchecked = False, True
+        assert self.lightning_module is not None
+        assert self._training is not None
+        check_single(self.lightning_module.trainer.train_dataloader, self.balance)
+        self._hold_signals(meeting=self._on_demand)
+        compare_programs(self.engine, self.lightning_module.trainer)
+        self._training.compare_batches()
+        self.publish_parameters()
+
+    def on_validation_start(self) -> None:
+        self._begin_evaluation()
+        self._take_over_values()
+
+    def on_validation_end(self) -> None:
+        self._give_values_back()
+        self.engine.evaluating = False
+        self.publish_parameters()
+
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+        self._take_over_values()
+
+    def on_test_end(self) -> None:
+        self._give_values_back()
+
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    def _take_over_values(self) -> None:
+        assert self.lightning_module is not None
+        always = self.communication != "collective"
+        self._evaluation = Evaluation(self.lightning_module, self.engine, self._local_reduce, always)
+        self._evaluation.begin()
+
+    def _give_values_back(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
+
+    def _begin_evaluation(self) -> None:
+        check_filled(self._unfilled)
+        self.engine.evaluating = self._loaders_unchecked = True
+        self._hold_signals(meeting=self._on_demand)
+        self.publish_parameters()
+
+    def _redirect(
+        self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
+        assert self.model is not None
+        assert self.lightning_module is not None
+        with context(), self.engine.traced("forward", step=name):
+            return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def _watch_ends(self, trainer: pl.Trainer) -> None:
+        """See Note [Who has left]."""
+        engine = self._engine
+        if isinstance(engine, OnDemandEngine):
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            ends = LoopEnds(lambda: engine.protocol.come_to_end())
+            callbacks.insert(0, ends)
+            self._on_teardown.callback(callbacks.remove, ends)
+
+    def _hold_signals(self, *, meeting: bool) -> None:
+        """When the trainer has set its handlers, where ranks are ``meeting``. See Note [Signals wait for a meeting].
+
+        Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
+        """
+        if self._signals is None and meeting and self.world_size > 1:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            self._signals = HeldSignals(self.engine.signals)
+            self._on_teardown.enter_context(self._signals.held(trainer))
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Level the training data over ranks, if asked to; with no way to know lengths, say so and leave it alone."""
+        module = self.lightning_module
+        if module is None or not module.trainer.training:
+            return dataloader
+        if self.balance is not None and not isinstance(dataloader, BalancedDataLoader):
+            try:
+                dataloader = balanced_for_lightning(
+                    dataloader, self.world_size, self.global_rank, self.balance, self._balance_options
+                )
+            except LengthsUnknownError as error:
+                rank_zero_warn(
+                    f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}\n"
+                    f"    ODCStrategy(balance={self.balance!r}, length_fn=lambda sample: len(...), ...)"
+                )
+        if isinstance(dataloader, BalancedDataLoader):
+            arguments.check_loader(dataloader.recipe, self.communication, self.deterministic, self.world_size)
+            dataloader.minibatches_per_step = module.trainer.accumulate_grad_batches
+        return dataloader
+
+    def _check_loaders(self, loaders: Any) -> None:
+        """Once per run, at the first `Minibatch`: until then nobody knows what a loader yields."""
+        assert self.lightning_module is not None
+        if self._loaders_unchecked and _compat.deals_out(self.lightning_module.trainer):
+            check_shares_are_whole(loaders)
+        self._loaders_unchecked = False
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        if not isinstance(batch, Minibatch):
+            with whole_minibatches():
+                return move(batch)
+        moved = batch.map(move)
+        if moved.all_shares is not None:
+            convert = self.precision_plugin.convert_input
+            moved.all_shares = moved.all_shares.map(lambda microbatch: move(convert(microbatch)))
+        return moved
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over ranks as Lightning does, but the mean of integers is not rounded down.
+
+        Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
+        """
+        if self._reduce_locally or not isinstance(tensor, Tensor):
+            return tensor
+        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
+            tensor = tensor.to(torch.get_default_dtype())
+        if group is None and self._engine is not None:
+            self._engine.come_to("a reduction over ranks, such as self.log(..., sync_dist=True)")
+        return super().reduce(tensor, group, reduce_op)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, Minibatch):
+            assert self.lightning_module is not None
+            _compat.count_batch_once(self.lightning_module.trainer)
+
+    @contextmanager
+    def _local_reduce(self) -> Iterator[None]:
+        """Let what is logged stay this rank's."""
+        before, self._reduce_locally = self._reduce_locally, True
+        try:
+            yield
+        finally:
+            self._reduce_locally = before
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is not None and not self._failed:
+            self._engine.come_to("trainer.save_checkpoint, which all ranks call together")
+        return super().lightning_module_state_dict()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
+        with self._ordinary_tensors():
+            rest = super().load_checkpoint(checkpoint_path, weights_only)
+            self.publish_parameters()
+        return rest

@@ -1,0 +1,170 @@
+"""Precision for sharded models on any device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_odc.sharding.wrapping import precision_policy
+from lightning_odc.strategy.loss_scaling import LossScaler
+
+_COMPUTE_DTYPE = {
+    "32-true": None,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+
+_WEIGHT_UNIT = "odc_weight_unit"
+
+
+class ODCPrecision(FSDPPrecision):
+    """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm.
+
+    Parameters, buffers and inputs in float64 or complex dtypes stay as they are where the precision does not name them.
+
+    Args:
+        precision: one of Lightning's precision names for FSDP.
+        device_type: device on which the model computes, for autocast.
+
+    Attributes:
+        before_clipping: completes the gradients, which may not have arrived yet.
+        around_backward: the context of backward passes, without the hooks before and after them.
+        loss_divisor: what the next loss is divided by before its backward pass.
+        weight_unit: see Note [Weights under fp16]; ``None`` until ranks have agreed on it.
+        compute_dtype: of the forward pass; ``None`` for that of the parameters.
+        gradient_norm: norm over all ranks of the gradients that were clipped last, before they were; ``None`` until
+            that happens.
+
+    Raises:
+        ValueError: if the precision is not supported.
+    """
+
+    def __init__(self, precision: Any, device_type: str = "cpu") -> None:
+        if precision not in _COMPUTE_DTYPE:
+            raise ValueError(
+                f"ODCStrategy does not support precision={precision!r}; use one of {', '.join(_COMPUTE_DTYPE)}."
+            )
+        super().__init__(precision)
+        self.compute_dtype = _COMPUTE_DTYPE[precision]
+        # Instead of the one that the base class makes, which is for CUDA and FSDP1.
+        self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
+        self.device_type = device_type
+        self.before_clipping: Callable[[], None] | None = None
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.loss_divisor: Callable[[], float] = undivided
+        self.weight_unit: float | None = None
+        self.gradient_norm: Tensor | None = None
+
+    def policy(self, on_demand: bool) -> MixedPrecisionPolicy:
+        """Compute in the compute dtype; sum gradients in fp32."""
+        dtype = self.compute_dtype
+        return precision_policy(dtype, torch.float32 if dtype is not None else None, on_demand)
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        """What everything is kept in, if that is narrower than fp32."""
+        return self.compute_dtype if "true" in self.precision else None
+
+    def _casts(self, dtype: torch.dtype) -> bool:
+        """Whether the precision names what becomes of this dtype.
+
+        16 and bf16 stand for all real numbers, 32 for those that are narrower: they lose nothing. Digits of float64 and
+        imaginary parts would be lost without a word.
+        """
+        return dtype.is_floating_point and (self._half is not None or dtype.itemsize < torch.float32.itemsize)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast what the precision names, and nothing else: see `_casts`."""
+        tensors = (*module.parameters(), *module.buffers())
+        if "mixed" in self.precision or not any(self._casts(tensor.dtype) for tensor in tensors):
+            return module
+        # `module.to` casts complex tensors, too, and modules may look at what they are cast to.
+        with _kept(
+            module, lambda dtype: dtype.is_complex or (dtype.is_floating_point and not self._casts(dtype))
+        ):
+            return module.to(self._half or torch.float32)
+
+    def convert_input(self, data: Any) -> Any:
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(self._half or torch.float32) if self._casts(tensor.dtype) else tensor
+
+        return apply_to_collection(data, Tensor, convert)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._half is None else super().tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.tensor_init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if "mixed" in self.precision:
+            return torch.autocast(self.device_type, dtype=cast(torch.dtype, self.compute_dtype))
+        return nullcontext() if self._half is None else super().forward_context()
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        divisor = self.loss_divisor()
+        return super().pre_backward(tensor if divisor == 1.0 else tensor / divisor, module)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self.around_backward():
+            super().backward(*args, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.before_clipping is not None:
+            self.before_clipping()
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        super().clip_gradients(optimizer, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
+        """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
+        norm = torch.nn.utils.clip_grad_norm_(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
+        self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def state_dict(self) -> dict[str, Any]:
+        unit = {} if self.weight_unit is None else {_WEIGHT_UNIT: self.weight_unit}
+        return {**super().state_dict(), **unit}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weight_unit = state_dict.get(_WEIGHT_UNIT)
+        super().load_state_dict(state_dict)
+
+
+@contextmanager
+def _kept(module: nn.Module, is_kept: Callable[[torch.dtype], bool]) -> Iterator[None]:
+    """Undo what happens in this context to parameters and buffers of some dtypes."""
+    parameters = [(p, p.data) for p in module.parameters() if is_kept(p.dtype)]
+    buffers = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if is_kept(buffer.dtype)
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Casting complex values to real")  # undone, too
+        yield
+    for parameter, value in parameters:
+        parameter.data = value
+    for owner, name, buffer in buffers:
+        setattr(owner, name, buffer)
+
+
+def undivided() -> float:
+    """Losses are backpropagated as they are."""
+    return 1.0

@@ -1,0 +1,308 @@
+"""``FSDPStrategy`` on ``fully_shard``: construction, sharding, precision, checkpoints. Communication is left open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
+from torch.optim import Optimizer
+
+from lightning_odc import _compat
+from lightning_odc.checkpoints import full as checkpoints
+from lightning_odc.checkpoints import sharded as sharded_checkpoint
+from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
+from lightning_odc.checkpoints.progress import mend_epochs
+from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.sharding import averaging, nodes
+from lightning_odc.sharding.initialize import Unfilled, materialize
+from lightning_odc.sharding.optimizers import ParameterNames, regroup
+from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
+from lightning_odc.strategy import arguments
+from lightning_odc.strategy.launcher import ForkLauncher, is_interactive
+from lightning_odc.strategy.precision import ODCPrecision
+
+#: How long a rank waits for another one, as in every strategy of Lightning.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class ShardedStrategy(FSDPStrategy):
+    """What `ODCStrategy` does that has nothing to do with how bytes move.
+
+    Args:
+        precision_plugin: as in ``FSDPStrategy``.
+        timeout: as in ``FSDPStrategy``.
+        state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
+        sharding_strategy: by its name in FSDP.
+        device_mesh: under hybrid sharding, how ranks are laid out.
+        **kwargs: other arguments of ``FSDPStrategy``.
+    """
+
+    def __init__(
+        self,
+        *,
+        precision_plugin: Precision | None,
+        timeout: timedelta | None,
+        state_dict_type: Literal["full", "sharded"],
+        sharding_strategy: Any,
+        device_mesh: Any,
+        **kwargs: Any,
+    ) -> None:
+        name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+        within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
+        super().__init__(
+            precision_plugin=None,
+            timeout=timeout,
+            state_dict_type=state_dict_type,
+            sharding_strategy=cast(Any, within_node),
+            **kwargs,
+        )
+        self.sharding_strategy = ShardingStrategy[name]
+        self.device_mesh = device_mesh
+        self._reshard_after_forward = within_node == "FULL_SHARD"
+        self._mesh: DeviceMesh | None = None
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout or DEFAULT_TIMEOUT
+        self.precision_plugin = precision_plugin
+        self._on_teardown = ExitStack()
+        self._unfilled: list[Unfilled] = []
+        self._names = ParameterNames()
+        self._is_training = False
+
+    @property
+    def precision_plugin(self) -> ODCPrecision:
+        """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
+        plugin = super().precision_plugin
+        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, FSDPPrecision):
+            raise TypeError(
+                f"ODCStrategy works with Lightning's FSDP precision, got {plugin!r}. Write Trainer(precision=...) "
+                "instead of a plugin."
+            )
+        if plugin is not None and not isinstance(plugin, ODCPrecision):
+            plugin = ODCPrecision(plugin.precision, self._device_type())
+        # Into its own place: the trainer looks there for what a strategy was made with.
+        cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """What reads and writes full checkpoints: a plugin of the user's, or our own instead of Lightning's."""
+        found = super().checkpoint_io
+        if type(found) is TorchCheckpointIO:
+            found = self.checkpoint_io = WholeCheckpointIO()
+        elif isinstance(found, AsyncCheckpointIO):
+            found.checkpoint_io = WholeCheckpointIO()
+        return found
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        cast(property, FSDPStrategy.checkpoint_io).__set__(self, plugin)
+
+    @property
+    def _on_demand(self) -> bool:
+        """Whether gradients are summed by other means than ``fully_shard``'s own, in a dtype of their own."""
+        return False
+
+    def _device_type(self) -> str:
+        if self.parallel_devices:
+            return self.parallel_devices[0].type
+        return "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+
+    # -- setting up and tearing down ----------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if is_interactive() and not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+        else:
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
+        self._share_cores()
+        super().setup_environment()
+        self._mesh = None
+
+    def _share_cores(self) -> None:
+        """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
+        if self._device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._on_teardown.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(max(cores // self.num_processes, 1))
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Over which ranks ``fully_shard`` shards: what to pass as ``mesh`` when calling it in ``configure_model``.
+
+        One dimension: all ranks, or under hybrid sharding those of this node, since what happens between nodes is left
+        to the engine; or two, ``(replicate, shard)``, if ``fully_shard`` itself communicates. Needs the process group.
+        """
+        if self._mesh is None:
+            if self._layout is None:
+                self._mesh = mesh_for(self.root_device.type, self.world_size)
+            else:
+                mesh = nodes.mesh_of(self._layout, self.root_device.type)
+                self._mesh = mesh["shard"] if self._on_demand else mesh
+        return self._mesh
+
+    @property
+    def _layout(self) -> Layout | None:
+        """Rows and columns of ranks; ``None`` if all of them are one row."""
+        if self.sharding_strategy.name not in nodes.WITHIN_NODE:
+            return None
+        layout = nodes.layout_of(self.device_mesh, self.num_nodes, self.world_size, self.global_rank)
+        return layout if len(layout.rows) > 1 else None
+
+    def _ordinary_tensors(self) -> AbstractContextManager[Any]:
+        """Leaves the user's inference mode: its tensors cannot be changed outside of it, when the module is used again.
+
+        A module that was made in inference mode has such tensors already, and needs that mode.
+        """
+        assert self.model is not None
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
+
+    def _shard_in_place(self, model: nn.Module) -> nn.Module:
+        """Shard the model and give values to what was made on the meta device."""
+        with self._names.recorded(model):
+            if not isinstance(model, FSDPModule):
+                _compat.wrap_checkpointed(model, self)
+            self._shard(model, announce=True)
+            nodes.check_shards(model, self.shard_mesh)
+            self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        return model
+
+    def _shard(self, model: nn.Module, announce: bool) -> None:
+        shard_model(
+            model,
+            self.shard_mesh,
+            wrap_policy=self.kwargs.get("auto_wrap_policy"),
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self._reshard_after_forward,
+            cpu_offload=self.cpu_offload.offload_params,
+            announce=announce,
+        )
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None
+        self._names.follow(
+            self.model, self.optimizers
+        )  # that were made before it was sharded, as in `__init__`
+        self._is_training = False
+
+    def _setup_averages(self, trainer: pl.Trainer) -> None:
+        """Shard the copies of the model that averaging callbacks have made of it before."""
+        assert self.model is not None
+        found = averaging.averages(trainer)
+        averaging.check_kept_whole(found, self._full)
+        for average in found:
+            self._shard(average, announce=False)
+            materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
+            averaging.copy_values(self.model, average)
+
+    def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
+        on_demand = self._on_demand
+        if (own := self.mixed_precision) is not None:
+            return precision_policy(own.param_dtype, own.reduce_dtype, on_demand)
+        return self.precision_plugin.policy(on_demand)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        shards = wrapping_shards(
+            self.shard_mesh,
+            mixed_precision=self._mixed_precision_policy(),
+            reshard_after_forward=self._reshard_after_forward,
+            cpu_offload=self.cpu_offload.offload_params,
+        )
+        module = self.lightning_module  # `configure_model` may shard it
+        with shards, nullcontext() if module is None else self._names.recorded(module):
+            yield
+
+    def teardown(self) -> None:
+        self._on_teardown.close()
+        super().teardown()
+        self.checkpoint_io.teardown()  # waits for what is still being written, unlike FSDPStrategy
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    @property
+    def _full(self) -> bool:
+        return self.state_dict_type == "full"
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        with self._ordinary_tensors():
+            return checkpoints.model_state(self.model, self._full)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None and not self._full:
+            raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
+        path = checkpoints.location(self.broadcast(filepath))
+        if self._full:
+            checkpoint = averaging.assembled(checkpoint)
+        checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
+        if not self._full:
+            sharded_checkpoint.save(checkpoint, cast(Path, path), self.global_rank)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        path = checkpoints.location(self.broadcast(checkpoint_path))
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._optimizers_with_state if fitting else []
+        strict = self.lightning_module.strict_loading
+        rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+        if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
+            self.load_optimizer_state_dict(rest)
+        mend_epochs(rest)
+        if averaging.averages(self.lightning_module.trainer):
+            averaging.cut(rest, self.model)
+        return rest
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        regroup(self.lightning_module.trainer, self.lightning_module)
+        if self._optimizers_with_state:
+            checkpoints.load_optimizers(
+                self._optimizers_with_state, checkpoint["optimizer_states"], self.model
+            )
+
+    @property
+    def _optimizers_with_state(self) -> list[Optimizer]:
+        """Without Lightning's stand-in where ``configure_optimizers`` made none."""
+        return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
+
+    def on_train_start(self) -> None:
+        self._is_training = True
+
+    def on_train_end(self) -> None:
+        self._is_training = False

@@ -1,0 +1,76 @@
+"""The floor plan in CONTRIBUTING.md is that of the package: no file without a row, no import upwards, no circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "lightning_odc").rglob("*.py"))
+}
+
+
+def rows() -> list[list[str]]:
+    """The paths of every row, from the top down."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## Floor plan")[1].split("## ")[0]
+    lines = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `lightning_odc")]
+    return [re.findall(r"`(lightning_odc/[\w./]*)`", line) for line in lines]
+
+
+def row_of(path: Path, plan: list[list[str]]) -> int | None:
+    """The row whose path is the longest beginning of a file's."""
+    name = str(path.relative_to(ROOT))
+    found = [
+        (len(place), row) for row, places in enumerate(plan) for place in places if name.startswith(place)
+    ]
+    return max(found)[1] if found else None
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the package that a module imports anywhere in it, without the packages around them."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
+            asked = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {one if one in FILES else str(node.module) for one in asked}
+    return found & FILES.keys()
+
+
+def test_every_file_is_in_the_plan_and_every_row_has_files():
+    plan = rows()
+    assert len(plan) > 15, "the table was not found"
+    assert [name for name, path in FILES.items() if row_of(path, plan) is None] == []
+    used = {row_of(path, plan) for path in FILES.values()}
+    assert [plan[row] for row in range(len(plan)) if row not in used] == []
+
+
+def test_nothing_imports_upwards():
+    plan = rows()
+    level = {name: row_of(path, plan) for name, path in FILES.items()}
+    upwards = [
+        f"{name} -> {other}"
+        for name in FILES
+        for other in imports(name)
+        if (level[other] or 0) < (level[name] or 0)
+    ]
+    assert upwards == []
+
+
+def test_no_import_goes_in_a_circle():
+    order = TopologicalSorter({name: imports(name) - {name} for name in FILES}).static_order()
+    assert len(list(order)) == len(FILES)
+
+
+def test_the_root_is_the_public_face():
+    at_the_root = {path.name for path in (ROOT / "lightning_odc").glob("*.py")}
+    assert at_the_root == {
+        *("__init__.py", "__main__.py", "_compat.py", "_registration.py", "_version.py"),
+        *("cli.py", "errors.py", "fabric.py", "files.py", "metrics.py"),
+    }
