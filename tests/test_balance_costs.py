@@ -21,8 +21,7 @@ from lightning_odc.balance import (
     transformer,
     with_speeds,
 )
-from lightning_odc.balance.costs import CROSSOVER
-from lightning_odc.balance.terms import evaluate
+from lightning_odc.balance.costs import CROSSOVER, evaluate
 
 LENGTHS = np.array([1.0, 10.0, 1000.0])
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.balance.aligning import Share, align
-from lightning_odc.balance.packing import Bins, best_fit, pack, pack_exactly, packing_cost
+from lightning_odc.balance.bins import Bins, Share, align, best_fit, pack, pack_exactly, packing_cost
 
 many = settings(deadline=None, max_examples=200, derandomize=True)
 

@@ -20,10 +20,9 @@ from lightning_odc.balance import (
     resolve_cost,
     with_speeds,
 )
-from lightning_odc.balance.packing import pack
-from lightning_odc.balance.partition import partition
-from lightning_odc.balance.starts import balanced_differencing, largest_differencing
-from lightning_odc.balance.terms import evaluate
+from lightning_odc.balance.bins import pack
+from lightning_odc.balance.costs import evaluate
+from lightning_odc.balance.partition import balanced_differencing, largest_differencing, partition
 from lightning_odc.balance.workload import Workload, lower_bound
 from lightning_odc.bench.planner_oracle import optimum
 from lightning_odc.bench.planner_rivals import KINDS, cost_for, draw_lengths, karmarkar_karp_with_swaps

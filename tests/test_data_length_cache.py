@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from lightning_odc.data import length_cache
-from lightning_odc.data.length_cache import LengthCache
-from lightning_odc.data.length_key import dataset_key
+from lightning_odc.data.length_cache import LengthCache, dataset_key
 from lightning_odc.data.lengths import find_lengths, measure
 from tests.ranks import run_ranks
 

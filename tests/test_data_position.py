@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightning_odc.data.checks import check_world, current_world
 from lightning_odc.data.position import Order, Position, Progress, translated
-from lightning_odc.data.world import check_world, current_world
 
 ORDER = Order("a", 8)
 

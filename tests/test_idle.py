@@ -32,7 +32,7 @@ from lightning_odc.callbacks.idle.step_numbers import (
     waits_in_meetings,
 )
 from lightning_odc.callbacks.idle.summary import IdleSummary
-from lightning_odc.data.counts import sample_count, token_count
+from lightning_odc.data.batch_size import sample_count, token_count
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.engine.peers import Word

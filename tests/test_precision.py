@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lightning_odc
 from lightning_odc import Minibatch
-from lightning_odc.strategy.loss_scaling import LossScaler
+from lightning_odc.strategy.precision import LossScaler
 from tests.models import WIDTH, Block
 from tests.modules import full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks

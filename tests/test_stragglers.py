@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_odc.strategy import leftovers as stragglers
+from lightning_odc.strategy import leftovers
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,10 +54,10 @@ def test_a_stopped_rank_ends_with_the_job(tmp_path):
 
 def test_those_that_end_by_themselves_have_the_time():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit(3)"])
-    stragglers.end([child], time.monotonic() + 60)
+    leftovers.end([child], time.monotonic() + 60)
     assert child.returncode == 3
 
 
 def test_other_launchers_are_left_alone():
-    stragglers.end_at_exit(SimpleNamespace(procs=[object()]))
-    stragglers.end_at_exit(None)
+    leftovers.end_at_exit(SimpleNamespace(procs=[object()]))
+    leftovers.end_at_exit(None)

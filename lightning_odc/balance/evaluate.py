@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_cap
-from lightning_odc.balance.costs import resolve_cost
-from lightning_odc.balance.packing import packing_cost
-from lightning_odc.balance.terms import terms_of
+from lightning_odc.balance.bins import packing_cost
+from lightning_odc.balance.costs import resolve_cost, terms_of
 from lightning_odc.balance.workload import Workload, lower_bound
 
 

@@ -1,4 +1,4 @@
-"""A cost that is learnt while training: seconds per microbatch, for each rank.
+"""Costs that are learnt from measured times.
 
 Note [Fitting a cost]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
@@ -36,7 +37,34 @@ import numpy as np
 from lightning_odc.balance.all_ranks_fit import AllRanksFit, features
 from lightning_odc.balance.arrays import Floats, as_lengths, check_count
 from lightning_odc.balance.costs import MICROBATCH, PolynomialCost, quadratic
-from lightning_odc.balance.learnt import LearntCost
+
+
+@dataclass(frozen=True)
+class LearntCost:
+    """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
+
+    Attributes:
+        coefficients: by rank: seconds per squared token, per token, and per microbatch.
+        dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
+    """
+
+    coefficients: tuple[tuple[float, ...], ...]
+    dense: bool
+
+    def samples(self, lengths: Floats) -> Floats:
+        """Seconds ``[num_ranks, n]`` of samples, without the constant."""
+        terms = np.array(self.coefficients)
+        return (terms[:, :1] * lengths + terms[:, 1:2]) * lengths
+
+    @property
+    def overhead(self) -> Floats:
+        return np.array(self.coefficients)[:, 2]
+
+    @property
+    def pair(self) -> Floats:
+        """What every two tokens of different samples in one microbatch cost."""
+        return 2 * np.array(self.coefficients)[:, 0] * self.dense
+
 
 Observation = tuple[int, Sequence[int], float]
 """Rank, the lengths of a microbatch's segments in tokens, and the seconds it took."""

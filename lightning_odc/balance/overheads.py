@@ -15,10 +15,10 @@ from itertools import combinations
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.bins import pack, packing_cost, share
+from lightning_odc.balance.costs import Terms
 from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, bins_of_sets, sums_of_sets
-from lightning_odc.balance.packing import pack, packing_cost, share
 from lightning_odc.balance.partition import TOLERANCE, partition
-from lightning_odc.balance.terms import Terms
 from lightning_odc.balance.workload import Workload, lower_bound
 
 _FEW_SAMPLES = 32

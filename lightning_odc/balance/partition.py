@@ -1,19 +1,29 @@
-"""Who gets which samples: start, search, and what more can still pay: all partitions, or a search from more starts."""
+"""Who gets which samples: a start, and a search that improves it.
+
+Note [Exchanges]
+~~~~~~~~~~~~~~~~
+A heavy rank gives a set of samples to a light one and takes a set back. For each pair all sets of a table (every set
+where ranks have few samples, else sets of up to two or one) are tried against all, for the smallest larger load: two
+outer sums, a maximum and an ``argmin`` for all pairs together.
+
+A *round* pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on, rotated by
+one partner after each round; an *attack* tries the heaviest rank against all others and makes the best exchange.
+Neither makes the larger load of a pair larger, so the largest load never grows. Several partitions are improved side
+by side in the same arrays: a few hundred numbers cost numpy as much as one.
+"""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats
+from lightning_odc.balance.arrays import Bools, Floats, Ints
 from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, sums_of_sets
-from lightning_odc.balance.search import Search
-from lightning_odc.balance.starts import (
-    Groups,
-    balanced_differencing,
-    largest_differencing,
-    largest_to_fastest,
-    longest_first,
-)
 from lightning_odc.balance.workload import Workload, lower_bound
 
 #: How many more starts are searched from where the first one leaves something to gain.
@@ -88,3 +98,312 @@ def _shaken(costs: Floats, index: int) -> Floats:
     steps = np.arange(len(costs)) * _GOLDEN + index * 0.7548776662466927
     spread = (steps * (1 + index)) % 1.0
     return costs * (1 + _SHAKES[index % len(_SHAKES)] * (2 * spread - 1))
+
+
+Groups = list[list[int]]
+
+
+def longest_first(work: Workload, costs: Floats | None = None) -> Groups:
+    """LPT: each sample, the largest first, goes to the rank that then ends earliest.
+
+    Args:
+        work: the workload.
+        costs: ``[n]``, sort and place by these instead of the true costs, to get other partitions; only where ranks
+            are alike.
+    """
+    if not work.alike:
+        return _earliest_end(work, costs)
+    weights = (work.means if costs is None else costs).tolist()
+    samples = range(len(weights)) if costs is None else np.argsort(-costs, kind="stable").tolist()
+    heap = [(load, rank) for rank, load in enumerate(work.base.tolist())]
+    heapq.heapify(heap)
+    groups: Groups = [[] for _ in heap]
+    for sample in samples:
+        load, rank = heap[0]
+        groups[rank].append(sample)
+        heapq.heapreplace(heap, (load + weights[sample], rank))
+    return groups
+
+
+def _earliest_end(work: Workload, costs: Floats | None) -> Groups:
+    """LPT for ranks that differ; ``costs`` only set the order."""
+    loads = work.base.copy()
+    columns = np.ascontiguousarray(work.costs.T)
+    groups: Groups = [[] for _ in range(work.num_ranks)]
+    samples = range(work.num_samples) if costs is None else np.argsort(-costs, kind="stable").tolist()
+    for sample in samples:
+        ends = loads + columns[sample]
+        rank = int(ends.argmin())
+        groups[rank].append(sample)
+        loads[rank] = ends[rank]
+    return groups
+
+
+def largest_differencing(costs: Sequence[float], num_ranks: int) -> Groups:
+    """Karmarkar-Karp for ``num_ranks`` alike: merge the two most uneven partial partitions, large against small.
+
+    A partial partition keeps only its non-empty groups, largest first. So most merges touch few groups, and the whole
+    takes milliseconds where lists of ``num_ranks`` mostly empty groups take a second.
+
+    Args:
+        costs: ``[n]``, one per sample, falling.
+        num_ranks: the number of groups.
+
+    Source: Karmarkar and Karp, *The Differencing Method of Set Partitioning*, 1982; in its k-way form.
+    """
+    heap = [(-cost, index, [cost], [[index]]) for index, cost in enumerate(costs)]
+    return _merge_all(heap, num_ranks)
+
+
+def balanced_differencing(costs: Sequence[float], num_ranks: int) -> Groups:
+    """Karmarkar-Karp with equal counts: begins with rows of ``num_ranks`` samples of similar cost.
+
+    Each merge gives every group one more sample. If ``num_ranks`` does not divide ``n``, some groups have one less.
+
+    Args:
+        costs: ``[n]``, one per sample, falling.
+        num_ranks: the number of groups.
+    """
+    heap = []
+    for row, first in enumerate(range(0, len(costs), num_ranks)):
+        samples = range(first, min(first + num_ranks, len(costs)))
+        sums = [costs[sample] for sample in samples]
+        spread = sums[0] - (sums[-1] if len(sums) == num_ranks else 0)
+        heap.append((-spread, row, sums, [[sample] for sample in samples]))
+    heapq.heapify(heap)
+    return _merge_all(heap, num_ranks)
+
+
+def _merge_all(heap: list[tuple[float, int, list[float], Groups]], num_ranks: int) -> Groups:
+    """Merge partial partitions ``(-spread, age, sums, groups)``, groups by falling sum, until one is left."""
+    age = len(heap)
+    while len(heap) > 1:
+        _, _, sums, groups = heapq.heappop(heap)
+        sums, groups = _merge(sums, groups, heap[0][2], heap[0][3], num_ranks)
+        spread = sums[0] - (sums[-1] if len(sums) == num_ranks else 0)
+        heapq.heapreplace(heap, (-spread, age, sums, groups))
+        age += 1
+    groups = heap[0][3]
+    return groups + [[] for _ in range(num_ranks - len(groups))]
+
+
+def _merge(
+    sums: list[float], groups: Groups, other_sums: list[float], other_groups: Groups, num_ranks: int
+) -> tuple[list[float], Groups]:
+    """The largest group of one with the smallest of the other, of ``num_ranks`` each, counting the empty ones."""
+    alone, end = num_ranks - len(other_sums), len(sums)
+    if alone >= end:
+        sums, groups = sums + other_sums, groups + other_groups
+    else:
+        partner = num_ranks - 1
+        both = range(alone, end)
+        sums = (
+            sums[:alone] + [sums[j] + other_sums[partner - j] for j in both] + other_sums[: num_ranks - end]
+        )
+        groups = (
+            groups[:alone]
+            + [groups[j] + other_groups[partner - j] for j in both]
+            + other_groups[: num_ranks - end]
+        )
+    falling = sorted(range(len(sums)), key=sums.__getitem__, reverse=True)
+    return [sums[j] for j in falling], [groups[j] for j in falling]
+
+
+def largest_to_fastest(work: Workload, groups: Groups) -> Groups:
+    """Give the groups of a partition for equal ranks to ranks that differ: the largest to the fastest."""
+    if work.alike:
+        return groups
+    fastest = np.argsort(work.costs.sum(1), kind="stable").tolist()
+    means = work.means.tolist()
+    falling = sorted(groups, key=lambda group: -sum(means[sample] for sample in group))
+    placed: Groups = [[] for _ in groups]
+    for rank, group in zip(fastest, falling, strict=True):
+        placed[rank] = group
+    return placed
+
+
+_MOST_SETS = 46
+_MOST_SLOTS = 64
+_PATIENCE = 4
+_ATTACKS = 40
+
+
+@dataclass(frozen=True, eq=False)
+class _Sets:
+    """Sets of slots: ``chosen[s, k]`` tells whether set ``s`` has slot ``k``."""
+
+    chosen: Bools
+    weights: Floats  # [k, s], `chosen` transposed, for products
+    unequal: Floats  # [s, s], infinite where two sets differ in size
+
+    def sums(self, values: Floats) -> Floats:
+        """``[p, s]`` from ``[p, k]``: for each pair the sum over each set."""
+        # Not `values @ weights`: a BLAS may start threads for it, which on a busy machine takes ten times as long.
+        return np.einsum("pk,ks->ps", values, self.weights)
+
+
+@lru_cache(maxsize=256)
+def _sets_of(slots: int) -> _Sets:
+    """All sets of up to as many slots as keep the table small; of some slots only, if there are very many."""
+    used = (
+        range(slots) if slots <= _MOST_SLOTS else np.linspace(0, slots - 1, _MOST_SLOTS).astype(int).tolist()
+    )
+    sets: list[tuple[int, ...]] = [()]
+    for size in range(1, slots + 1):
+        more = list(combinations(used, size))
+        if size > 1 and len(sets) + len(more) > _MOST_SETS:
+            break
+        sets += more
+    chosen = np.zeros((len(sets), slots), dtype=np.bool_)
+    for row, members in enumerate(sets):
+        chosen[row, list(members)] = True
+    sizes = chosen.sum(1)
+    unequal = np.where(sizes[:, None] == sizes, 0.0, np.inf)
+    return _Sets(chosen, np.ascontiguousarray(chosen.T, dtype=np.float64), unequal)
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """For each of ``p`` pairs the best exchange and the loads after it."""
+
+    heavy: Ints  # [p] rows
+    light: Ints
+    give: Bools  # [p, k] slots of the heavy rank
+    take: Bools  # [p, k] slots of the light rank
+    heavy_load: Floats
+    light_load: Floats
+
+    @property
+    def larger(self) -> Floats:
+        return np.maximum(self.heavy_load, self.light_load)
+
+
+class Search:
+    """Improves partitions of one workload, side by side.
+
+    Rows of the arrays are ranks: row ``c * num_ranks + r`` is rank ``r`` in candidate ``c``.
+
+    Args:
+        work: the workload.
+        candidates: the partitions to improve.
+        equal_counts: exchange sets of equal size only, so that counts stay as they are.
+    """
+
+    def __init__(self, work: Workload, candidates: list[Groups], equal_counts: bool = False) -> None:
+        self._work = work
+        self._equal = equal_counts
+        self._count = len(candidates)
+        self._ranks = np.tile(np.arange(work.num_ranks), self._count)
+        self._first = np.arange(self._count)[:, None] * work.num_ranks
+        rows = [group for groups in candidates for group in groups]
+        width = max(len(group) for group in rows)
+        self._nothing = work.num_samples
+        self._members = np.array([group + [self._nothing] * (width - len(group)) for group in rows])
+        self._members.sort(1)
+        self._loads = work.at(self._ranks, self._members).sum(1) + work.base[self._ranks]
+
+    def spans(self) -> Floats:
+        """The largest load of each candidate."""
+        return self._loads.reshape(self._count, -1).max(1)
+
+    def best(self) -> tuple[float, Groups]:
+        """The smallest largest load, and its partition."""
+        spans = self.spans()
+        candidate = int(spans.argmin())
+        ranks = self._work.num_ranks
+        rows = self._members[candidate * ranks : (candidate + 1) * ranks].tolist()
+        return float(spans[candidate]), [[s for s in row if s < self._nothing] for row in rows]
+
+    def run(self, good_enough: float, rounds: int) -> None:
+        """Improve until a candidate's largest load is ``good_enough``, or little more is to be expected."""
+        spans, stale = self.spans(), 0
+        for turn in range(rounds):
+            if spans.min() <= good_enough or stale == _PATIENCE:
+                break
+            self._round(turn)
+            before, spans = spans, self.spans()
+            stale = 0 if (spans < before).any() else stale + 1
+        for _ in range(_ATTACKS):
+            if self.spans().min() <= good_enough or not self._attack():
+                break
+
+    def _round(self, turn: int) -> None:
+        half = self._work.num_ranks // 2
+        loads = self._loads.reshape(self._count, -1)
+        falling = np.argsort(-loads, axis=1, kind="stable") + self._first
+        heavy = falling[:, :half].ravel()
+        light = np.roll(falling[:, ::-1][:, :half], turn, axis=1).ravel()
+        exchange = self._best_exchange(heavy, light)
+        self._apply(
+            exchange, np.flatnonzero(self._allowed(exchange) & (exchange.larger < self._loads[heavy]))
+        )
+
+    def _attack(self) -> bool:
+        """One exchange of the heaviest rank in each candidate; whether any got better."""
+        others = np.arange(self._work.num_ranks - 1)
+        loads = self._loads.reshape(self._count, -1)
+        heaviest = loads.argmax(1)[:, None]
+        light = (others + (others >= heaviest) + self._first).ravel()
+        heavy = np.repeat((heaviest + self._first).ravel(), len(others))
+        if not len(light):
+            return False
+        exchange = self._best_exchange(heavy, light)
+        larger = np.where(self._allowed(exchange), exchange.larger, np.inf).reshape(self._count, -1)
+        partner = larger.argmin(1)
+        better = larger.min(1) < loads.max(1)
+        self._apply(exchange, (partner + np.arange(self._count) * len(others))[better])
+        return bool(better.any())
+
+    def _best_exchange(self, heavy: Ints, light: Ints) -> _Exchange:
+        """See Note [Exchanges]."""
+        work, ranks = self._work, self._ranks
+        sets = _sets_of(self._members.shape[1])
+        mine, theirs = self._members[heavy], self._members[light]
+        given = lost = work.at(ranks[heavy], mine)  # lost on the heavy rank, given to the light one
+        taken = got = work.at(ranks[light], theirs)
+        if not work.alike:
+            given, got = work.at(ranks[light], mine), work.at(ranks[heavy], theirs)
+        sum_lost, sum_taken = sets.sums(lost), sets.sums(taken)
+        sum_given, sum_got = (sum_lost, sum_taken) if work.alike else (sets.sums(given), sets.sums(got))
+        larger = (self._loads[heavy, None] - sum_lost)[:, :, None] + sum_got[:, None, :]
+        np.maximum(
+            larger, (self._loads[light, None] + sum_given)[:, :, None] - sum_taken[:, None, :], out=larger
+        )
+        if self._equal:
+            larger += sets.unequal
+        give_set, take_set = np.divmod(larger.reshape(len(heavy), -1).argmin(1), len(sets.chosen))
+        give, take = sets.chosen[give_set], sets.chosen[take_set]
+        pair = np.arange(len(heavy))
+        heavy_load = self._loads[heavy] - sum_lost[pair, give_set] + sum_got[pair, take_set]
+        light_load = self._loads[light] - sum_taken[pair, take_set] + sum_given[pair, give_set]
+        return _Exchange(heavy, light, give, take, heavy_load, light_load)
+
+    def _allowed(self, exchange: _Exchange) -> Bools:
+        """Under equal counts a slot may hold no sample; counts may still differ by one only."""
+        if not self._equal or self._work.num_samples % self._work.num_ranks == 0:
+            return np.ones(len(exchange.heavy), dtype=np.bool_)
+        mine, theirs = self._members[exchange.heavy], self._members[exchange.light]
+        held = mine < self._nothing, theirs < self._nothing
+        moved = (held[0] & exchange.give).sum(1) - (held[1] & exchange.take).sum(1)
+        fewest = self._work.num_samples // self._work.num_ranks
+        counts = np.stack([held[0].sum(1) - moved, held[1].sum(1) + moved])
+        return np.all((counts >= fewest) & (counts <= fewest + 1), axis=0)
+
+    def _apply(self, exchange: _Exchange, pairs: Ints) -> None:
+        """Make the exchanges of these pairs, which have no rank in common."""
+        if not len(pairs):
+            return
+        heavy, light = exchange.heavy[pairs], exchange.light[pairs]
+        give, take = exchange.give[pairs], exchange.take[pairs]
+        mine, theirs, nothing = self._members[heavy], self._members[light], self._nothing
+        width = self._members.shape[1]
+        new = np.empty((2, len(heavy), 2 * width), dtype=np.int64)
+        new[0, :, :width], new[0, :, width:] = np.where(give, nothing, mine), np.where(take, theirs, nothing)
+        new[1, :, :width], new[1, :, width:] = np.where(take, nothing, theirs), np.where(give, mine, nothing)
+        new.sort(2)
+        if (new[:, :, width] < nothing).any():
+            more = int((new < nothing).sum(2).max())
+            padding = ((0, 0), (0, more - width))
+            self._members, width = np.pad(self._members, padding, constant_values=nothing), more
+        self._members[heavy], self._members[light] = new[0, :, :width], new[1, :, :width]
+        self._loads[heavy], self._loads[light] = exchange.heavy_load[pairs], exchange.light_load[pairs]

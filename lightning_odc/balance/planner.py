@@ -8,14 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_odc.balance.aligning import Share, pack_equally
 from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_cap, check_choice, check_count
-from lightning_odc.balance.costs import Cost, resolve_cost
+from lightning_odc.balance.bins import Bins, Share, fitting_pairs, pack, pack_equally, share_with_pairs
+from lightning_odc.balance.costs import Cost, Terms, resolve_cost, terms_of
 from lightning_odc.balance.overheads import partition_with_overheads
-from lightning_odc.balance.packing import Bins, pack
-from lightning_odc.balance.pairing import fitting_pairs, share_with_pairs
 from lightning_odc.balance.partition import STARTS, partition
-from lightning_odc.balance.terms import Terms, terms_of
 from lightning_odc.balance.workload import Workload
 
 Policy = Literal["local_sort", "lb_micro", "lb_mini", "steal"]

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_cap, check_count
-from lightning_odc.balance.costs import resolve_cost
+from lightning_odc.balance.costs import evaluate, resolve_cost
 from lightning_odc.balance.planner import Planner
-from lightning_odc.balance.terms import evaluate
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Ints:

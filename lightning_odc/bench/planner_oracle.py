@@ -8,8 +8,8 @@ import numpy as np
 
 from lightning_odc.balance import resolve_cost
 from lightning_odc.balance.arrays import Ints
-from lightning_odc.balance.packing import pack
-from lightning_odc.balance.terms import evaluate
+from lightning_odc.balance.bins import pack
+from lightning_odc.balance.costs import evaluate
 
 _GRID = 1e6
 

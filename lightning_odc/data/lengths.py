@@ -17,8 +17,7 @@ from torch.utils.data import ConcatDataset, Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc.balance.arrays import LENGTH_LIMIT
-from lightning_odc.data.length_cache import LengthCache
-from lightning_odc.data.length_key import dataset_key
+from lightning_odc.data.length_cache import LengthCache, dataset_key
 from lightning_odc.data.rng import isolated_rng
 
 LengthArray = npt.NDArray[np.int64]

@@ -22,18 +22,24 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 from torch.utils.data import default_collate
 
-from lightning_odc.data.checks import check_indexed, check_stream, check_unroll, is_stream
+from lightning_odc.data.batch_size import PaddingWatch
+from lightning_odc.data.checks import (
+    check_indexed,
+    check_stream,
+    check_unroll,
+    check_world,
+    current_world,
+    is_stream,
+)
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.padding import PaddingWatch
 from lightning_odc.data.plan import Plan, Recipe, Weighting
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.reading import MapReading, Reading, StreamReading, WorkerOptions, check_options
 from lightning_odc.data.schedule import Schedule
 from lightning_odc.data.shares import Collate
 from lightning_odc.data.stream import Stream
-from lightning_odc.data.world import check_world, current_world
 
 
 class Microbatch(NamedTuple):

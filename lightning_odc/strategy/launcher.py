@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_odc import _compat
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.strategy import results as homecoming
+from lightning_odc.strategy import results
 
 #: Seconds that ranks have to end by themselves after one has failed, and then after they were told to.
 GRACE = (10.0, 5.0)
@@ -75,7 +75,7 @@ class ForkLauncher(_compat.Launcher):
         self._check_parent()
         self._strategy.cluster_environment.main_port  # noqa: B018 - chosen here, or every rank would choose another
         if trainer is not None:
-            homecoming.prepare(trainer)
+            results.prepare(trainer)
         with tempfile.TemporaryDirectory(prefix="lightning-odc-") as directory:
             work = partial(self._work, Path(directory), function, args, kwargs, trainer)
             try:
@@ -85,7 +85,7 @@ class ForkLauncher(_compat.Launcher):
                 self._end_all()
             self._raise_first_error(Path(directory))
             outcome = torch.load(Path(directory) / "outcome", weights_only=False)
-        return outcome if trainer is None else homecoming.restore(trainer, outcome)
+        return outcome if trainer is None else results.restore(trainer, outcome)
 
     def kill(self, signum: Any) -> None:
         """Send a signal to all ranks that live."""
@@ -193,7 +193,7 @@ class ForkLauncher(_compat.Launcher):
             return function(*args, **kwargs)
         self._strategy._launcher = None  # this is a rank now, where nothing is launched
         result = _compat.call_and_clean_up(trainer, function, *args, **kwargs)
-        return homecoming.collect(trainer, result)
+        return results.collect(trainer, result)
 
 
 def _part() -> None:

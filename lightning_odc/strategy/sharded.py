@@ -26,7 +26,7 @@ from lightning_odc import _compat
 from lightning_odc.checkpoints import full as checkpoints
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
 from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
-from lightning_odc.checkpoints.progress import mend_epochs
+from lightning_odc.checkpoints.checks import mend_epochs
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.sharding import averaging, nodes
 from lightning_odc.sharding.initialize import Unfilled, materialize

@@ -17,8 +17,7 @@ from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.logbook import LogBook, flush
-from lightning_odc.strategy.loss_scaling import unit_of
-from lightning_odc.strategy.precision import ODCPrecision
+from lightning_odc.strategy.precision import ODCPrecision, unit_of
 from lightning_odc.strategy.stopwatch import Stopwatch
 from lightning_odc.strategy.totals import Total
 from lightning_odc.strategy.unroll import contribution, run_share

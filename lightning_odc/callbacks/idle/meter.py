@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.step_numbers import UNKNOWN, IdleCause, StepNumbers
-from lightning_odc.data.counts import microbatches_of, sample_count, token_count
+from lightning_odc.data.batch_size import microbatches_of, sample_count, token_count
 
 
 class StepMeter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_odc.data.counts import token_count
+from lightning_odc.data.batch_size import token_count
 from lightning_odc.engine.tracing import Tracer
 
 _UNKNOWN = object()

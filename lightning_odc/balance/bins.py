@@ -1,0 +1,380 @@
+"""From the samples of a rank to microbatches: packing, aligning, pairing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.workload import Workload
+
+_MOST_EXACT = 24
+_NODES = 600
+
+Bins = list[list[int]]
+
+
+def pack(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0) -> Bins:
+    """As few bins as found, and then as even ones; or more of them, if that costs less.
+
+    Args:
+        sizes: ``[k]`` tokens of the samples, each at most ``cap``.
+        cap: most tokens of a bin.
+        overhead: cost of a bin.
+        pair: cost of every two tokens of different samples in one bin.
+
+    Returns:
+        Bins, none of them empty; none at all without samples. If ``pair`` is 0, their number is the smallest possible
+        for up to 24 samples unless a search of 600 steps does not settle it, and that of best-fit decreasing otherwise.
+    """
+    fewest = _pack(sizes, cap)
+    if not pair or len(fewest) == len(sizes):
+        return fewest
+    falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])
+    likely = int(math.fsum(share(size, cap, overhead, pair)[0] for size in sizes))
+    counts = {
+        min(max(count, len(fewest)), len(sizes)) for count in (*range(likely - 1, likely + 3), len(sizes))
+    }
+    options = [spread(sizes, falling, sizes, cap, count) for count in sorted(counts)]
+    return min(
+        [fewest, *(bins for bins in options if bins)],
+        key=lambda bins: packing_cost(bins, sizes, overhead, pair),
+    )
+
+
+def packing_cost(bins: Bins, sizes: Sequence[int], overhead: float, pair: float) -> float:
+    """What bins cost besides their samples."""
+    if not pair:
+        return overhead * len(bins)
+    filled = [sum(sizes[position] for position in members) for members in bins]
+    across = sum(total * total for total in filled) - sum(size * size for size in sizes)
+    return overhead * len(bins) + pair * across / 2
+
+
+def share(size: int, cap: int, overhead: float, pair: float) -> tuple[float, float]:
+    """A sample's share of bins and of their cost, if bins were filled evenly and as far as it pays.
+
+    Filling a bin beyond ``sqrt(2 * overhead / pair)`` tokens costs more in pairs than another bin would.
+    """
+    full = min(float(cap), math.sqrt(2 * overhead / pair)) if pair else float(cap)
+    if size >= full:
+        return 1.0, overhead
+    return size / full, overhead * size / full + pair * size * (full - size) / 2
+
+
+def _pack(sizes: Sequence[int], cap: int) -> Bins:
+    """As few bins as found, and then as even ones: spread the sizes if they fit, else best fit."""
+    if sum(sizes) <= cap:
+        return [list(range(len(sizes)))] if sizes else []
+    falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])
+    fewest = _fewest(sizes, falling, cap)
+    bins = spread(sizes, falling, sizes, cap, fewest)
+    if bins is None:
+        bins = best_fit(sizes, falling, cap)
+        if len(bins) > fewest and len(sizes) <= _MOST_EXACT:
+            bins = _fewer(sizes, falling, cap, fewest, bins)
+        bins = spread(sizes, falling, sizes, cap, len(bins)) or bins
+    return bins
+
+
+def pack_exactly(sizes: Sequence[int], costs: Sequence[float], cap: int, count: int) -> Bins:
+    """Exactly ``count`` bins under the cap, of even cost if possible.
+
+    Args:
+        sizes: ``[k]`` tokens, ``k >= count``.
+        costs: ``[k]``, what to even out.
+        cap: most tokens of a bin.
+        count: at least as many as ``pack`` makes.
+    """
+    falling = sorted(range(len(sizes)), key=lambda position: -costs[position])
+    bins = spread(sizes, falling, costs, cap, count)
+    if bins is None:
+        bins = pack(sizes, cap)
+        while len(bins) < count:
+            bins.append(_halve(bins, costs))
+    return bins
+
+
+def spread(
+    sizes: Sequence[int], falling: Sequence[int], costs: Sequence[float], cap: int, count: int
+) -> Bins | None:
+    """Each sample, in this order, into the bin of least cost that has room; None if one finds no room."""
+    bins: Bins = [[] for _ in range(count)]
+    loads, rooms = [0.0] * count, [cap] * count
+    for position in falling:
+        size, least, target = sizes[position], math.inf, -1
+        for b in range(count):
+            if loads[b] < least and rooms[b] >= size:
+                least, target = loads[b], b
+        if target < 0:
+            return None
+        bins[target].append(position)
+        loads[target] += costs[position]
+        rooms[target] -= size
+    return bins
+
+
+def best_fit(sizes: Sequence[int], falling: Sequence[int], cap: int) -> Bins:
+    """Each sample, in this order, into the fullest bin that has room, or a new one."""
+    bins: Bins = []
+    rooms: list[int] = []
+    for position in falling:
+        size = sizes[position]
+        target = min((b for b in range(len(bins)) if rooms[b] >= size), key=rooms.__getitem__, default=None)
+        if target is None:
+            target = len(bins)
+            bins.append([])
+            rooms.append(cap)
+        bins[target].append(position)
+        rooms[target] -= size
+    return bins
+
+
+def _fewest(sizes: Sequence[int], falling: Sequence[int], cap: int) -> int:
+    """A lower bound on the number of bins: tokens over the cap, or samples of which no two fit together."""
+    alone = 0
+    for position, following in pairwise(falling):
+        if sizes[position] + sizes[following] <= cap:
+            break
+        alone += 1
+    return max(-(-sum(sizes) // cap), alone + 1)
+
+
+def _fewer(sizes: Sequence[int], falling: Sequence[int], cap: int, fewest: int, bins: Bins) -> Bins:
+    """The first packing that a bounded depth-first search finds with fewer bins, or ``bins``."""
+    for count in range(fewest, len(bins)):
+        found = _search(sizes, falling, cap, count)
+        if found is not None:
+            return found
+    return bins
+
+
+def _search(sizes: Sequence[int], falling: Sequence[int], cap: int, count: int) -> Bins | None:
+    """Depth-first: each sample into each bin of another room; gives up after ``_NODES`` steps."""
+    rooms = [cap] * count
+    chosen = [0] * len(falling)
+    slack = count * cap - sum(sizes)
+    smallest = sizes[falling[-1]]
+    steps = 0
+
+    def place(depth: int, waste: int) -> bool:
+        nonlocal steps
+        if depth == len(falling):
+            return True
+        steps += 1
+        size, tried = sizes[falling[depth]], set[int]()
+        for target, room in enumerate(rooms):
+            if room < size or room in tried or steps > _NODES:
+                continue
+            tried.add(room)
+            left = room - size
+            lost = waste + (left if left < smallest else 0)
+            if lost > slack:
+                continue
+            rooms[target], chosen[depth] = left, target
+            if place(depth + 1, lost):
+                return True
+            rooms[target] = room
+        return False
+
+    if not place(0, 0):
+        return None
+    return [[p for p, b in zip(falling, chosen, strict=True) if b == target] for target in range(count)]
+
+
+def _halve(bins: Bins, costs: Sequence[float]) -> list[int]:
+    """Take the part of less cost out of the costliest bin that has two samples; positions by falling cost."""
+    splittable = [members for members in bins if len(members) > 1]
+    costliest = max(splittable, key=lambda members: math.fsum(costs[position] for position in members))
+    halves: tuple[list[int], list[int]] = ([], [])
+    loads = [0.0, 0.0]
+    for position in sorted(costliest, key=lambda position: -costs[position]):
+        lighter = int(loads[1] < loads[0])
+        halves[lighter].append(position)
+        loads[lighter] += costs[position]
+    costliest[:] = halves[0]
+    return halves[1]
+
+
+_COUNTS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The samples of one rank, and what they cost there.
+
+    Attributes:
+        sizes: ``[k]`` tokens.
+        costs: ``[k]``.
+        overhead: of a microbatch.
+        pair: of every two tokens of different samples in one microbatch.
+    """
+
+    sizes: Sequence[int]
+    costs: Sequence[float]
+    overhead: float = 0.0
+    pair: float = 0.0
+
+    def cost_of(self, members: Sequence[int]) -> float:
+        """Cost of one microbatch, without its overhead."""
+        alone = math.fsum(self.costs[position] for position in members)
+        if not self.pair:
+            return alone
+        total = sum(self.sizes[position] for position in members)
+        return alone + self.pair * (total * total - sum(self.sizes[p] * self.sizes[p] for p in members)) / 2
+
+
+def pack_equally(shares: Sequence[Share], cap: int, lined_up: bool) -> list[Bins]:
+    """Equally many bins for every rank, as long as it has that many samples.
+
+    Args:
+        shares: the samples of every rank.
+        cap: most tokens of a bin.
+        lined_up: `align` them.
+
+    Returns:
+        Bins of positions; as few as possible, or as many as cost least if samples cost each other.
+    """
+    fewest = max(len(pack(share.sizes, cap)) for share in shares)
+    if not any(share.pair for share in shares):
+        return _even_in_cost(shares, cap, fewest, lined_up)
+    most = max(len(share.sizes) for share in shares)
+    counts = sorted({round(fewest * (most / fewest) ** (step / _COUNTS)) for step in range(_COUNTS + 1)})
+    options = [_even_in_cost(shares, cap, count, lined_up) for count in counts]
+    options += [[_exactly(share, share.sizes, cap, count) for share in shares] for count in counts]
+    return min(options, key=lambda packed: _collective_cost(shares, packed))
+
+
+def _even_in_cost(shares: Sequence[Share], cap: int, count: int, lined_up: bool) -> list[Bins]:
+    packed = [_exactly(share, share.costs, cap, count) for share in shares]
+    return align(shares, packed, cap) if lined_up else packed
+
+
+def _exactly(share: Share, even: Sequence[float], cap: int, count: int) -> Bins:
+    """As many bins, even in this, or as many as there are samples."""
+    return pack_exactly(share.sizes, even, cap, min(count, len(share.sizes))) if share.sizes else []
+
+
+def _collective_cost(shares: Sequence[Share], packed: list[Bins]) -> float:
+    """The sum of the largest ``m``-th bins."""
+    count = max(map(len, packed))
+    loads = np.zeros((len(shares), count))
+    for row, share, bins in zip(loads, shares, packed, strict=True):
+        row[: len(bins)] = sorted((share.cost_of(members) + share.overhead for members in bins), reverse=True)
+    return math.fsum(loads.max(0).tolist())
+
+
+def align(shares: Sequence[Share], packed: list[Bins], cap: int) -> list[Bins]:
+    """Bins of every rank that line up at least as well as ``packed``.
+
+    Args:
+        shares: the samples of every rank.
+        packed: for every rank equally many bins of positions in its share, none empty; otherwise returned as it is.
+        cap: most tokens of a bin.
+
+    Returns:
+        As many bins for every rank, none empty, the costliest first.
+    """
+    count = len(packed[0])
+    if count < 2 or any(len(bins) != count for bins in packed):
+        return packed
+    first = [_falling(share, bins) for share, bins in zip(shares, packed, strict=True)]
+    loads = np.array([_loads(share, bins) for share, bins in zip(shares, first, strict=True)])
+    order = sorted(range(len(shares)), key=lambda rank: -max(shares[rank].costs))
+    aligned, along = list(first), np.zeros_like(loads)
+    for rank in order:
+        profile = along.max(0)
+        aligned[rank] = _along(shares[rank], cap, profile.tolist()) or first[rank]
+        along[rank] = _loads(shares[rank], aligned[rank])
+    for rank in order:
+        if not (along[rank] >= along.max(0)).any():
+            continue  # it is nowhere what the others wait for
+        others = np.delete(along, rank, axis=0).max(0) if len(along) > 1 else np.zeros(count)
+        again = _along(shares[rank], cap, others.tolist())
+        if again is not None:
+            new = np.array(_loads(shares[rank], again))
+            if _span(others, new) < _span(others, along[rank]):
+                aligned[rank], along[rank] = again, new
+    return aligned if math.fsum(along.max(0).tolist()) < math.fsum(loads.max(0).tolist()) else first
+
+
+def _along(share: Share, cap: int, profile: list[float]) -> Bins | None:
+    """Each sample, the costliest first, where it raises the profile least, and there where most room is left below it.
+
+    None if a sample finds no room.
+    """
+    count = len(profile)
+    bins: Bins = [[] for _ in range(count)]
+    loads, rooms, empty = [0.0] * count, [cap] * count, count
+    falling = sorted(range(len(share.costs)), key=lambda position: -share.costs[position])
+    for place, position in enumerate(falling):
+        size, cost = share.sizes[position], share.costs[position]
+        must_open = len(falling) - place <= empty
+        least, target = (math.inf, math.inf), -1
+        for b in range(count):
+            if rooms[b] < size or (must_open and bins[b]):
+                continue
+            before, after, limit = loads[b], loads[b] + cost, profile[b]
+            raised = 0.0 if after <= limit else after - max(before, limit)
+            if (raised, after - limit) < least:
+                least, target = (raised, after - limit), b
+        if target < 0:
+            return None
+        empty -= not bins[target]
+        bins[target].append(position)
+        loads[target] += cost
+        rooms[target] -= size
+    return _falling(share, bins)
+
+
+def _falling(share: Share, bins: Bins) -> Bins:
+    return sorted(bins, key=lambda members: -math.fsum(share.costs[position] for position in members))
+
+
+def _loads(share: Share, bins: Bins) -> list[float]:
+    return [math.fsum(share.costs[position] for position in members) for members in bins]
+
+
+def _span(profile: Floats, loads: Floats) -> float:
+    return math.fsum(np.maximum(profile, loads).tolist())
+
+
+def fitting_pairs(lengths: Ints, cap: int, count: int) -> list[tuple[int, int]]:
+    """So many disjoint pairs of samples that fit into one microbatch; none if there are not so many."""
+    if 2 * count > len(lengths):
+        return []
+    shortest = np.argsort(lengths, kind="stable")[: 2 * count]
+    pairs = [(int(shortest[i]), int(shortest[-1 - i])) for i in range(count)]
+    return pairs if all(int(lengths[a] + lengths[b]) <= cap for a, b in pairs) else []
+
+
+def share_with_pairs(work: Workload, sizes: list[int], pairs: list[tuple[int, int]]) -> list[Ints]:
+    """The samples of every rank: one of the pairs for each of the largest shares, the rest the costliest first.
+
+    Args:
+        work: the workload.
+        sizes: how many samples every rank gets; as many of the largest size as there are pairs.
+        pairs: of samples, numbered as the caller does.
+
+    Returns:
+        For every rank its samples, numbered as the caller does.
+    """
+    number = {int(sample): position for position, sample in enumerate(work.order)}
+    paired = [[number[sample] for sample in pair] for pair in pairs]
+    larger = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
+    shares: list[list[int]] = [[] for _ in sizes]
+    for rank, pair in zip(larger, paired, strict=True):
+        shares[rank] = pair
+    rows = np.broadcast_to(work.costs, (work.num_ranks, work.costs.shape[1]))
+    loads = [float(work.base[rank] + rows[rank, share].sum()) for rank, share in enumerate(shares)]
+    taken = {sample for pair in paired for sample in pair}
+    for sample in (one for one in range(work.num_samples) if one not in taken):
+        free = [rank for rank, share in enumerate(shares) if len(share) < sizes[rank]]
+        rank = min(free, key=lambda one: loads[one] + rows[one, sample])
+        shares[rank].append(sample)
+        loads[rank] += float(rows[rank, sample])
+    return [work.order[share] for share in shares]
