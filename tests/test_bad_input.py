@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.strategy.unroll import contribution
+from lightning_odc.strategy.step import contribution
 from tests.models import Block
 from tests.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks

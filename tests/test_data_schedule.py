@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_odc.balance import POLICIES
 from lightning_odc.data.lengths import Lengths
-from lightning_odc.data.plan import Plan, Recipe
-from lightning_odc.data.schedule import Schedule
+from lightning_odc.data.plan import Plan, Recipe, Schedule
 
 
 def schedule(lengths: Any = range(1, 24), num_replicas: int = 3, **recipe: Any) -> Schedule:

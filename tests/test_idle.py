@@ -23,15 +23,15 @@ from torch.distributed.fsdp import fully_shard
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.idle.channels import NoteChannel
-from lightning_odc.callbacks.idle.meter import StepMeter
-from lightning_odc.callbacks.idle.step_numbers import (
+from lightning_odc.callbacks.idle.measurement import StepMeter
+from lightning_odc.callbacks.idle.summary import (
     IdleCause,
+    IdleSummary,
     StepNumbers,
     resolve,
     waits_in_broadcasts,
     waits_in_meetings,
 )
-from lightning_odc.callbacks.idle.summary import IdleSummary
 from lightning_odc.data.batch_size import sample_count, token_count
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.bench.options import PAPERS_OWN, Combination
-from lightning_odc.callbacks.idle.step_numbers import Meeting, waits_in_meetings
+from lightning_odc.callbacks.idle.summary import Meeting, waits_in_meetings
 from lightning_odc.demo.result import relative_spread
 
 WARM_UP = 1

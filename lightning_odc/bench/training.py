@@ -27,8 +27,7 @@ from lightning_odc.bench.models import BenchModule, CausalModel, emulated_cost, 
 from lightning_odc.bench.options import EQUAL_COUNTS, PAPERS_OWN, Combination, TrainOptions
 from lightning_odc.bench.processes import Tell
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
-from lightning_odc.callbacks.idle.gradients import GradientWatch
-from lightning_odc.callbacks.idle.watches import MeetingTracer
+from lightning_odc.callbacks.idle.sources import GradientWatch, MeetingTracer
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import Recipe

@@ -34,10 +34,9 @@ from lightning_odc.data.checks import (
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.plan import Plan, Recipe, Weighting
+from lightning_odc.data.plan import Plan, Recipe, Schedule, Weighting
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.reading import MapReading, Reading, StreamReading, WorkerOptions, check_options
-from lightning_odc.data.schedule import Schedule
 from lightning_odc.data.shares import Collate
 from lightning_odc.data.stream import Stream
 

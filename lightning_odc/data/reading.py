@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.minibatch import AllShares, Minibatch, Origin
+from lightning_odc.data.plan import Schedule
 from lightning_odc.data.position import Order
-from lightning_odc.data.schedule import Schedule
 from lightning_odc.data.shares import Collate, ShareReader, ShareSampler
 from lightning_odc.data.stream import Stream, StreamReader
 

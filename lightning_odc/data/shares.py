@@ -24,9 +24,8 @@ from lightning_odc.balance import LearntCost
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.minibatch import Detail, Minibatch
-from lightning_odc.data.plan import Plan
+from lightning_odc.data.plan import Plan, Schedule
 from lightning_odc.data.rng import isolated_rng, seed_rng
-from lightning_odc.data.schedule import Schedule
 
 Collate = Callable[[list[Any]], Any]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_odc import ODCStrategy
-from lightning_odc.callbacks.idle.step_numbers import waits_in_meetings
-from lightning_odc.callbacks.idle.watches import MeetingTracer
+from lightning_odc.callbacks.idle.sources import MeetingTracer
+from lightning_odc.callbacks.idle.summary import waits_in_meetings
 from lightning_odc.demo.model import ByteModel
 from lightning_odc.demo.result import RankRecord
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_odc.callbacks.idle.step_numbers import Meeting
+from lightning_odc.callbacks.idle.summary import Meeting
 from lightning_odc.callbacks.timeline.spans import Timeline
 
 WARM_UP = 1

@@ -24,8 +24,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.protocol import Record
-from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError

@@ -20,8 +20,8 @@ from lightning_odc.engine.agreement import check_equal_counts, check_equal_kinds
 from lightning_odc.engine.base import Engine, denominator
 from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, rest, set_comms
 from lightning_odc.engine.late_hooks import LateHooks
+from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.root import RootUnit
-from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import find_units
 

@@ -40,11 +40,11 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.late_hooks import LateHooks
+from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.placeholders import Placeholders
 from lightning_odc.engine.probe import lay_out_like, numbered, shown_shard
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
-from lightning_odc.engine.signals import Signals
 from lightning_odc.engine.staleness import ContentChecks
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer

@@ -1,14 +1,34 @@
-"""How the ranks are: what each of them does, and whether it still takes part."""
+"""How the ranks are: what each of them does, whether it still takes part, which signals it was sent."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
 from lightning_odc.engine.transports.base import Transport, UnitSpec
 from lightning_odc.errors import DisagreementError, PeerFailedError
+
+
+@dataclass
+class Signals:
+    """Signals of the operating system, which ranks act on together.
+
+    Attributes:
+        raised: numbers of those that this rank was sent, to tell the others at every meeting.
+        agreed: those that some rank had been sent before the last meeting; the same on all ranks.
+    """
+
+    raised: set[int] = field(default_factory=set)
+    agreed: set[int] = field(default_factory=set)
+
+    def forget(self, number: int) -> None:
+        """All ranks have acted on it."""
+        self.raised.discard(number)
+        self.agreed.discard(number)
+
 
 #: Mailbox for the message of a rank that failed, after those for records.
 FAILURE_BOX = 2

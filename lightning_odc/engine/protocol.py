@@ -62,8 +62,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.peers import Activity, Peers, Word
-from lightning_odc.engine.signals import Signals
+from lightning_odc.engine.peers import Activity, Peers, Signals, Word
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.unit_window import RankState, UnitWindow

@@ -55,7 +55,7 @@ from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.precision import undivided
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
-from lightning_odc.strategy.training import Training
+from lightning_odc.strategy.step import Training
 
 #: How long ranks wait before they say where they are.
 DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_odc import _compat
-from lightning_odc.engine.signals import Signals
+from lightning_odc.engine.peers import Signals
 
 #: Seconds that SIGTERM waits for the end of a training batch. Launchers and schedulers often kill after 30.
 PATIENCE = 8.0

@@ -1,11 +1,151 @@
-"""From all ranks' numbers to the values that are logged. Plain values and arithmetic."""
+"""Numbers of a step and of an epoch, and what is said of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from lightning_odc.callbacks.idle.step_numbers import IdleCause, StepNumbers
+from lightning_odc.engine.waiting import Cause
+
+Meeting = tuple[int, int]
+"""When a rank entered and left a collective: nanoseconds of its monotonic clock."""
+
+UNKNOWN = math.nan
+
+
+class IdleCause(StrEnum):
+    """Why a device was idle: the engine's causes, and two that only a monitor sees."""
+
+    READ = Cause.READ
+    LOCK = Cause.LOCK
+    SETTLE = Cause.SETTLE
+    LOCKSTEP = Cause.LOCKSTEP
+    COLLECTIVE = "collective"
+    BROADCAST = "broadcast"
+    DATA = "data"
+
+
+_HEAD = 6 + len(IdleCause)
+
+
+@dataclass
+class StepNumbers:
+    """One rank, one optimizer step. Whatever could not be measured is ``nan``.
+
+    Attributes:
+        seconds: length of the step, evaluation not counted.
+        waits: seconds of waiting by cause.
+        microbatches: how many this rank ran.
+        samples: in these microbatches.
+        tokens: in these microbatches.
+        meetings: when this rank entered and left each collective, in order.
+        broadcasts: when this rank entered and left each broadcast from rank 0, in order.
+    """
+
+    seconds: float
+    waits: dict[IdleCause, float] = field(default_factory=dict)
+    microbatches: float = 0
+    samples: float = 0
+    tokens: float = 0
+    meetings: list[Meeting] = field(default_factory=list)
+    broadcasts: list[Meeting] = field(default_factory=list)
+
+    @property
+    def idle(self) -> float:
+        """All waiting, as far as it was measured."""
+        return sum(self.waits.values())
+
+    @property
+    def busy(self) -> float:
+        """The rest of the step: computing, moving own bytes, and whatever nobody measured."""
+        return max(self.seconds - self.idle, 0.0)
+
+    def to_floats(self) -> list[float]:
+        """As numbers to send; `from_floats` is the inverse."""
+        waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
+        counts = [len(self.meetings), len(self.broadcasts)]
+        head = [self.seconds, self.microbatches, self.samples, self.tokens, *waits, *counts]
+        return head + [float(moment) for pair in self.meetings + self.broadcasts for moment in pair]
+
+    @classmethod
+    def from_floats(cls, numbers: Sequence[float]) -> StepNumbers:
+        """The step that was sent."""
+        waits = dict(zip(IdleCause, numbers[4 : _HEAD - 2], strict=True))
+        met, heard = (int(count) for count in numbers[_HEAD - 2 : _HEAD])
+        moments = [int(moment) for moment in numbers[_HEAD : _HEAD + 2 * (met + heard)]]
+        pairs = list(zip(moments[::2], moments[1::2], strict=True))
+        return cls(
+            seconds=numbers[0],
+            microbatches=numbers[1],
+            samples=numbers[2],
+            tokens=numbers[3],
+            waits={cause: seconds for cause, seconds in waits.items() if not math.isnan(seconds)},
+            meetings=pairs[:met],
+            broadcasts=pairs[met:],
+        )
+
+
+def waits_in_meetings(by_rank: Sequence[Sequence[Meeting]], common_clock: bool) -> list[float] | None:
+    """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``.
+
+    Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that the
+    one that spent least time inside came last; the result is off by what they left apart.
+
+    Args:
+        by_rank: the same collectives on every rank, in the same order.
+        common_clock: all ranks' moments are of one clock.
+
+    Returns:
+        By rank; ``None`` if the ranks did not take part in equally many, so that nobody knows which belong together.
+    """
+    if len({len(meetings) for meetings in by_rank}) > 1:
+        return None
+    waited = [0] * len(by_rank)
+    for together in zip(*by_rank, strict=True):
+        if not common_clock:
+            together = tuple((entered - left, 0) for entered, left in together)
+        last = max(entered for entered, _ in together)
+        for rank, (entered, left) in enumerate(together):
+            waited[rank] += max(min(last, left) - entered, 0)
+    return [nanoseconds / 1e9 for nanoseconds in waited]
+
+
+def waits_in_broadcasts(by_rank: Sequence[Sequence[Meeting]]) -> list[float] | None:
+    """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock.
+
+    Args:
+        by_rank: as in `waits_in_meetings`.
+    """
+    if len({len(broadcasts) for broadcasts in by_rank}) > 1:
+        return None
+    return [
+        sum(
+            max(min(root, left) - entered, 0)
+            for (root, _), (entered, left) in zip(by_rank[0], own, strict=True)
+        )
+        / 1e9
+        for own in by_rank
+    ]
+
+
+def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
+    """Replace what ranks know alone, the meetings, by what they know together, the waits inside.
+
+    Returns:
+        Whether it was possible.
+    """
+    waited = waits_in_meetings([rank.meetings for rank in ranks], common_clock)
+    heard = waits_in_broadcasts([rank.broadcasts for rank in ranks]) if common_clock else None
+    met = any(rank.meetings for rank in ranks)
+    for index, rank in enumerate(ranks):
+        rank.meetings, rank.broadcasts = [], []
+        if waited is not None and met:
+            rank.waits[IdleCause.COLLECTIVE] = waited[index]
+        if heard is not None and len(ranks) > 1:
+            rank.waits[IdleCause.BROADCAST] = heard[index]
+    return waited is not None
 
 
 class IdleSummary:

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
+from lightning_odc.callbacks.timeline.chrome_trace import Parts, pack, unpack
 from lightning_odc.callbacks.timeline.clocks import measure_clocks
-from lightning_odc.callbacks.timeline.parts import Parts, pack, unpack
 from lightning_odc.callbacks.timeline.recording import Recording, Run
 from lightning_odc.callbacks.timeline.spans import Timeline, merge
 from lightning_odc.strategy.odc import ODCStrategy

@@ -1,4 +1,13 @@
-"""What each strategy lets us see of its waiting, and through which door. One body per kind of strategy."""
+"""Where idle time comes from under each strategy.
+
+Note [Where data parallel ranks wait]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+DDP reduces gradients bucket by bucket beside the backward pass, and only the end of ``backward`` waits for all of
+them. A rank hands in its last bucket when its last gradient is there; no rank leaves before all have done so. So from
+its own last gradient to the last rank's last gradient a rank waits, and what follows is moving bytes. It is one
+collective per backward pass in the sense of Note [Waiting inside a collective], entered with the last gradient and
+left with the end of ``backward``. Backward passes of batches that only accumulate do not meet and do not count.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +16,146 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc._compat import comms_of
-from lightning_odc.callbacks.idle.gradients import GradientWatch
-from lightning_odc.callbacks.idle.step_numbers import IdleCause, Meeting
-from lightning_odc.callbacks.idle.watch import Watch
+from lightning_odc.callbacks.idle.summary import IdleCause, Meeting
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.strategy.odc import ODCStrategy
+
+
+class Watch:
+    """Sees nothing: what is left where a strategy has no door to look in by.
+
+    Attributes:
+        complete: whether all the waiting for other ranks that the documentation lists is seen. Without it nothing
+            can be said about idle time as a whole.
+    """
+
+    complete = False
+
+    def begin_batch(self) -> None:
+        """A Lightning batch begins."""
+
+    def before_backward(self) -> None:
+        """Lightning's backward pass begins."""
+
+    def after_backward(self) -> None:
+        """Lightning's backward pass is over."""
+
+    def waits(self) -> dict[IdleCause, float]:
+        """Seconds of waiting since the start that this rank knows alone."""
+        return {}
+
+    def take_meetings(self) -> list[Any]:
+        """What is known of the collectives of the step that has just ended, for `read`."""
+        return []
+
+    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+        """When this rank entered and left these collectives, in order.
+
+        Args:
+            taken: by `take_meetings`.
+            wait: for a device that has not come so far; else the answer may be ``None``, not yet.
+        """
+        return taken
+
+    def release(self) -> None:
+        """Leave everything as it was found. Idempotent."""
+
+
+class GradientWatch(Watch):
+    """See Note [Where data parallel ranks wait]. Enters by the public hook after a parameter's gradient.
+
+    On CUDA devices moments are events on the compute stream, read when they have passed, without waiting for them;
+    as events of different devices have no common clock, meetings are given as ``(-duration, 0)``.
+
+    Args:
+        module: whose parameters.
+        device: of this rank.
+    """
+
+    complete = True
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._stamp = _CudaStamps() if device.type == "cuda" else _HostStamps()
+        self._batch: list[Any] = []
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._see_gradient)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        ]
+
+    def begin_batch(self) -> None:
+        self._batch.clear()
+
+    def before_backward(self) -> None:
+        self._stamp.enter()
+
+    def after_backward(self) -> None:
+        self._batch.append(self._stamp.leave())
+
+    def take_meetings(self) -> list[Any]:
+        batch, self._batch = self._batch, []
+        return batch
+
+    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+        return self._stamp.read(taken, wait)
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _see_gradient(self, _: Any) -> None:
+        self._stamp.enter()
+
+
+class _HostStamps:
+    """Moments of the host's monotonic clock; a later `enter` replaces an earlier one."""
+
+    def __init__(self) -> None:
+        self._entered = 0
+
+    def enter(self) -> None:
+        self._entered = time.monotonic_ns()
+
+    def leave(self) -> Any:
+        return self._entered, time.monotonic_ns()
+
+    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+        return taken
+
+
+class _CudaStamps(_HostStamps):
+    """Moments of the device's current stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event = torch.cuda.Event(enable_timing=True)
+
+    def enter(self) -> None:
+        self._event.record()
+
+    def leave(self) -> Any:
+        entered, self._event = self._event, torch.cuda.Event(enable_timing=True)
+        left = torch.cuda.Event(enable_timing=True)
+        left.record()
+        return entered, left
+
+    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+        for _, left in taken:
+            if wait:
+                left.synchronize()
+            elif not left.query():
+                return None
+        return [(-round(entered.elapsed_time(left) * 1e6), 0) for entered, left in taken]
 
 
 class AloneWatch(Watch):
