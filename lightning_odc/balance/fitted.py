@@ -34,9 +34,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.all_ranks_fit import AllRanksFit, features
 from lightning_odc.balance.arrays import Floats, as_lengths, check_count
 from lightning_odc.balance.costs import MICROBATCH, PolynomialCost, quadratic
+from lightning_odc.balance.regression import AllRanksFit, features
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,260 @@
+"""Fitting costs to measured times: least squares, one rank's fit, that of all ranks.
+
+Note [The same plan everywhere].
+
+Note [Fitting a cost].
+
+Note [Fitting a cost].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from math import fsum
+from typing import Any
+
+from lightning_odc.balance.costs import PolynomialCost
+
+Vector = list[float]
+Matrix = list[list[float]]
+
+_SIZE = 3
+_LEAST_SHARE = 1e-3
+
+
+def fit_near(products: Matrix, targets: Vector, pulls: Vector, near: Vector) -> Vector:
+    """Minimise the weighted squared errors of ``rows @ x`` from 1, with ``x >= 0``, drawn to ``near``.
+
+    Args:
+        products: ``[3, 3]``, the weighted sum of ``row[i] * row[j]``.
+        targets: ``[3]``, the weighted sum of ``row[i]``.
+        pulls: ``[3]``, how strongly each coefficient is drawn; they decide what the rows leave open.
+        near: ``[3]``, not negative.
+
+    Returns:
+        ``[3]``; what would be zero is a thousandth of ``near``.
+    """
+    matrix = [[products[i][j] + (pulls[i] if i == j else 0.0) for j in range(_SIZE)] for i in range(_SIZE)]
+    vector = [targets[i] + pulls[i] * near[i] for i in range(_SIZE)]
+    best = _not_negative(matrix, vector)
+    return [max(value, _LEAST_SHARE * anchor) for value, anchor in zip(best, near, strict=True)]
+
+
+def _not_negative(matrix: Matrix, vector: Vector) -> Vector:
+    """The minimum of ``x @ matrix @ x / 2 - vector @ x`` over ``x >= 0``: the best over all sets of zeros."""
+    best, lowest = [0.0] * _SIZE, 0.0
+    for size in range(_SIZE, 0, -1):
+        for free in combinations(range(_SIZE), size):
+            found = _solve([[matrix[i][j] for j in free] for i in free], [vector[i] for i in free])
+            if found is None or min(found) < 0:
+                continue
+            # At a minimum over the free coefficients the objective is minus half of vector @ x.
+            value = -fsum(vector[i] * x for i, x in zip(free, found, strict=True))
+            if value < lowest:
+                lowest = value
+                best = [0.0] * _SIZE
+                for i, x in zip(free, found, strict=True):
+                    best[i] = x
+        if size == _SIZE and lowest < 0:
+            break  # the minimum over all x is not negative: no need to look further
+    return best
+
+
+def _solve(matrix: Matrix, vector: Vector) -> Vector | None:
+    """Gaussian elimination with pivoting; None if the matrix is singular to rounding."""
+    size = len(vector)
+    rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
+        if abs(rows[pivot][column]) <= 1e-14 * abs(matrix[column][column]):
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for below in range(column + 1, size):
+            factor = rows[below][column] / rows[column][column]
+            rows[below] = [x - factor * y for x, y in zip(rows[below], rows[column], strict=True)]
+    solution = [0.0] * size
+    for row in range(size - 1, -1, -1):
+        known = fsum(rows[row][j] * solution[j] for j in range(row + 1, size))
+        solution[row] = (rows[row][size] - known) / rows[row][row]
+    return solution
+
+
+_USUAL_ERROR = 0.1  # before anything is known
+_LEAST_ERROR = 0.005
+_ERRORS_KEPT = 2.5  # times the usual error: the full weight
+_ERROR_MEMORY = 0.9
+_STRIKES = 3
+_KEPT_AFTER_CHANGE = 0.02
+_DIMENSIONS = range(3)
+
+
+@dataclass
+class Sums:
+    """The least-squares problem of one rank, or of all together."""
+
+    products: Matrix = field(default_factory=lambda: [[0.0] * 3 for _ in _DIMENSIONS])
+    targets: Vector = field(default_factory=lambda: [0.0] * 3)
+    weight: float = 0.0
+
+    def fade(self, factor: float) -> None:
+        """Let everything so far count less."""
+        self.products = [[factor * value for value in row] for row in self.products]
+        self.targets = [factor * value for value in self.targets]
+        self.weight *= factor
+
+    def add(self, row: Vector, weight: float) -> None:
+        """One row of relative features, whose target is 1."""
+        for i in _DIMENSIONS:
+            self.targets[i] += weight * row[i]
+            for j in _DIMENSIONS:
+                self.products[i][j] += weight * row[i] * row[j]
+        self.weight += weight
+
+    def merge(self, other: Sums, slowness: float) -> None:
+        """All rows of another problem, as if its rank were as fast as this one's."""
+        for i in _DIMENSIONS:
+            self.targets[i] += slowness * other.targets[i]
+            for j in _DIMENSIONS:
+                self.products[i][j] += slowness * slowness * other.products[i][j]
+        self.weight += other.weight
+
+    def slowness(self, shape: Vector, worth_of_one: float) -> float:
+        """The factor by which ``shape`` fits best, drawn to 1 as by so many measurements."""
+        energy = math.fsum(
+            shape[i] * self.products[i][j] * shape[j] for i in _DIMENSIONS for j in _DIMENSIONS
+        )
+        match = math.fsum(self.targets[i] * shape[i] for i in _DIMENSIONS)
+        return (match + worth_of_one) / (energy + worth_of_one)
+
+
+@dataclass
+class RankFit:
+    """One rank: its three coefficients, and how far off its measurements usually are."""
+
+    fit: Vector
+    sums: Sums = field(default_factory=Sums)
+    usual_error: float = _USUAL_ERROR
+    strikes: int = 0
+
+    def error(self, row: Vector) -> float:
+        """By how much the fit is above what a row of relative features measured, relative to it."""
+        return math.fsum(self.fit[i] * row[i] for i in _DIMENSIONS) - 1
+
+    def add(self, row: Vector, forgetting: float, fitted: bool) -> None:
+        """One more measurement, in which all that were before fade."""
+        self.sums.fade(forgetting)
+        self.sums.add(row, self._weight(row) if fitted else 1.0)
+
+    def _weight(self, row: Vector) -> float:
+        """See Note [Fitting a cost]."""
+        error = self.error(row)
+        kept = _ERRORS_KEPT * self.usual_error
+        fresh = 1.25 * min(abs(error), kept)
+        self.usual_error = max(_LEAST_ERROR, _ERROR_MEMORY * self.usual_error + (1 - _ERROR_MEMORY) * fresh)
+        if abs(error) <= kept:
+            self.strikes = 0
+            return 1.0
+        side = 1 if error > 0 else -1
+        self.strikes = self.strikes + side if self.strikes * side > 0 else side
+        if abs(self.strikes) < _STRIKES:
+            return (kept / error) ** 2
+        self.sums.fade(_KEPT_AFTER_CHANGE)
+        self.strikes = 0
+        return 1.0
+
+
+_UNIT = 4096.0  # tokens; keeps the three columns of the problem at similar size
+_PRIOR_WORTH = 0.1  # measurements
+_OTHERS_WORTH = 0.5  # what the other ranks say about one counts like this many of its own measurements
+_SILENT_FADE = 0.9  # so that a rank that was found slow and gets no samples is soon tried again
+_PACKED_ERROR = 0.1  # before anything is known, which counts like ...
+_PACKED_ERROR_WORTH = 4.0  # ... so many predictions
+_PACKED_ERROR_MEMORY = 0.95
+
+
+def features(sizes: Sequence[int], dense: bool) -> Vector:
+    """What the coefficients are multiplied with, in units of ``_UNIT`` tokens."""
+    squares = sum(sizes) ** 2 if dense else sum(size * size for size in sizes)
+    return [squares / (_UNIT * _UNIT), sum(sizes) / _UNIT, 1.0]
+
+
+@dataclass
+class AllRanksFit:
+    """The fits of all ranks.
+
+    Attributes:
+        dense: whether attention runs over all tokens of a microbatch.
+        prior: the shape to start from, in units of ``_UNIT`` tokens.
+        ranks: one fit per rank.
+        is_fitted: there was a measurement.
+        mispredicted: sum of its relative errors when it predicted microbatches of several samples; old ones fade.
+        predicted: how many these are.
+    """
+
+    dense: bool
+    prior: Vector
+    ranks: list[RankFit]
+    is_fitted: bool = False
+    mispredicted: float = _PACKED_ERROR * _PACKED_ERROR_WORTH
+    predicted: float = _PACKED_ERROR_WORTH
+
+    @classmethod
+    def near(cls, prior: PolynomialCost, num_ranks: int, dense: bool) -> AllRanksFit:
+        """With nothing known but a prior."""
+        start = [prior.quadratic * _UNIT * _UNIT, prior.linear * _UNIT, prior.constant]
+        return cls(dense, start, [RankFit(list(start)) for _ in range(num_ranks)])
+
+    def observe(self, measured: Sequence[tuple[int, list[int], float]], forgetting: float) -> None:
+        """Take in ranks, sizes and seconds of microbatches, and fit again."""
+        for rank, sizes, seconds in measured:
+            row = [feature / seconds for feature in features(sizes, self.dense)]
+            if self.is_fitted and len(sizes) > 1:
+                error = min(abs(self.ranks[rank].error(row)), 1.0)
+                self.mispredicted = _PACKED_ERROR_MEMORY * self.mispredicted + error
+                self.predicted = _PACKED_ERROR_MEMORY * self.predicted + 1
+            self.ranks[rank].add(row, forgetting, self.is_fitted)
+        for rank in set(range(len(self.ranks))).difference(rank for rank, _, _ in measured):
+            self.ranks[rank].sums.fade(_SILENT_FADE)
+        if any(rank.sums.weight for rank in self.ranks):
+            self._fit()
+
+    def _fit(self) -> None:
+        """All ranks together near the prior, then each near that fit times its own slowness."""
+        shape, slowness = self.prior, [1.0] * len(self.ranks)
+        for _ in range(2):
+            everyone = Sums()
+            for rank, factor in zip(self.ranks, slowness, strict=True):
+                everyone.merge(rank.sums, factor)
+            scale = everyone.slowness(shape, 0.0)
+            typical = [everyone.products[i][i] / everyone.weight for i in _DIMENSIONS]
+            pulls = [_PRIOR_WORTH * value for value in typical]
+            shape = fit_near(everyone.products, everyone.targets, pulls, [scale * value for value in shape])
+            slowness = [rank.sums.slowness(shape, _OTHERS_WORTH) for rank in self.ranks]
+        for rank, factor in zip(self.ranks, slowness, strict=True):
+            pulls = [_OTHERS_WORTH * value / (factor * factor) for value in typical]
+            near = [factor * value for value in shape]
+            rank.fit = fit_near(rank.sums.products, rank.sums.targets, pulls, near)
+        self.is_fitted = True
+
+    @property
+    def packed_error(self) -> float:
+        """By how much it usually mispredicts a microbatch of several samples, relative to its seconds."""
+        return self.mispredicted / self.predicted
+
+    @property
+    def coefficients(self) -> tuple[tuple[float, ...], ...]:
+        """By rank: seconds per squared token, per token, and per microbatch."""
+        return tuple((a / (_UNIT * _UNIT), b / _UNIT, c) for a, b, c in (rank.fit for rank in self.ranks))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as numbers, lists and dicts of them."""
+        return asdict(self)
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> AllRanksFit:
+        """From `state_dict`."""
+        ranks = [RankFit(**{**rank, "sums": Sums(**rank["sums"])}) for rank in state["ranks"]]
+        return cls(**{**state, "ranks": ranks})
