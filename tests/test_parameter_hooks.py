@@ -17,6 +17,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_odc import Minibatch
+from lightning_odc.errors import ODCError
 from tests.modules import full_parameters, loader, token_batches, trainer
 from tests.ranks import run_ranks
 from tests.test_gradients import Manual, Sgd
@@ -207,6 +208,37 @@ class StepsLightningsOptimizers(StepsInHooksByHand):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
         self.trainer.strategy.settle_gradients()  # type: ignore[attr-defined]
+
+
+class StepsWhatLightningHolds(StepsInHooksByHand):
+    """Hooks step the optimizers that Lightning knows, so none of them steps through Lightning."""
+
+    def configure_optimizers(self) -> Any:
+        super().configure_optimizers()
+        return list(self.own.values())
+
+
+class SettlesByHand(StepsWhatLightningHolds):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.trainer.strategy.settle_gradients()  # type: ignore[attr-defined]
+        self.trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
+
+
+def _waits_in_vain(rank: int) -> list[Any]:
+    with pytest.raises(ODCError) as error:
+        _fit(rank, StepsWhatLightningHolds(), "on_demand", BATCHES[rank])
+    module = SettlesByHand()
+    begin = full_parameters(module)
+    settled = _fit(rank, module, "on_demand", BATCHES[rank])
+    return [str(error.value), max((settled[key] - begin[key]).abs().max().item() for key in begin)]
+
+
+def test_hooks_that_would_never_be_called_are_an_error_that_shows_what_to_write():
+    for message, moved in run_ranks(_waits_in_vain):
+        assert "return None from `configure_optimizers`" in message
+        assert "self.trainer.strategy.settle_gradients()" in message
+        assert moved > 0.01
 
 
 class ReducesByItself(Sgd):

@@ -86,9 +86,13 @@ def train(
     skips: list[list[int]] | None = None,
     checkpointing: bool = False,
     reshard: bool | int = True,
+    looks: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train sharded; rank r runs ``counts[r]`` of the six microbatches of every step."""
+    """Train sharded; rank r runs ``counts[r]`` of the six microbatches of every step.
+
+    If it ``looks``, every rank also runs the model at the end of the step without going backward.
+    """
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net(**net)
@@ -109,6 +113,9 @@ def train(
             with engine.backward():
                 loss.backward()
             losses.append(loss.item())
+        if looks:
+            with engine.backward():  # as that of the zero loss which Lightning gets
+                summed_loss(model, minibatch(step)[0])
         engine.settle([])
         without = [name for name, p in model.named_parameters() if p.grad is None]
         optimizer.step()
@@ -313,7 +320,8 @@ def test_modules_grouped_by_hand(order):
 @pytest.mark.parametrize("net", [{}, {"frozen": True}], ids=["plain", "frozen"])
 def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(net):
     counts = (2, 0, 1, 3)
-    results = run_ranks(partial(train, reshard=2), "on_demand", counts, net, world_size=4)
+    run = partial(train, reshard=2, looks=True)
+    results = run_ranks(run, "on_demand", counts, net, world_size=4)
     for result in results:
         assert_same(result["parameters"], one_process(net))
     assert_one_sided(results, counts)

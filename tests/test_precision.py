@@ -545,3 +545,10 @@ def test_a_precision_that_is_not_supported_is_an_error_at_construction():
             trainer(1, precision=precision)
     with pytest.raises(ValueError, match="use one of 32-true, bf16-mixed"):
         lightning_odc.strategy.precision.ODCPrecision("64-true")
+
+
+def test_a_run_under_16_true_is_taken_up_under_16_mixed():
+    """It has a unit of weights, and no loss scale."""
+    plugin = lightning_odc.strategy.precision.ODCPrecision("16-mixed")
+    plugin.load_state_dict({"odc_weight_unit": 4.0})
+    assert plugin.weight_unit == 4.0

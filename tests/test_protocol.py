@@ -531,6 +531,25 @@ def test_lockstep_waits_at_every_unit():
     assert first.waiter.seconds[Cause.LOCKSTEP] == pytest.approx(0.3, abs=0.15)
 
 
+def test_who_waits_at_a_barrier_is_reported_as_waiting():
+    _, (first, second) = pair(timeout=20, lockstep=True)
+
+    def slow() -> None:
+        publish(second)
+        while first.waiter.waiting_for is None:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        assert second.peers.longest_wait() > 0
+        assert "waiting for the others at a meeting" in second.peers.report()
+        second.windows[0].gather(torch.zeros(8))
+
+    def fast() -> None:
+        publish(first)
+        first.windows[0].gather(torch.zeros(8))
+
+    assert together(fast, slow) == [None, None]
+
+
 def test_an_ended_version_comes_back_with_the_next_one():
     alone = Protocol(ThreadHub(1).transport(0), UNITS, timeout=1)
     alone.open()

@@ -48,8 +48,8 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.units import find_units
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 
-_UNITS = 32
-_BLOCK = 20
+_UNITS = 16
+_BLOCK = 10
 _RANKS = (2, 4)
 _PARAMETERS = (1, 12)
 WORK = ("alone", "peers add elsewhere", "peers add into it")
@@ -98,7 +98,7 @@ def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> d
     engine.attach(model)
     taken: dict[str, list[float]] = {"engine": [], "nothing": [], "settle": []}
     for number in range(blocks + 1):
-        for turn in range(world_size):  # one rank at a time: nobody holds a lock that another one wants
+        for turn in range(world_size):  # one at a time: no rank wants a lock that another one holds
             dist.barrier()
             if turn == rank:
                 seconds = {
@@ -227,7 +227,7 @@ def run_engine(options: EngineOptions) -> int:
         errors.print("lightning-odc: interrupted; what was measured before is kept")
         code = 130
     console.print(table(found.get("busy owner", [])))
-    if options.output is not None and found:
+    if options.output is not None and any(found.values()):
         from lightning_odc.bench.report import machine
 
         write_json(options.output / "engine.json", {**found, "machine": machine(load)})

@@ -144,9 +144,8 @@ class OptimizerShards:
         for entry in FileSystemReader(self.path).read_metadata().state_dict_metadata:
             if entry.startswith(begin):
                 name = entry.removeprefix(begin)
-                while (
-                    name and name not in named
-                ):  # what follows the name of the parameter is up to the optimizer
+                # What follows the name of the parameter is up to the optimizer.
+                while name and name not in named:
                     name = name.rpartition(".")[0]
                 if not name:
                     raise ValueError(

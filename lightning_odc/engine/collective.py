@@ -69,9 +69,8 @@ class CollectiveEngine(Engine):
 
     def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
         super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
-        if (
-            not self._has_compared_kinds
-        ):  # else collectives that do not match end in the process group's own errors
+        # Collectives that do not match would end in the process group's own errors.
+        if not self._has_compared_kinds:
             self._has_compared_kinds = True
             check_equal_kinds(self.exchange("begin the first batch", kind))
 

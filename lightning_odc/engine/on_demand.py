@@ -3,12 +3,12 @@
 Note [When shards are compared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A parameter that is changed while peers read its published shard leaves no trace: version counters do not see what is
-written through ``parameter.data``. So a rank compares its shards with what it published, bit for bit, whenever they
-have been used: at the first gather of a version and after the last backward pass of a batch. Comparing at every gather
-would read every shard twice more in every microbatch. What is changed after the last backward pass is used by nobody
-until the optimizer has stepped and everything is published. A model in ``eval()`` may never come to a backward pass, so
-there every gather compares. A rank that ran nothing compares when the step settles. On a device that the host runs
-ahead of, the answers of all comparisons are looked at when the step settles.
+written through ``parameter.data``. So a rank compares its shards with what it published, bit for bit: at the first
+gather of a version, and after the last backward pass of a batch. Comparing at every gather would cost two more reads of
+each shard per microbatch. A change after the last backward pass does no harm: no rank reads that shard until the
+optimizer has stepped and all ranks have published. A model in ``eval()`` may never come to a backward pass, so every
+gather compares there. A rank that ran nothing compares when the step settles. On a device that the host runs ahead of,
+the answers of all comparisons are looked at when the step settles.
 """
 
 from __future__ import annotations

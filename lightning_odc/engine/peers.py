@@ -125,11 +125,9 @@ class Peers:
 
     # -- this rank ----------------------------------------------------------------------------------------
 
-    def begin(self, activity: Activity, unit: int = 0) -> int:
-        """This rank begins to do something else; returns when, in nanoseconds of the monotonic clock."""
-        now = time.monotonic_ns()
-        self._transport.store(_DOING, Doing.word(activity, unit, now))
-        return now
+    def begin(self, activity: Activity, unit: int = 0) -> None:
+        """This rank begins to do something else."""
+        self._transport.store(_DOING, Doing.word(activity, unit, time.monotonic_ns()))
 
     def come_to_end(self, ends: int) -> None:
         """This rank has come to so many ends of batches and epochs. See Note [Who has left]."""

@@ -98,7 +98,10 @@ class Placeholders:
             self._laid[slot] = grad
 
     def forget(self) -> None:
-        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a share."""
+        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a share.
+
+        Placeholders that are still there keep their class; `lay` finds them again, since the parameters are in use.
+        """
         self._laid.clear()
 
     def lift(self) -> None:

@@ -75,11 +75,14 @@ def lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None)
 
 def _numbers(first: int, like: Tensor) -> Tensor:
     """Numbers from the one with this index on, in the shape and dtype of ``like``."""
-    indices = torch.arange(first, first + like.numel(), device=like.device) % _NUMBERS
-    if not (like.dtype.is_floating_point or like.dtype.is_complex):
-        return (indices % 127).to(like.dtype).view(like.shape)
-    fractions = 1 + (indices % _FRACTIONS).float() / _FRACTIONS
-    return torch.ldexp(fractions, indices // _FRACTIONS + _LEAST_EXPONENT).to(like.dtype).view(like.shape)
+    indices = torch.arange(_NUMBERS, device=like.device).roll(-first)
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        fractions = 1 + (indices % _FRACTIONS).float() / _FRACTIONS
+        numbers = torch.ldexp(fractions, indices // _FRACTIONS + _LEAST_EXPONENT)
+    else:
+        numbers = indices % 127
+    rounds = like.numel() // _NUMBERS + 1  # repeated in its own dtype, since a shard can be large
+    return numbers.to(like.dtype).repeat(rounds)[: like.numel()].view(like.shape)
 
 
 def _write(slot: ParamSlot, content: Tensor) -> None:

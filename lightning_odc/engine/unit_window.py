@@ -72,6 +72,7 @@ class RankState(Traced):
     def barrier(self) -> None:
         """Wait for all ranks: ``communication="lockstep"``."""
         self.finish()
+        self.peers.begin(Activity.MEET)
         self._barriers += 1
         transport = self.transport
         transport.store(Word.LOCKSTEP, self._barriers)
@@ -106,7 +107,7 @@ class _Accumulator(NamedTuple):
     Attributes:
         owner: the rank that will take the sum.
         total: the view of the owner's window.
-        lock: to hold while adding; ``None`` where nobody else adds to this place, or additions are atomic.
+        lock: to hold while adding; ``None`` where no other rank adds to this place, or additions are atomic.
     """
 
     owner: int
@@ -130,14 +131,12 @@ class UnitWindow:
         self._state = state
         self._transport = transport = state.transport
         rank, self._world_size = transport.rank, transport.world_size
-        order = [
-            (rank + step) % self._world_size for step in range(self._world_size)
-        ]  # own first, then around
+        own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
         word = Word.COUNT + index
         self._is_small = not transport.runs_ahead and self._world_size * spec.shard_bytes <= _SMALL
         self._shards = [transport.shard(owner, index) for owner in range(self._world_size)]
         self._published = [
-            _Published(owner, transport.watch(owner, word), [self._shards[owner]]) for owner in order[1:]
+            _Published(owner, transport.watch(owner, word), [self._shards[owner]]) for owner in own_first[1:]
         ]
         source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
         self._accumulators = [
@@ -146,7 +145,7 @@ class UnitWindow:
                 transport.accumulator(owner, index, source),
                 transport.lock(owner, index) if locked else None,
             )
-            for owner in order
+            for owner in own_first
         ]
         self._sums = [transport.accumulator(rank, index, source) for source in range(sources)]
         self.own_shard = self._shards[rank]

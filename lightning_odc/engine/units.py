@@ -143,7 +143,8 @@ class Unit:
         places, values = [], []
         for slot in self.slots:
             current = slot.current
-            if isinstance(current, DTensor):  # else it is gathered, and what optimizers hold is what it was
+            # Else it is gathered, or kept by a smaller mesh, and what optimizers hold is what it was.
+            if isinstance(current, DTensor) and current.device_mesh == slot.home.device_mesh:
                 slot.home = current
             local = slot.home.to_local().reshape(-1)
             if self.as_bytes:

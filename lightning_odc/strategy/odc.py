@@ -498,6 +498,11 @@ class ODCStrategy(ShardedStrategy):
         self._training.compare_batches()
         self.publish_parameters()
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self._training is not None
+        self._training.check_hooks_ran()
+
     def on_validation_start(self) -> None:
         self._begin_evaluation()
         self._take_over_values()

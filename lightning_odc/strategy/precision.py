@@ -203,7 +203,9 @@ class ODCPrecision(FSDPPrecision):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.weight_unit = state_dict.get(_WEIGHT_UNIT)
-        super().load_state_dict(state_dict)
+        scaling = {key: value for key, value in state_dict.items() if key != _WEIGHT_UNIT}
+        if scaling:  # not after `16-true`, which scales nothing
+            super().load_state_dict(scaling)
 
 
 @contextmanager

@@ -203,9 +203,8 @@ class ShardedStrategy(FSDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         assert self.model is not None
-        self._names.follow(
-            self.model, self.optimizers
-        )  # that were made before it was sharded, as in `__init__`
+        # Optimizers may have been made before the model was sharded, as in `__init__`.
+        self._names.follow(self.model, self.optimizers)
         self._is_training = False
 
     def _setup_averages(self, trainer: pl.Trainer) -> None:

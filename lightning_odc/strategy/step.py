@@ -29,7 +29,7 @@ from lightning_odc.data.learning import Learning, Measurement
 from lightning_odc.data.minibatch import Detail, Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Counting, Engine
-from lightning_odc.errors import DisagreementError
+from lightning_odc.errors import DisagreementError, ODCError
 from lightning_odc.strategy.logbook import LogBook, flush
 from lightning_odc.strategy.precision import ODCPrecision, unit_of
 from lightning_odc.strategy.totals import Total
@@ -255,7 +255,8 @@ class Training:
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), device)
         self._totals: list[Total] = []
         self._more = False
-        self._has_optimizer = False
+        self._has_stepped = False  # an optimizer of Lightning
+        self._hooks_wait = False
         self._fp16 = fp16
         self._has_said_weight = False
 
@@ -279,6 +280,8 @@ class Training:
         What Lightning's ``zero_grad`` does at the first batch of a step must reach all ranks' accumulators.
         """
         trainer = self._module.trainer
+        if trainer.fit_loop.batch_idx == 0:
+            self.check_hooks_ran()
         is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
@@ -351,6 +354,7 @@ class Training:
         """Complete the gradients, once per optimizer step."""
         if self._engine.settled:
             return
+        self._hooks_wait = False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
         records = self._engine.settle({"logs": self._logbook.post(), "times": self._stopwatch.take()})
         logs = [record["logs"] for record in records]
@@ -362,18 +366,41 @@ class Training:
 
         Otherwise ``step()`` of an optimizer settles and publishes.
         """
-        if self._has_optimizer:
+        if self._has_stepped:
             return
         self._engine.reshard()
         shards = set(self._module.parameters())
+        if not any(map(_compat.gradient_hooks_of, shards)):
+            return
         stepped = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        self._has_optimizer = not shards.isdisjoint(stepped)
-        if not self._has_optimizer and any(map(_compat.gradient_hooks_of, shards)):
+        if shards.isdisjoint(stepped):
             self.settle()
-            self.end_step()
+            self._publish()
+        else:  # one of these optimizers may step in a later batch
+            self._hooks_wait = True
+
+    def check_hooks_ran(self) -> None:
+        """Refuse an epoch in which hooks of parameters waited for a step that never came.
+
+        Raises:
+            ODCError: with the two ways to end a step.
+        """
+        if self._hooks_wait:
+            raise ODCError(
+                "Hooks of `register_post_accumulate_grad_hook` are called at the optimizer step, when gradients are "
+                "complete, and no optimizer that `configure_optimizers` returned has stepped in this epoch. If the hooks "
+                "step their own optimizers, return None from `configure_optimizers`. Or end each step in "
+                "`training_step`, after `self.manual_backward(loss)`:\n"
+                "    self.trainer.strategy.settle_gradients()\n"
+                "    self.trainer.strategy.publish_parameters()"
+            )
 
     def end_step(self) -> None:
-        """The optimizer has stepped: publish the parameters and log the values of the step."""
+        """An optimizer of Lightning has stepped: publish the parameters and log the values of the step."""
+        self._has_stepped = True
+        self._publish()
+
+    def _publish(self) -> None:
         self._engine.publish()
         self._has_said_weight = False
         totals, self._totals = self._totals, []
