@@ -252,7 +252,7 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = json.loads((tmp_path / "engine.json").read_text())
     measured = [(row["ranks"], row["parameters"]) for row in found["python"]]
     assert measured == [(2, 1), (2, 12), (4, 1), (4, 12)]
-    assert all(row["fully_shard"] > 0 < row["minibatch"] for row in found["python"])
+    assert all(row["all"] > 0 < row["minibatch"] for row in found["python"])
     assert [row["peers"] for row in found["busy owner"]] == [1]
     out = capsys.readouterr().out
     assert "faster than the group [quartiles] |" in out  # brackets are no markup

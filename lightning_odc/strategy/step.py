@@ -389,8 +389,8 @@ class Training:
             raise ODCError(
                 "Hooks of `register_post_accumulate_grad_hook` are called at the optimizer step, when gradients are "
                 "complete. No optimizer that `configure_optimizers` returned has stepped in this epoch. If the hooks "
-                "step their own optimizers, return None from `configure_optimizers`. Or end each step in `training_step`, "
-                "after `self.manual_backward(loss)`:\n"
+                "step their own optimizers, return None from `configure_optimizers`. Or end each step in "
+                "`training_step`, after `self.manual_backward(loss)`:\n"
                 "    self.trainer.strategy.settle_gradients()\n"
                 "    self.trainer.strategy.publish_parameters()"
             )
