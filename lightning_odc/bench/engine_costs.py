@@ -4,9 +4,9 @@ Note [The engine's own Python]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in every unit (two gathers and
 one accumulate) and the context of the backward pass are timed one by one, between all that ``fully_shard`` does itself,
-so caches are as cold as in a training. A clock that times nothing is subtracted. The shards have a few bytes, so copying
-them takes almost no time. Ranks take turns, so that no rank waits for another's lock. Processor time counts, which
-other programs do not enter. The hooks that note gradients are not in it: each is one call in C.
+so caches are as cold as in a training. A clock that times nothing is subtracted. The shards have a few bytes, so that
+copying them takes almost no time. Ranks take turns, so that no rank waits for another's lock. Processor time counts,
+which other programs do not enter. The hooks that note gradients are not in it: each is one call in C.
 
 Note [A busy owner]
 ~~~~~~~~~~~~~~~~~~~
