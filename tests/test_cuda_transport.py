@@ -119,13 +119,13 @@ class Play:
                 self.wrong.append(f"read {gathered[rank].tolist()} of {unit} from {rank}, expected {value}")
 
     def take(self, expected: int) -> None:
+        windows = self.protocol.windows  # which are gone when a broken one comes to this after the end
+
         def take() -> None:
-            for unit in range(len(UNITS)):
-                if not bool((self.protocol.windows[unit].summed() == expected).all()):
-                    self.wrong.append(
-                        f"sums {self.protocol.windows[unit].summed().tolist()}, expected {expected}"
-                    )
-                self.protocol.windows[unit].clear()
+            for window in windows:
+                if not bool((window.summed() == expected).all()):
+                    self.wrong.append(f"sums {window.summed().tolist()}, expected {expected}")
+                window.clear()
 
         self.device.ask(take)
 

@@ -256,6 +256,7 @@ class Training:
         self._totals: list[Total] = []
         self._more = False
         self._has_stepped = False  # an optimizer of Lightning
+        self._has_settled = False  # in this batch
         self._hooks_wait = False
         self._fp16 = fp16
         self._has_said_weight = False
@@ -282,6 +283,7 @@ class Training:
         trainer = self._module.trainer
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
+        self._has_settled = False
         is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
@@ -354,7 +356,7 @@ class Training:
         """Complete the gradients, once per optimizer step."""
         if self._engine.settled:
             return
-        self._hooks_wait = False
+        self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
         records = self._engine.settle({"logs": self._logbook.post(), "times": self._stopwatch.take()})
         logs = [record["logs"] for record in records]
@@ -366,7 +368,7 @@ class Training:
 
         Otherwise ``step()`` of an optimizer settles and publishes.
         """
-        if self._has_stepped:
+        if self._has_stepped or self._has_settled:
             return
         self._engine.reshard()
         shards = set(self._module.parameters())
