@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from lightning_odc.engine.transports.choice import check_transport, make_transpo
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import arguments
-from lightning_odc.strategy.launcher import ForkLauncher, is_interactive
+from lightning_odc.strategy.launcher import ForkLauncher, is_interactive, part_of_the_cores
 
 
 class ODCFabricStrategy(ModelParallelStrategy):
@@ -80,6 +79,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self._module: nn.Module | None = None
         self._names = ParameterNames()
         self._ran = False
+        self._on_teardown = ExitStack()
 
     @property
     def engine(self) -> Engine:
@@ -110,8 +110,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         if self.communication != "collective":
             check_transport("auto", self.root_device.type, "ODCFabricStrategy")
-        if "OMP_NUM_THREADS" not in os.environ and self.root_device.type == "cpu":
-            torch.set_num_threads(max(len(os.sched_getaffinity(0)) // self.num_processes, 1))
+        self._on_teardown.enter_context(part_of_the_cores(self.root_device.type, self.num_processes))
         super().setup_environment()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
@@ -181,6 +180,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
+        self._on_teardown.close()
         engine, self._engine, self._module = self._engine, None, None
         if engine is not None:
             try:

@@ -5,6 +5,7 @@ The tolerance of parity is derived in ``test_parity.py``.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -277,3 +278,17 @@ def test_fabric_in_an_interactive_session():
     assert (
         "RESULT (2, 35)" in line
     )  # per microbatch: 3 blocks and the root, forward and backward but the root's
+
+
+def _threads(rank: int) -> list[int]:
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(7)
+    fabric = make()
+    during = torch.get_num_threads()
+    fabric.strategy.teardown()
+    return [during, torch.get_num_threads()]
+
+
+def test_the_number_of_threads_is_put_back():
+    part = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert run_ranks(_threads) == [[part, 7]] * 2

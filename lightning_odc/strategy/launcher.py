@@ -16,8 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -33,6 +33,26 @@ from lightning_odc.strategy import results
 
 #: Seconds that ranks have to end by themselves after one has failed, and then after they were told to.
 GRACE = (10.0, 5.0)
+
+
+@contextmanager
+def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
+    """A context in which a CPU rank computes with its part of the cores, unless ``OMP_NUM_THREADS`` says otherwise.
+
+    Lightning's launcher does so in the first process only.
+
+    Args:
+        device_type: ``"cpu"``, or another one, which is left alone.
+        ranks: how many share the cores.
+    """
+    if device_type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(cores // ranks, 1))
+    yield
+    torch.set_num_threads(before)
 
 
 def is_interactive() -> bool:

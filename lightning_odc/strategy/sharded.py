@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -33,7 +32,7 @@ from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.strategy import arguments
-from lightning_odc.strategy.launcher import ForkLauncher, is_interactive
+from lightning_odc.strategy.launcher import ForkLauncher, is_interactive, part_of_the_cores
 from lightning_odc.strategy.precision import ODCPrecision
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
@@ -136,16 +135,9 @@ class ShardedStrategy(FSDPStrategy):
 
     def setup_environment(self) -> None:
         arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
-        self._share_cores()
+        self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
         super().setup_environment()
         self._mesh = None
-
-    def _share_cores(self) -> None:
-        """Give every CPU rank its part of the cores. Lightning's launcher does so in the first process only."""
-        if self._device_type() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self._on_teardown.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(max(cores // self.num_processes, 1))
 
     @property
     def shard_mesh(self) -> DeviceMesh:

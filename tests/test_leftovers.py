@@ -35,7 +35,7 @@ trainer(2, timeout=timedelta(seconds=60)).fit(Stops("items"), loader([Minibatch(
 
 def test_a_stopped_rank_ends_with_the_job(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(f"from lightning_odc import stragglers\nstragglers.GRACE = 0.5\n{SCRIPT}")
+    script.write_text(f"from lightning_odc.strategy import leftovers\nleftovers.GRACE = 0.5\n{SCRIPT}")
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
