@@ -1,4 +1,7 @@
-"""What samples cost by their length.
+"""What samples and microbatches cost: tokens, a quadratic, any function, each at any speed per rank.
+
+The planner asks one thing of a cost: a microbatch on rank ``r`` takes the sum of its samples' costs on ``r`` plus
+the overhead of ``r``. The unit is the cost's own (tokens, FLOPs, seconds); only ratios matter to a plan.
 
 Note [Dense attention]
 ~~~~~~~~~~~~~~~~~~~~~~

@@ -1,4 +1,4 @@
-"""Costs that are learnt from measured times.
+"""A cost that is learnt while training: seconds per microbatch, for each rank.
 
 Note [Fitting a cost]
 ~~~~~~~~~~~~~~~~~~~~~

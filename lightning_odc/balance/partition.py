@@ -1,4 +1,8 @@
-"""Who gets which samples: a start, and a search that improves it.
+"""Who gets which samples: a first partition, and a local search that improves it.
+
+First partitions of a workload are made by longest first (LPT) and by largest differencing (Karmarkar-Karp). A
+partition is a list of samples for every rank, numbered as in `Workload`. In the search, pairs of ranks exchange the
+samples that make them most equal, many pairs at once.
 
 Note [Exchanges]
 ~~~~~~~~~~~~~~~~

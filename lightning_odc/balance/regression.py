@@ -1,10 +1,7 @@
-"""Fitting costs to measured times: least squares, one rank's fit, that of all ranks.
+"""Fitting costs to measured times: least squares, one rank's fit, that of all ranks; see Note [Fitting a cost].
 
-Note [The same plan everywhere].
-
-Note [Fitting a cost].
-
-Note [Fitting a cost].
+Three coefficients that are not negative come from the sums of a least-squares problem. They are plain floats, because
+the results must be equal on all processors; see Note [The same plan everywhere].
 """
 
 from __future__ import annotations

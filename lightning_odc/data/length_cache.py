@@ -1,4 +1,4 @@
-"""Lengths of a data set, remembered in a file.
+"""Lengths remembered on disk, in files that only their owner can read or plant.
 
 Note [A cache that cannot be planted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -1,5 +1,8 @@
 """A training step on this rank: microbatches, their weights and times, and the settle.
 
+The times are for a cost that learns: wall time less the engine's measured waits, in forward and backward together. Data
+loading, the optimizer and logging are not in it. What was measured travels with the record that ends an optimizer step.
+
 Note [The last backward belongs to Lightning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Lightning calls ``training_step`` once per batch, then ``zero_grad``, then ``backward`` once. For a minibatch the

@@ -1,4 +1,9 @@
-"""Timelines as files of Chrome's trace format, each rank's part and the whole."""
+"""Timelines as Chrome traces (Trace Event Format), which Perfetto and chrome://tracing open.
+
+A rank is a process with three threads, computing, communicating and waiting. Every span is a complete event
+(``"ph": "X"``) in microseconds, its kind is the event's category, and what else is known stands in ``args``. Each rank
+keeps its part in a file until all parts are merged.
+"""
 
 from __future__ import annotations
 
