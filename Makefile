@@ -49,10 +49,10 @@ format: $(STAMP) ## put the sources in the house format
 
 docs: $(STAMP) ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/python -m tests.site_check site
+	$(BIN)/python -m tests.docs.site_check site
 
 site-browser: docs ## open every page of site/ in a headless Chromium, if there is one; ARGS="DIR" keeps screenshots
-	$(BIN)/python -m tests.site_browser site $(ARGS)
+	$(BIN)/python -m tests.docs.site_browser site $(ARGS)
 
 notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAME" replaces a committed one
 	$(BIN)/python notebooks/build.py $(ARGS)

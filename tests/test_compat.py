@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import _compat
-from tests.models import Net, init_gloo
-from tests.ranks import run_ranks
+from tests.support.models import Net, init_gloo
+from tests.support.ranks import run_ranks
 
 
 def test_names_exist_with_the_expected_arguments():

@@ -1,6 +1,6 @@
 """``Fabric(strategy="odc")`` on real processes, against one process in plain torch.
 
-The tolerance of parity is derived in ``test_parity.py``.
+The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import lightning_odc  # noqa: F401 - registers the name
 from lightning_odc.errors import DisagreementError
 from lightning_odc.fabric import ODCFabricStrategy
-from tests.models import Net, full_parameters, summed_loss, token_batches
-from tests.ranks import run_ranks, try_ranks
-from tests.test_parity import assert_same
+from tests.strategy.test_parity import assert_same
+from tests.support.models import Net, full_parameters, summed_loss, token_batches
+from tests.support.ranks import run_ranks, try_ranks
 
 LR = 0.01
 LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]

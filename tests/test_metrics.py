@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_odc.metrics import IdleFraction, LoadImbalance
-from tests.models import init_gloo
-from tests.ranks import run_ranks
+from tests.support.models import init_gloo
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 

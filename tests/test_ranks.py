@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.models import init_gloo
-from tests.ranks import run_ranks, try_ranks
+from tests.support.models import init_gloo
+from tests.support.ranks import run_ranks, try_ranks
 
 MORE_THAN_A_PIPE_HOLDS = 1 << 20
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec, WindowSpec
 from lightning_odc.errors import WindowError
-from tests import test_transports as contract
+from tests.engine.transports import test_contract as contract
 from tests.gpu.ranks import rendezvous, start, transport
-from tests.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_ranks, try_ranks
 
 MIB = 2**20
 

@@ -18,10 +18,10 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests.gpu.ranks import engine, gathered_parameters, rendezvous, start
-from tests.models import Net, summed_loss
-from tests.modules import TokenModule, loader
-from tests.ranks import run_ranks
-from tests.test_parity import LR, STEPS, assert_same, minibatch
+from tests.strategy.test_parity import LR, STEPS, assert_same, minibatch
+from tests.support.models import Net, summed_loss
+from tests.support.modules import TokenModule, loader
+from tests.support.ranks import run_ranks
 
 #: The same network, summed in another order by other kernels: fp32 sums of some hundred terms of order 1 differ by
 #: about 1e-6, and AdamW with its division by a root of small numbers makes up to 1e-4 of it in four steps.

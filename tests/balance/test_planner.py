@@ -1,0 +1,337 @@
+"""Plans of one minibatch: what every policy promises, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_odc.balance import (
+    COLLECTIVE_SAFE,
+    POLICIES,
+    FittedCost,
+    Plan,
+    Planner,
+    collective_cost,
+    least_cost,
+    microbatch_costs,
+    on_demand_cost,
+    permutation,
+    plan_minibatch,
+    quadratic,
+    with_speeds,
+)
+from lightning_odc.balance.partition import TOLERANCE
+
+
+@st.composite
+def some_lengths(draw: st.DrawFn) -> list[int]:
+    """Lists that hypothesis shrinks, and long-tailed ones, which it would not find."""
+    if draw(st.booleans()):
+        return draw(st.lists(st.one_of(st.integers(1, 64), st.integers(1, 70_000)), min_size=1, max_size=40))
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    return (
+        np.clip(rng.lognormal(8, draw(st.floats(0.1, 2)), draw(st.integers(1, 60))), 1, 70_000)
+        .astype(int)
+        .tolist()
+    )
+
+
+LENGTHS = some_lengths()
+RANKS = st.integers(1, 9)
+many = settings(deadline=None, max_examples=150, derandomize=True)
+
+
+def fitted(ranks: int) -> FittedCost:
+    cost = FittedCost(ranks)
+    cost.observe([(rank, [4000, 300 * (rank + 1)], 0.5 + 0.3 * (rank % 3)) for rank in range(ranks)])
+    return cost
+
+
+def cost_named(name: str, ranks: int) -> Any:
+    speeds = [1 / (1 + rank % 3) for rank in range(ranks)]
+    return {
+        "tokens": "tokens",
+        "quadratic": "quadratic",
+        "overhead": quadratic(constant=3000),
+        "function": lambda lengths: lengths**1.5,
+        "speeds": with_speeds("quadratic", speeds),
+        "speeds and overhead": with_speeds(quadratic(constant=3000), speeds),
+        "fitted": fitted(ranks),
+        "dense": quadratic(constant=3000, dense=True),
+        "dense and speeds": with_speeds(quadratic(dense=True), speeds),
+    }[name]
+
+
+COSTS = st.sampled_from(
+    ["tokens", "quadratic", "overhead", "function", "speeds", "speeds and overhead", "fitted"]
+)
+
+
+def check(plan: Plan, lengths: list[int], ranks: int, cap: int) -> None:
+    assert len(plan) == ranks
+    flat = [sample for rank in plan for microbatch in rank for sample in microbatch]
+    assert sorted(flat) == list(range(len(lengths)))
+    assert all(type(sample) is int for sample in flat)
+    assert all(sum(lengths[s] for s in microbatch) <= cap for rank in plan for microbatch in rank)
+    assert [flat[position] for position in permutation(plan)] == list(range(len(lengths)))
+
+
+@many
+@given(LENGTHS, RANKS, COSTS, st.sampled_from(["lb_mini", "steal"]), st.integers(0, 30_000))
+def test_every_sample_once_under_the_cap(
+    lengths: list[int], ranks: int, cost: str, policy: Any, room: int
+) -> None:
+    cap = max(lengths) + room
+    model = cost_named(cost, ranks)
+    plan = plan_minibatch(lengths, ranks, cap, policy, model)
+    check(plan, lengths, ranks, cap)
+    assert all(microbatch for rank in plan for microbatch in rank)
+    assert on_demand_cost(plan, lengths, model) >= least_cost(lengths, ranks, model, cap) * (1 - 1e-9)
+    for costs in microbatch_costs(plan, lengths, model):
+        assert all(a >= b * (1 - 1e-12) for a, b in pairwise(costs))
+
+
+@many
+@given(st.lists(LENGTHS, min_size=1, max_size=4), RANKS, COSTS, st.integers(0, 30_000), st.booleans())
+def test_equal_numbers_of_samples_and_of_microbatches(
+    rows: list[list[int]], ranks: int, cost: str, room: int, align: bool
+) -> None:
+    flat = list(chain(*rows))
+    lengths = (flat * ranks)[: max(len(flat) // ranks, 1) * ranks]
+    cap = max(lengths) + room
+    plan = plan_minibatch(lengths, ranks, cap, "lb_micro", cost_named(cost, ranks), align=align)
+    check(plan, lengths, ranks, cap)
+    assert {sum(map(len, rank)) for rank in plan} == {len(lengths) // ranks}
+    assert len({len(rank) for rank in plan}) == 1
+    assert all(microbatch for rank in plan for microbatch in rank)
+
+
+@many
+@given(LENGTHS, RANKS, st.sampled_from(COLLECTIVE_SAFE), st.integers(0, 30_000))
+def test_empty_microbatches_only_where_they_must_be(
+    lengths: list[int], ranks: int, policy: Any, room: int
+) -> None:
+    cap = max(lengths) + room
+    plan = plan_minibatch(lengths, ranks, cap, policy, allow_empty=True)
+    check(plan, lengths, ranks, cap)
+    counts = [sum(map(len, rank)) for rank in plan]
+    assert max(counts) - min(counts) <= 1
+    assert len({len(rank) for rank in plan}) == 1
+    for count, rank in zip(counts, plan, strict=True):
+        assert sum(not microbatch for microbatch in rank) == max(len(rank) - count, 0)
+        assert not any(rank[-1 - empty] for empty in range(max(len(rank) - count, 0)))
+
+
+def test_local_sort_deals_in_turn_and_runs_the_longest_first() -> None:
+    lengths = [5, 40, 7, 10, 6, 30]
+    assert plan_minibatch(lengths, 2, policy="local_sort") == [[[2], [4], [0]], [[1], [5], [3]]]
+
+
+def test_steal_starts_from_the_plan_of_lb_mini() -> None:
+    lengths = np.random.default_rng(0).integers(1, 30_000, 48)
+    assert plan_minibatch(lengths, 8, policy="steal") == plan_minibatch(lengths, 8, policy="lb_mini")
+
+
+def test_fewer_samples_than_ranks_leave_some_ranks_without_work() -> None:
+    plan = plan_minibatch([30, 20], 4)
+    assert sorted(plan) == [[], [], [[0]], [[1]]]
+    faster = plan_minibatch([30, 20], 4, cost=with_speeds("tokens", [0.1, 1, 0.1, 2]))
+    assert faster == [[], [[1]], [], [[0]]]
+
+
+def test_one_rank_takes_all() -> None:
+    assert plan_minibatch([3, 1, 2], 1, 4, cost="tokens") == [[[0], [2, 1]]]
+
+
+@many
+@given(LENGTHS, RANKS, COSTS, st.sampled_from(POLICIES))
+def test_equal_input_gives_equal_plans(lengths: list[int], ranks: int, cost: str, policy: Any) -> None:
+    model = cost_named(cost, ranks)
+    plans = [
+        plan_minibatch(given, ranks, None, policy, model, allow_empty=True)
+        for given in (lengths, np.array(lengths), np.array(lengths, dtype=np.float32), torch.tensor(lengths))
+    ]
+    assert plans[0] == plans[1] == plans[2] == plans[3]
+    assert json.loads(json.dumps(plans[0])) == plans[0]
+
+
+@many
+@given(LENGTHS, RANKS, st.sampled_from(["lb_mini", "lb_micro"]))
+def test_the_unit_of_the_cost_does_not_matter(lengths: list[int], ranks: int, policy: Any) -> None:
+    plans = [
+        plan_minibatch(
+            lengths, ranks, None, policy, lambda x, unit=unit: (x + x * x / 4096) * unit, allow_empty=True
+        )
+        for unit in (1.0, 2.0**-40, 2.0**30)
+    ]
+    assert plans[0] == plans[1] == plans[2]
+
+
+@many
+@given(LENGTHS, RANKS, st.integers(1, 70_000))
+def test_the_bound_grows_with_samples_and_falls_with_ranks(lengths: list[int], ranks: int, more: int) -> None:
+    cap = max([*lengths, more])
+    bound = least_cost(lengths, ranks, max_tokens=cap)
+    assert least_cost([*lengths, more], ranks, max_tokens=cap) >= bound * (1 - 1e-9)
+    assert least_cost(lengths, ranks + 1, max_tokens=cap) <= bound * (1 + 1e-9)
+
+
+@many
+@given(st.lists(st.integers(1, 70_000), min_size=2, max_size=24), st.integers(2, 6))
+def test_balancing_is_no_worse_than_not_balancing(lengths: list[int], ranks: int) -> None:
+    lengths = lengths * ranks
+    plain = plan_minibatch(lengths, ranks, policy="local_sort")
+    mini = plan_minibatch(lengths, ranks)
+    assert on_demand_cost(mini, lengths) <= on_demand_cost(plain, lengths) * (1 + TOLERANCE)
+    micro = plan_minibatch(lengths, ranks, policy="lb_micro")
+    unaligned = plan_minibatch(lengths, ranks, policy="lb_micro", align=False)
+    assert collective_cost(micro, lengths) <= collective_cost(unaligned, lengths) * (1 + 1e-12)
+
+
+def test_a_slow_rank_gets_less_by_as_much_as_it_is_slower() -> None:
+    lengths = np.random.default_rng(1).lognormal(7, 1, 256).astype(int) + 1
+    speeds = [1, 1, 1, 0.5, 1, 1, 2, 1]
+    plan = plan_minibatch(lengths, 8, cost=with_speeds("quadratic", speeds))
+    work = [sum(costs) for costs in microbatch_costs(plan, lengths)]
+    np.testing.assert_allclose(work, np.array(speeds) * sum(work) / sum(speeds), rtol=2e-3)
+
+
+def test_a_rank_with_costly_microbatches_gets_fewer_of_them() -> None:
+    class Launches:
+        overhead = np.array([0.0, 0.0, 0.0, 50_000.0])
+
+        def samples(self, lengths: np.ndarray) -> np.ndarray:
+            return lengths
+
+    lengths = np.random.default_rng(2).integers(1000, 8000, 96)
+    plan = plan_minibatch(lengths, 4, 8000, cost=Launches())
+    counts = [len(rank) for rank in plan]
+    assert counts[3] < min(counts[:3]) / 3
+    loads = [sum(costs) for costs in microbatch_costs(plan, lengths, Launches())]
+    assert max(loads) <= least_cost(lengths, 4, Launches(), 8000) * 1.05
+
+
+def test_dense_attention_without_overhead_is_not_packed() -> None:
+    lengths = np.random.default_rng(0).integers(100, 8000, 32)
+    plan = plan_minibatch(lengths, 4, 16_000, cost=quadratic(dense=True))
+    assert all(len(microbatch) == 1 for rank in plan for microbatch in rank)
+
+
+@many
+@given(LENGTHS, RANKS, st.sampled_from(["lb_mini", "lb_micro"]), st.sampled_from([0, 100, 3000, 10**6]))
+def test_knowing_of_dense_attention_does_not_hurt(
+    lengths: list[int], ranks: int, policy: Any, constant: int
+) -> None:
+    lengths = lengths * ranks if policy == "lb_micro" else lengths
+    dense = quadratic(constant=constant, dense=True)
+    span = on_demand_cost if policy == "lb_mini" else collective_cost
+    knowing = span(plan_minibatch(lengths, ranks, None, policy, dense), lengths, dense)
+    blind = plan_minibatch(lengths, ranks, None, policy, quadratic(constant=constant))
+    assert knowing <= span(blind, lengths, dense) * (1.02 if policy == "lb_mini" else 1 + 1e-6)
+
+
+def test_more_starts_never_hurt() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        lengths = rng.integers(1, 30_000, 15)
+        with_starts, without = (on_demand_cost(Planner(5, starts=n).plan(lengths), lengths) for n in (16, 0))
+        assert with_starts <= without
+
+
+def test_equal_counts_leave_a_microbatch_empty_only_where_they_must() -> None:
+    """A rank with a sample more must put two of its samples together, so each of those ranks needs a pair that fits."""
+    cases = [([50, 61, 51, 88, 93, 26, 38, 60], 3, 93, "quadratic")]
+    generator = np.random.default_rng(5)
+    for _ in range(400):
+        num_ranks = int(generator.integers(2, 5))
+        samples = generator.integers(30, 100, num_ranks * int(generator.integers(1, 4)) + 1).tolist()
+        cost = with_speeds("quadratic", [1.0] * (num_ranks - 1) + [0.7])
+        cases.append((samples, num_ranks, 100 + len(cases) % 30, cost))
+    avoided = 0
+    for lengths, num_ranks, cap, cost in cases:
+        plan = plan_minibatch(lengths, num_ranks, cap, "lb_micro", cost, allow_empty=True, starts=0)
+        more = len(lengths) % num_ranks
+        ends = sorted(lengths)[: 2 * more]
+        # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
+        must = max(a + b for a, b in zip(ends[:more], ends[::-1], strict=False)) > cap
+        assert any([] in rank for rank in plan) == must
+        counts = [sum(map(len, rank)) for rank in plan]
+        assert max(counts) - min(counts) == 1
+        assert sorted(permutation(plan)) == list(range(len(lengths)))
+        assert max(sum(lengths[i] for i in part) for rank in plan for part in rank) <= cap
+        avoided += not must
+    assert 0 < avoided < len(cases)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"lengths": [5, 0, 3]}, r"sample 1 is 0.*Leave empty samples out"),
+    ({"lengths": [5, 3, -2]}, r"sample 2 is -2"),
+    ({"lengths": [5.0, float("nan")]}, r"sample 1 is nan"),
+    ({"lengths": [5.5, 3]}, r"sample 0 is 5.5"),
+    ({"lengths": [float("inf")]}, r"sample 0 is inf"),
+    ({"lengths": [5, 1e21]}, r"sample 1 is 1e\+21; .*, below 2\*\*40"),
+    ({"lengths": [[5, 3]]}, r"shape \[1, 2\].*plan_minibatch\(\[812"),
+    ({"lengths": 5}, r"shape \[\]"),
+    ({"lengths": []}, r"at least one sample"),
+    ({"lengths": ["a", "b"]}, r"lengths=\[len\(x\) for x in samples\]"),
+    ({"lengths": [None, 3]}, r"lengths=\[len\(x\) for x in samples\]"),
+    ({"max_tokens": 4}, r"sample 0 has 5 tokens, more than max_tokens=4.*write max_tokens=5"),
+    ({"max_tokens": 0}, r"max_tokens must be a whole number of at least 1"),
+    ({"max_tokens": 5.5}, r"max_tokens must be a whole number"),
+    ({"num_ranks": 0}, r"num_ranks must be a whole number of at least 1, got 0: num_ranks=8"),
+    ({"num_ranks": True}, r"num_ranks must be"),
+    ({"policy": "lb-mini"}, r"policy='lb-mini' is unknown; write one of 'local_sort', 'lb_micro', 'lb_mini'"),
+    ({"cost": "cubic"}, r"cost='cubic' is unknown.*transformer\(model.config\)"),
+    ({"cost": 3}, r"cost=3 is no cost"),
+    ({"cost": lambda x: x[:1]}, r"shape \[1\] for 3 samples on 2 ranks"),
+    ({"cost": lambda x: x * 0}, r"cost of sample 0 \(5 tokens\) is \[0.0\].*must be positive"),
+    ({"cost": lambda x: x * float("nan")}, r"must be positive and finite"),
+    ({"cost": with_speeds("tokens", [1, 1, 1])}, r"on 2 ranks"),
+    ({"cost": FittedCost(3)}, r"on 2 ranks"),
+    ({"starts": -1}, r"starts must be"),
+    ({"policy": "lb_micro"}, r"2 ranks equally many samples, and 3 cannot.*drop_last=True.*allow_empty=True"),
+    ({"policy": "local_sort"}, r"multiple of 2, or policy=\"lb_mini\""),
+    ({"policy": "lb_micro", "num_ranks": 4}, r"4 ranks equally many samples, and 3 cannot"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_refusals_show_the_right_line(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"lengths": [5, 4, 3], "num_ranks": 2}
+    plan_minibatch(**good)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        plan_minibatch(**(good | change))
+
+
+def test_permutation_refuses_a_plan_of_other_indices() -> None:
+    with pytest.raises(ValueError, match="each index from 0 to 1 once"):
+        permutation([[[7, 3]]])
+
+
+def test_collectives_refuse_unequal_numbers_of_microbatches() -> None:
+    with pytest.raises(ValueError, match=r"\[1, 2\] microbatches.*lb_micro"):
+        collective_cost([[[0]], [[1], [2]]], [5, 5, 5])
+
+
+def test_the_planner_needs_numpy_only() -> None:
+    script = (
+        "import sys, types\n"
+        "package = types.ModuleType('lightning_odc')\n"
+        "package.__path__ = [sys.argv[1]]\n"
+        "sys.modules['lightning_odc'] = package\n"
+        "import lightning_odc.balance\n"
+        "heavy = {'torch', 'lightning', 'pytorch_lightning', 'scipy', 'pandas'} & set(sys.modules)\n"
+        "assert 'numpy' in sys.modules and not heavy, heavy\n"
+    )
+    package = Path(__file__).parents[2] / "lightning_odc"
+    subprocess.run([sys.executable, "-c", script, str(package)], check=True)

@@ -1,0 +1,382 @@
+"""``lightning-odc bench``: real ranks on tiny models, what is kept when a run is cut short, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from lightning_odc import cli
+from lightning_odc.bench import comm, engine_costs, train
+from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.results import MinibatchRecord
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "--model",
+    "tiny",
+    "--max-length",
+    "128",
+    "--samples-per-rank",
+    "3",
+    "--minibatches",
+    "2",
+    "--repetitions",
+    "1",
+]
+
+
+def bench(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run ``lightning-odc bench`` here, with ranks of its own; exit code and ``bench.json``."""
+    code = cli.main(["bench", *arguments, "--output", str(output)])
+    return code, json.loads((output / "bench.json").read_text())
+
+
+def test_real_ranks_train_every_combination_on_the_same_minibatches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        "ddp+lb_micro",
+        "collective+lb_micro",
+        "lockstep+lb_micro",
+        "on_demand+lb_micro",
+        "on_demand+steal",
+    ]
+    code, found = bench(tmp_path, *TINY, "--runs", *runs)
+    assert code == 0
+    rows = {row["combination"]: row for row in found["rows"]}
+    assert list(rows) == runs
+    assert {row["minibatches"] for row in rows.values()} == {2}
+    # Losses of fp32 sums in different orders; a wrong weight under any combination is off by 1e-4 and more.
+    assert found["loss_difference"] < 1e-6
+    assert found["baseline"] == "collective+lb_micro"
+    assert rows["collective+lb_micro"]["window_bytes"] == 0
+    assert rows["on_demand+steal"]["window_bytes"] > 0  # the one-sided path
+    assert all(0 < row["settling"] < 1 for name, row in rows.items() if name != "ddp+lb_micro")
+    assert all(row["peak_bytes"] > 2**24 for row in rows.values())
+    assert rows["lockstep+lb_micro"]["idle"] > 0
+    assert rows["ddp+lb_micro"]["idle"] > 0
+    (split,) = [one for one in found["splits"] if one["fast"] == "on_demand+lb_micro"]
+    factors = [factor[1] for factor in split["factors"].values()]
+    assert list(split["factors"]) == ["cheaper bytes", "fewer waits"]
+    assert factors[0] * factors[1] == pytest.approx(split["total"][1])
+    assert "| ddp | lb_micro |" in (tmp_path / "bench.md").read_text()
+    assert (tmp_path / "bench.png").stat().st_size > 1000
+    assert "losses agree" in capsys.readouterr().out
+
+
+def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> None:
+    runs = ["collective+lb_micro_paper", "on_demand+lb_mini", "on_demand+steal"]
+    short = ["--minibatches", "2", "--repetitions", "1", "--seconds-per-minibatch", "0.6"]
+    code, found = bench(tmp_path, "--emulate", "--ranks", "4", "--runs", *runs, *short)
+    assert code == 0
+    for row in found["rows"][:2]:
+        assert 0 < row["efficiency"] < 1  # never faster than without communication
+    # Who steals may well be faster than the plan.
+    assert (found["rows"][2]["efficiency"], found["runs"][2]["bounds"]) == (None, [])
+    assert "% | - |" in (tmp_path / "bench.md").read_text().splitlines()[6]
+    for run in found["runs"][:2]:
+        for seconds, bound, idle in zip(run["seconds"], run["bounds"], run["idle"], strict=True):
+            assert seconds > bound > 0
+            assert max(idle) > 0
+    assert found["loss_difference"] < 1e-6
+    assert found["overhead_seconds"] > 0
+    totals = found["runs"][1]["totals"]
+    # Each of three minibatches has at least 4 microbatches, each of 3 layers reads 3 peers' shards twice in each.
+    assert sum(one["reads"] for one in totals) >= 3 * 4 * 3 * 3 * 2
+    assert found["runs"][0]["totals"][0]["reads"] == 0
+    slow, fast = (sum(run["bounds"]) for run in found["runs"][:2])
+    assert slow > fast
+
+
+def _raise_on_one(rank: int, world_size: int, *, tell: Any) -> int:
+    tell(rank)
+    if rank == 1:
+        raise ValueError("no\nluck")
+    time.sleep(60)
+    return rank
+
+
+def _end_one(rank: int, world_size: int) -> int:
+    if rank == 1:
+        os._exit(7)
+    time.sleep(60)
+    return rank
+
+
+def test_a_rank_that_fails_is_one_line_and_leaves_no_process() -> None:
+    heard: list[tuple[int, Any]] = []
+    with Ranks(2) as ranks:
+        pids = ranks.pids
+        with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: no luck$"):
+            ranks.call(_raise_on_one, heard=lambda rank, item: heard.append((rank, item)))
+        ranks.kill()
+    assert (1, 1) in heard
+    with Ranks(2) as ranks:
+        pids += ranks.pids
+        with pytest.raises(RankFailedError, match=r"^rank 1 ended with exit code 7$"):
+            ranks.call(_end_one)
+        ranks.kill()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def processes() -> dict[int, tuple[int, int]]:
+    """Parent and session of every process that lives."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[int(folder.name)] = int(fields[1]), int(fields[3])
+    return found
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that live."""
+    return [pid for pid, (_, own) in processes().items() if own == session]
+
+
+def grandchildren() -> list[int]:
+    """Ranks of this process: their parent is a server, whose parent is this process."""
+    known = processes()
+    return [pid for pid, (server, _) in known.items() if known.get(server, (0, 0))[0] == os.getpid()]
+
+
+def await_windows(candidates: Callable[[], list[int]], ended: Callable[[], bool]) -> list[int]:
+    """Wait until some processes have windows, which ranks have on demand alone; their numbers."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not ended():
+        found = []
+        for pid in candidates():
+            with contextlib.suppress(OSError):
+                if "memfd:lightning-odc" in Path(f"/proc/{pid}/maps").read_text():
+                    found.append(pid)
+        if found:
+            return found
+        time.sleep(0.02)
+    return []
+
+
+# Only the second combination has windows: when they are there, the first one has ended.
+LONG = ["--model", "tiny", "--max-length", "128", "--samples-per-rank", "2", "--minibatches", "15"]
+LONG += ["--repetitions", "1", "--runs", "collective+lb_micro", "on_demand+lb_mini"]
+
+
+def check_partial(output: Path) -> None:
+    """The first combination was kept."""
+    found = json.loads((output / "bench.json").read_text())
+    assert found["rows"][0]["combination"] == "collective+lb_micro"
+    assert found["rows"][0]["minibatches"] == 15
+    assert found["cut_short"]
+
+
+def test_what_was_measured_is_kept_after_ctrl_c_and_no_process_is(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_odc", "bench", *LONG, "--output", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert await_windows(lambda: members(process.pid), lambda: process.poll() is not None)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1] == "lightning-odc: interrupted; what was measured before is kept"
+    assert "Traceback" not in err
+    assert "| collective | lb_micro |" in out
+    check_partial(tmp_path)
+    deadline = time.monotonic() + 30
+    while members(process.pid) and time.monotonic() < deadline:  # the server of the ranks follows its parent
+        time.sleep(0.05)
+    assert members(process.pid) == []
+
+
+def test_what_was_measured_is_kept_when_a_rank_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        killed.extend(await_windows(grandchildren, lambda: False)[:1])
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    code = cli.main(["bench", *LONG, "--output", str(tmp_path)])
+    killer.join()
+    assert (code, len(killed)) == (1, 1)
+    err = capsys.readouterr().err
+    assert "ended with exit code -9" in err.strip().splitlines()[-1]
+    assert "Traceback" not in err
+    check_partial(tmp_path)
+    assert not Path(f"/proc/{killed[0]}").exists()
+
+
+def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"bench comm --ranks 1 2 --sizes 4K --rounds 2 --skew 0.01 --output {tmp_path}"
+    assert cli.main(line.split()) == 0
+    results = json.loads((tmp_path / "comm.json").read_text())["results"]
+    assert [(one["ranks"], one["operation"]) for one in results] == [
+        (ranks, operation) for ranks in (1, 2) for operation in ("gather", "accumulate", "settle")
+    ]
+    for one in results:
+        for low, middle, high in (one["ours"], one["theirs"], one["plain"], one["faster"]):
+            assert 0 < low <= middle <= high
+    assert "faster than the group [quartiles]" in (tmp_path / "comm.md").read_text()
+    late = {one["operation"]: one for one in results if one["ranks"] == 2}
+    # The second rank comes 10 ms late: a collective keeps the first one waiting, 5 ms on average; a gather does not.
+    assert late["gather"]["theirs"][1] > 0.0045 > late["gather"]["ours"][1]
+    assert late["settle"]["ours"][1] > 0.0045  # it is a meeting
+    assert cli.main(f"bench engine --peers 1 --mib 1 --rounds 2 --output {tmp_path}".split()) == 0
+    found = json.loads((tmp_path / "engine.json").read_text())
+    measured = [(row["ranks"], row["parameters"]) for row in found["python"]]
+    assert measured == [(2, 1), (2, 12), (4, 1), (4, 12)]
+    assert all(row["all"] > 0 < row["minibatch"] for row in found["python"])
+    assert [row["peers"] for row in found["busy owner"]] == [1]
+    out = capsys.readouterr().out
+    assert "faster than the group [quartiles] |" in out  # brackets are no markup
+    assert "The engine's own Python" in out
+
+
+@pytest.mark.parametrize("kind", ["train", "comm", "engine"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed", "the traceback")])
+def test_nothing_measured_leaves_earlier_results(
+    kind: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: Any, heard: Callable[[int, Any], None] | None = None) -> None:
+        if heard:  # the warm-up, which does not count
+            for rank in (0, 1):
+                heard(rank, MinibatchRecord(1.0, {}, 1.0, 1))
+        raise error
+
+    monkeypatch.setattr(Ranks, "__init__", lambda self, *_: setattr(self, "world_size", 2))
+    monkeypatch.setattr(Ranks, "__enter__", lambda self: self)
+    monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "call", call)
+    names = ["bench.json", "bench.md", "bench.png", "comm.json", "comm.md", "engine.json"]
+    for name in names:
+        (tmp_path / name).write_text("earlier")
+    options = TINY if kind == "train" else []
+    failed = isinstance(error, RankFailedError)
+    assert cli.main(["bench", kind, *options, "--output", str(tmp_path)]) == (1 if failed else 130)
+    assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * len(names)
+    told = tmp_path / "bench-error.txt"
+    assert (told.read_text() if told.exists() else "") == "the traceback" * (failed and kind == "train")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--runs on_demand+fast", "is unknown: write communication+policy"),
+        ("--runs collective+lb_mini", "collective would hang; use on_demand+lb_mini or collective+lb_micro"),
+        ("--runs ddp+steal", "would hang"),
+        ("--runs on_demand+steal on_demand+steal", "names a combination twice"),
+        ("--ranks 1000", "--ranks 1000 is too many for"),
+        ("--emulate --ranks 1000", "--ranks 1000 is too many: the most is 64"),
+        ("--emulate --ranks 64 --samples-per-rank 4096", "is more than the 4096 there are"),
+        ("--model big", "--model 'big' is neither a file, nor one of tiny, demo, small, wide, nor a type"),
+        ("--emulate --model big", "--model 'big' is neither a file, nor one of 1.5b, 7b, nor a type"),
+        ("--model 1.5b", "can only be emulated: write --emulate, or one of demo"),
+        ("--emulate --model demo", "is not for --emulate: write 1.5b or 7b"),
+        ("--model t5", "t5 is not a causal language model"),
+        ("--model bert", "bert is not a causal language model"),
+        ("--emulate --model t5", "has experts or an encoder"),
+        ("--model gpt2 --max-length 2048", "is more than the 1024 positions of --model gpt2"),
+        ("--model {heads}", "The hidden size (30) is not a multiple of the number of attention heads (4)"),
+        ("--emulate --model {heads}", "The hidden size (30) is not a multiple"),
+        ("--model {width}", "Field 'hidden_size' expected int, got str (value: 'x')"),
+        ("--model {none}", "transformers knows: integer division or modulo by zero"),
+        ("--model {activation}", "no model can be made of it: KeyError: 'nope'"),
+        ("--model {bytes}", 'knows 257 tokens, and the samples have 258: write "vocab_size": 258 or more'),
+        ("--model {bits} --lengths aime", "knows 255 tokens, and the samples have 256: write"),
+        ("--model {t5}", "t5 is not a causal language model"),
+        ("--model {bert}", "bert is not a causal language model"),
+        ("--model {nothing}", 'it has no "model_type"'),
+        ("--model {words}", "not a configuration"),
+        ("--model {huge}", "GiB are free: use fewer ranks, a smaller --model"),
+        ("--emulate --model {t5}", "has experts or an encoder"),
+        ("--lengths nowhere", "--lengths 'nowhere' is neither a file or folder nor one of stdlib"),
+        ("--lengths {words}", "could not convert string to float"),
+        ("--lengths {negative}", "expected whole numbers of at least 1"),
+        ("--lengths {endless}", "no sample can have 1e+21 tokens, lengths are below 2**40"),
+        ("--lengths {over}", "too large to convert to float"),
+        ("--lengths {nested}", "a list is of something else than token ids"),
+        ("--lengths {records}", "a record has no 'input_ids'"),
+        ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
+        ("--cost fitted", "collectives and ddp do not have"),
+        ("--cost dear", "--cost 'dear' is unknown"),
+        ("--seed -1", "--seed -1: use 0 or more"),
+        ("--minibatches 0", "--minibatches 0: use 1 or more"),
+        ("--slow-rank 0.5", "--slow-rank 0.5: use 1 or more"),
+        ("--output {words}", "File exists"),
+        ("sweep colours", "sweep 'colours' is unknown: choose from devices"),
+        ("comm --sizes many", "'many' is no size: write 4K"),
+        ("comm --ranks 17", "--ranks 17: use 1 to 16"),
+        ("comm --ranks 16 --sizes 1G --rounds 1", "GiB are free: use fewer --ranks or smaller --sizes"),
+        ("engine --peers 0", "--peers: use 1 to 15"),
+        ("engine --mib 1024 --peers 1 15", "GiB are free: use fewer --peers or a smaller --mib"),
+    ],
+)
+def test_bad_options_get_one_line(
+    line: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (comm, engine_costs, train):  # on a machine with more, some of these would run
+        monkeypatch.setattr(module, "available_memory", lambda: 16 * 2**30)
+
+    def llama(**values: Any) -> str:
+        return json.dumps({"model_type": "llama", "max_position_embeddings": 4096, **values})
+
+    huge = {"hidden_size": 131072, "num_hidden_layers": 2, "num_attention_heads": 1024, "vocab_size": 1000}
+    files = {
+        "t5": json.dumps({"model_type": "t5"}),
+        "bert": json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}),
+        "nothing": "{}",
+        "words": "these are words",
+        "negative": "3 -4",
+        "endless": "3 1e21",
+        "over": f"[1{'0' * 400}]",
+        "nested": "[[[1, 2]]]",
+        "records": '[{"text": "abc"}]',
+        "long": "5000 6000",
+        "huge": llama(**huge),
+        "heads": llama(hidden_size=30, num_attention_heads=4),
+        "width": llama(hidden_size="x"),
+        "none": llama(num_attention_heads=0),
+        "activation": llama(hidden_act="nope"),
+        "bytes": llama(vocab_size=257),
+        "bits": llama(vocab_size=255),
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.json" if text[0] in "[{" else tmp_path / name).write_text(text)
+    paths = {name: tmp_path / (f"{name}.json" if text[0] in "[{" else name) for name, text in files.items()}
+    assert cli.main(["bench", *line.format(**paths).split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("lightning-odc: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err

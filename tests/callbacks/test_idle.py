@@ -1,0 +1,630 @@
+"""Idle time of scripted runs: what every rank slept is known, so the waiting that must be reported is, too."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from lightning_odc import Minibatch
+from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
+from lightning_odc.callbacks.idle.channels import NoteChannel
+from lightning_odc.callbacks.idle.measurement import StepMeter
+from lightning_odc.callbacks.idle.summary import (
+    IdleCause,
+    IdleSummary,
+    StepNumbers,
+    resolve,
+    waits_in_broadcasts,
+    waits_in_meetings,
+)
+from lightning_odc.data.batch_size import sample_count, token_count
+from lightning_odc.data.loader import Microbatch
+from lightning_odc.data.packing import pack_samples
+from lightning_odc.engine.peers import Word
+from lightning_odc.metrics import load_imbalance
+from tests.support.modules import TokenModule, loader, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+SLEEPS = [
+    [[0.08, 0.02], [0.02, 0.06], [0.05, 0.05], [0.08, 0.02]],
+    [[0.02, 0.02], [0.06, 0.02], [0.01, 0.01], [0.02, 0.06]],
+    [[0.01, 0.01], [0.02, 0.02], [0.05, 0.01], [0.02, 0.02]],
+    [[0.03, 0.01], [0.02, 0.02], [0.01, 0.01], [0.04, 0.02]],
+]
+"""Seconds that each rank sleeps in each microbatch, ``[rank][step][microbatch]``, at scale 1."""
+STEPS = len(SLEEPS[0])
+SCALES = {2: (1, 3, 9), 4: (2, 6, 18)}
+"""How long to sleep, by number of ranks: if something else kept the machine busy, longer."""
+SLACK = 0.03
+"""Seconds, at scale 1, by which reported waiting may be off in the best step; up to 0.1 is waited with two ranks."""
+HARD = 1e-3
+"""Seconds by which a bound that cannot be wrong may be off: the sleeps of a clock with a coarser tick."""
+
+
+class Memory(Logger):
+    """Keeps what is logged; unlike the loggers of Lightning, on every rank."""
+
+    name = "memory"
+    version = 0
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith("step_seconds") for name in metrics):
+            assert step is not None
+            self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        assert [step for step, row in self.rows if "step_seconds" in row] == list(range(STEPS))
+        return [row for _, row in self.rows if "step_seconds" in row]
+
+
+class Sleeper(TokenModule):
+    """Sleeps in every microbatch as long as its first token says, in hundredths of a second."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        time.sleep(batch[0, 0].item() / 100)
+        return super().training_step(batch.clamp(max=10), batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        time.sleep(batch[0, 0].item() / 100)
+
+
+class Sharded(Sleeper):
+    """A user's own ``fully_shard``."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for block in self.net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def microbatch(seconds: float, tokens: int = 6) -> Tensor:
+    return torch.tensor([[round(seconds * 100)] + [1] * (tokens - 1)])
+
+
+def sleeps(rank: int, scale: int) -> list[list[float]]:
+    """Seconds ``[step][microbatch]`` of a rank."""
+    return [[seconds * scale for seconds in step] for step in SLEEPS[rank]]
+
+
+def fit(rank: int, kind: str, world_size: int, scale: int) -> tuple[DeviceIdleMonitor, Memory]:
+    """One epoch of `SLEEPS` on a rank."""
+    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+    options = {"callbacks": [monitor], "logger": memory}
+    module = Sleeper("items")
+    batches: list[Any] = [Minibatch(map(microbatch, step)) for step in sleeps(rank, scale)]
+    if kind in ("collective", "on_demand", "lockstep"):
+        fitting = trainer(world_size, communication=kind, **options)
+    else:
+        module.returns = "mean"
+        batches = [microbatch(seconds) for step in sleeps(rank, scale) for seconds in step]
+        strategy: Any = {"strategy": "ddp"}
+        if kind == "plain batches":
+            strategy = {"communication": "collective"}
+        if kind == "model_parallel":
+            module = Sharded("mean")
+            strategy = {
+                "strategy": ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+            }
+        fitting = trainer(world_size, accumulate_grad_batches=2, **strategy, **options)
+    fitting.fit(module, loader(batches))
+    return monitor, memory
+
+
+def _rows(rank: int, kind: str, world_size: int, scale: int) -> Any:
+    monitor, memory = fit(rank, kind, world_size, scale)
+    return memory.steps if rank == 0 else memory.rows, monitor.last_step, monitor.last_epoch, monitor.complete
+
+
+def expected_idle(kind: str, step: int, world_size: int, scale: int) -> list[float]:
+    """By arithmetic: ranks meet at the end of the step, or in every microbatch."""
+    slept = [sleeps(rank, scale)[step] for rank in range(world_size)]
+    if kind == "ddp":
+        return expected_under_ddp(slept)
+    if kind == "on_demand":
+        slept = [[sum(of_rank)] for of_rank in slept]
+    slowest = [max(column) for column in zip(*slept, strict=True)]
+    return [sum(slow - own for slow, own in zip(slowest, of_rank, strict=True)) for of_rank in slept]
+
+
+def expected_under_ddp(slept: list[list[float]]) -> list[float]:
+    """All meet at the end of the step; before each batch, nobody goes on before rank 0 comes."""
+    first, second = (list(column) for column in zip(*slept, strict=True))
+    begun = [max(own, first[0]) for own in first]
+    done = [begin + own for begin, own in zip(begun, second, strict=True)]
+    return [max(done) - sum(of_rank) for of_rank in slept]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("on_demand", 2),
+        ("on_demand", 4),
+        ("lockstep", 2),
+        ("collective", 2),
+        ("collective", 4),
+        ("plain batches", 2),
+        ("ddp", 2),
+        ("model_parallel", 2),
+    ],
+)
+def test_reported_idle_is_what_the_arithmetic_says(kind: str, world_size: int) -> None:
+    for scale in SCALES[world_size]:
+        errors = reported_errors(kind, world_size, scale)
+        if min(errors) < SLACK * scale:
+            return
+    pytest.fail(f"waiting is off by {errors} s in the four steps, with sleeps {scale} times as long")
+
+
+def reported_errors(kind: str, world_size: int, scale: int) -> list[float]:
+    """By step, the largest error of any rank's waiting; checks what holds however busy the machine is."""
+    results = run_ranks(_rows, kind, world_size, scale, world_size=world_size)
+    rows, last_step, last_epoch, complete = results[0]
+    assert complete
+    assert all(rest == ([], last_step, last_epoch, True) for rest in results[1:])
+    assert last_step == rows[-1]
+    assert last_epoch["microbatches_epoch"] == 2 * world_size
+    mean = sum(row["idle/data_seconds"] for row in rows) / STEPS
+    assert last_epoch["idle/data_seconds_epoch"] == pytest.approx(mean)
+    if kind == "ddp" and hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):  # lightning >= 2.6
+        assert max(row["idle/broadcast_seconds"] for row in rows) > 0.01
+    errors = []
+    for step, row in enumerate(rows):
+        idle = check_row(row, [sum(sleeps(rank, scale)[step]) for rank in range(world_size)])
+        expected = expected_idle(kind, step, world_size, scale)
+        errors.append(max(abs(a - b) for a, b in zip(idle, expected, strict=True)))
+    return errors
+
+
+def check_row(row: dict[str, float], slept: list[float]) -> list[float]:
+    """What must hold in every row; returns the ranks' waiting."""
+    ranks = range(len(slept))
+    busy = [row[f"busy_seconds_rank{rank}"] for rank in ranks]
+    fractions = [row[f"idle/fraction_rank{rank}"] for rank in ranks]
+    idle = [b * f / (1 - f) for b, f in zip(busy, fractions, strict=True)]
+    for own, sleep in zip(busy, slept, strict=True):
+        assert own >= sleep - HARD, "a rank's own work was called waiting"
+    assert row["imbalance"] == pytest.approx(max(busy) * len(slept) / sum(busy))
+    assert row["idle/fraction"] == pytest.approx(sum(idle) / sum(idle + busy))
+    assert row["idle/worst_fraction"] == max(fractions) == fractions[int(row["idle/worst_rank"])]
+    causes = [row[f"idle/{cause}_seconds"] for cause in IdleCause if f"idle/{cause}_seconds" in row]
+    assert sum(causes) == pytest.approx(sum(idle) / len(slept))
+    assert row["microbatches"] == 2 * len(slept)
+    assert row["tokens_per_second"] == pytest.approx(6 * row["samples_per_second"])
+    return idle
+
+
+def _both(rank: int, directory: Any) -> Any:
+    recorder, monitor, memory = (
+        TimelineRecorder(directory, (1, 2)),
+        DeviceIdleMonitor(every_n_steps=1),
+        Memory(),
+    )
+    fitting_options = {"callbacks": [monitor, recorder], "logger": memory}
+    fitting = trainer(2, communication="collective", **fitting_options)
+    fitting.fit(Sleeper("items"), loader([Minibatch(map(microbatch, step)) for step in SLEEPS[rank]]))
+    return memory.rows, recorder.timeline, fitting.strategy
+
+
+def _both_and_nobody_listens(rank: int, directory: Any) -> Any:
+    rows, timeline, strategy = _both(rank, directory)
+    with pytest.raises(RuntimeError):
+        strategy.engine  # noqa: B018
+    return rows, timeline
+
+
+def test_recorder_and_monitor_at_once(tmp_path):
+    rows, timeline = run_ranks(_both_and_nobody_listens, tmp_path)[0]
+    steps = [row for _, row in rows if "step_seconds" in row]
+    assert len(steps) == STEPS  # the recorder took no collectives from the monitor
+    assert all(row["idle/collective_seconds"] > 0 for row in steps)
+    for step, rank in ((1, timeline.ranks[0]), (2, timeline.ranks[1])):
+        assert len(rank.of("minibatch")) == 2
+        assert rank.of("all_gather") and rank.of("reduce_scatter")
+        assert steps[step]["idle/fraction"] > 0
+
+
+class Meetings(Callback):
+    """How often the ranks met from each step to the next."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.last = 0
+
+    def on_train_batch_end(self, fitting: Any, *_: Any) -> None:
+        now = fitting.strategy.engine.protocol.transport.load(fitting.global_rank, Word.MEETING)
+        self.counts.append(now - self.last)
+        self.last = now
+
+
+def _meetings(rank: int, directory: Any) -> Any:
+    counts = []
+    for watching in ([], [DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(directory)]):
+        meetings = Meetings()
+        fitting = trainer(2, callbacks=[*watching, meetings], logger=Memory())
+        fitting.fit(Sleeper("items"), loader([Minibatch([microbatch(0)])] * STEPS))
+        counts.append(meetings.counts)
+    return counts
+
+
+def test_watching_adds_no_meeting_to_a_step(tmp_path):
+    for alone, watched in run_ranks(_meetings, tmp_path):
+        assert len(alone) == STEPS and alone[1] > 0
+        assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
+
+
+# -- what else takes time ------------------------------------------------------------------------------------
+
+
+class SlowLoader(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __iter__(self) -> Any:
+        for _ in range(STEPS):
+            time.sleep(self.seconds)
+            yield microbatch(0)
+
+
+def _slow_data(rank: int, seconds: float) -> Any:
+    memory = Memory()
+    fitting = trainer(
+        2, callbacks=[DeviceIdleMonitor(every_n_steps=1)], logger=memory, limit_train_batches=STEPS
+    )
+    data = torch.utils.data.DataLoader(SlowLoader(seconds if rank == 0 else 0), batch_size=None)
+    fitting.fit(Sleeper("mean"), data)
+    return memory.rows
+
+
+def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data():
+    for seconds in (0.05, 0.5):  # longer, if something else kept the machine busy
+        rows = [row for _, row in run_ranks(_slow_data, seconds)[0] if "step_seconds" in row]
+        for row in rows[:-1]:  # the last one had been fetched before
+            # A mean over ranks; rank 1 has its data at once, and waits for rank 0 at the end of the step.
+            assert row["idle/data_seconds"] >= seconds / 2 - HARD
+        assert max(row["idle/settle_seconds"] for row in rows) > 0.01
+        seen = min(row["idle/data_seconds"] for row in rows[:-1]) < seconds / 2 + SLACK
+        if seen and max(row["idle/fraction_rank1"] for row in rows[:-1]) > 0.5:
+            return
+    pytest.fail(f"{seconds} s of loading on rank 0 are seen as {rows}")
+
+
+def one_process(monitor: Callback, module: Any = None, validation: float = 0.0, **options: Any) -> Trainer:
+    defaults = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    fitting = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[monitor],
+        **{"logger": False, **defaults, **options},
+    )
+    fitting.fit(
+        module or Sleeper(),
+        loader([microbatch(0)] * STEPS),
+        loader([microbatch(validation)]) if validation else None,
+    )
+    return fitting
+
+
+def test_evaluation_does_not_count():
+    for seconds in (0.1, 1.0):  # longer, if something else kept the machine busy
+        monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+        one_process(monitor, None, seconds, logger=memory, val_check_interval=1, num_sanity_val_steps=0)
+        rows = memory.steps[1:]  # those that begin after an evaluation
+        if all(min(row[name] for row in rows) < seconds for name in ("step_seconds", "idle/data_seconds")):
+            return
+    pytest.fail(f"steps with {seconds} s of validation before them: {rows}")
+
+
+def test_steps_between_logged_rows_are_not_lost():
+    memory = Memory()
+    monitor = DeviceIdleMonitor(every_n_steps=2, per_rank=False)
+    fitting = one_process(monitor, logger=memory)
+    assert [step for step, row in memory.rows if "step_seconds" in row] == [1, 3]
+    assert not any("rank0" in name for _, row in memory.rows for name in row)
+    every = memory.rows[-1]
+    assert every == (STEPS - 1, {**monitor.last_epoch, "epoch": 0})
+    halves = [row["step_seconds"] for _, row in memory.rows[:-1]]
+    assert every[1]["step_seconds_epoch"] == pytest.approx(sum(halves) / 2)
+    assert type(fitting.profiler).__name__ == "PassThroughProfiler"
+
+
+def test_one_device_and_another_profiler(tmp_path):
+    monitor, profiler = DeviceIdleMonitor(every_n_steps=1), SimpleProfiler()
+    fitting = one_process(monitor, logger=CSVLogger(tmp_path, name="csv"), profiler=profiler)
+    assert monitor.complete
+    assert fitting.profiler is profiler
+    assert "[_TrainingEpochLoop].train_dataloader_next" in profiler.recorded_durations
+    assert any("on_train_batch_start" in action for action in profiler.recorded_durations)
+    assert monitor.last_step["imbalance"] == 1
+    assert monitor.last_step["idle/worst_rank"] == 0
+    waits = [name for name in monitor.last_step if name.startswith("idle/") and name.endswith("_seconds")]
+    assert waits == ["idle/data_seconds"]
+    [path] = tmp_path.glob("**/metrics.csv")
+    header = path.read_text().splitlines()[0].split(",")
+    assert {"idle/fraction", "imbalance", "samples_per_second", "idle/fraction_epoch", "step"} <= set(header)
+
+
+def test_the_progress_bar():
+    memory = Memory()
+    fitting = one_process(DeviceIdleMonitor(every_n_steps=1, progress_bar=True), logger=memory)
+    # What is known of the last step comes when the bar is done.
+    assert fitting.progress_bar_metrics["idle/fraction"] == pytest.approx(memory.steps[-2]["idle/fraction"])
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+
+def test_without_a_logger_it_says_where_the_values_are():
+    monitor = DeviceIdleMonitor()
+    with pytest.warns(UserWarning, match=r"no logger. Its values are in `monitor.last_step`"):
+        one_process(monitor)
+    assert monitor.last_epoch["step_seconds_epoch"] > 0
+
+
+class Refusing(Memory):
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any("/" in name for name in metrics):
+            raise ValueError("no slashes, please")
+
+
+def test_a_logger_that_refuses_is_told_apart():
+    memory = Memory()
+    with pytest.warns(UserWarning, match="Refusing cannot log .* no slashes, please") as caught:
+        one_process(DeviceIdleMonitor(every_n_steps=1), logger=[Refusing(), memory])
+    assert len([warning for warning in caught if "Refusing" in str(warning.message)]) == 1
+    assert len(memory.steps) == STEPS
+
+
+def test_a_number_of_steps_that_cannot_be():
+    with pytest.raises(ValueError, match=r"every_n_steps=0\): write 1 or more"):
+        DeviceIdleMonitor(every_n_steps=0)
+
+
+class Manual(Sleeper):
+    """When it synchronises is its own business."""
+
+    def __init__(self) -> None:
+        super().__init__("mean")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def _seen_in_part(rank: int, gloo: bool) -> Any:
+    if not gloo:
+        torch.distributed.is_gloo_available = lambda: False
+    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+    fitting = trainer(2, callbacks=[monitor], strategy="ddp", logger=memory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitting.fit(Manual(), loader([microbatch(step[0]) for step in SLEEPS[rank]]))
+    assert fitting.global_step == STEPS
+    assert not monitor.complete
+    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
+    return said, monitor.last_step
+
+
+def test_waiting_that_cannot_be_seen_is_not_guessed():
+    (said, values), (silence, same) = run_ranks(_seen_in_part, True)
+    assert silence == []
+    assert [line.split(" under")[0] for line in said] == [
+        "DeviceIdleMonitor cannot see all waiting for other ranks"
+    ]
+    assert same == values
+    assert {"step_seconds", "samples_per_second", "idle/data_seconds", "samples_per_second_rank1"} <= set(
+        values
+    )
+    assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & set(values)
+
+
+def _tensor_parallel(rank: int) -> Any:
+    monitor, strategy = (
+        DeviceIdleMonitor(every_n_steps=1),
+        ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    )
+    trainer(2, callbacks=[monitor], strategy=strategy).fit(Sharded("mean"), loader([microbatch(0)] * STEPS))
+    return monitor.complete, monitor.last_step
+
+
+def test_tensor_parallel_collectives_are_not_seen():
+    for complete, values in run_ranks(_tensor_parallel):
+        assert not complete
+        assert values["microbatches"] == 2
+        assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(values)
+
+
+def test_ranks_that_cannot_be_compared():
+    (said, values), (silence, _) = run_ranks(_seen_in_part, False)
+    assert (values, silence) == ({}, [])
+    assert len(said) == 1
+    assert "does nothing under DDPStrategy: its ranks have no process group with gloo" in said[0]
+
+
+def _many_batches(rank: int) -> Any:
+    seen = []
+    for how in ({"accumulate_grad_batches": 30}, {"callbacks": [GradientAccumulationScheduler({0: 30})]}):
+        monitor = DeviceIdleMonitor(every_n_steps=1)
+        callbacks = [monitor, *how.pop("callbacks", [])]
+        fitting = trainer(2, strategy="ddp", logger=Memory(), callbacks=callbacks, **how)
+        fitting.fit(Sleeper("mean"), loader([microbatch(0)] * 30))
+        seen.append((fitting.global_step, monitor.complete, monitor.last_step))
+    return seen
+
+
+def test_steps_of_many_batches_are_seen_whole():
+    for step, complete, values in run_ranks(_many_batches)[0]:
+        assert (step, complete, values["microbatches"]) == (1, True, 60)
+        assert "idle/fraction" in values and "idle/collective_seconds" in values
+
+
+class Broken(Sleeper):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.global_step == 2 and self.global_rank == 1:
+            raise RuntimeError("scripted")
+        return super().training_step(batch, batch_idx)
+
+
+def _broken(rank: int, kind: str) -> None:
+    options = {"strategy": "ddp"} if kind == "ddp" else {"communication": kind}
+    monitor = DeviceIdleMonitor(every_n_steps=1)
+    fitting = trainer(2, callbacks=[monitor], **options)
+    try:
+        fitting.fit(Broken("mean"), loader([microbatch(0)] * STEPS))
+    finally:
+        assert type(fitting.profiler).__name__ == "PassThroughProfiler"
+        assert monitor.last_step["step_seconds"] > 0
+
+
+@pytest.mark.parametrize("kind", ["on_demand", "ddp"])
+def test_a_crash_stays_the_crash_it_was(kind):
+    first, second = try_ranks(_broken, kind, timeout=60)
+    assert (first.exitcode, second.exitcode) == (1, 1)
+    assert second.error.rstrip().endswith("RuntimeError: scripted")
+    assert "Error" in first.error and "AssertionError" not in first.error
+    assert "scripted" in first.error or kind == "ddp"
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------
+
+MS = 10**6
+
+
+def test_waiting_in_meetings():
+    ranks = [[(0, 12 * MS), (20 * MS, 25 * MS)], [(10 * MS, 12 * MS), (18 * MS, 24 * MS)]]
+    assert waits_in_meetings(ranks, common_clock=True) == pytest.approx([0.010, 0.002])
+    # By durations alone: the shorter one came last.
+    other_clock = [ranks[0], [(enter + 77 * MS, leave + 77 * MS) for enter, leave in ranks[1]]]
+    assert waits_in_meetings(other_clock, common_clock=False) == pytest.approx([0.010, 0.001])
+    assert waits_in_meetings([ranks[0], ranks[1][:1]], common_clock=True) is None
+    # Nobody waits longer than he was inside.
+    assert waits_in_meetings([[(0, MS)], [(5 * MS, 6 * MS)]], common_clock=True) == pytest.approx(
+        [0.001, 0.0]
+    )
+
+
+def test_waiting_for_rank_0_in_a_broadcast():
+    ranks = [[(9 * MS, 10 * MS)], [(2 * MS, 10 * MS)], [(12 * MS, 13 * MS)]]
+    assert waits_in_broadcasts(ranks) == pytest.approx([0.0, 0.007, 0.0])
+    assert waits_in_broadcasts([[(9 * MS, 10 * MS)], []]) is None
+    steps = [StepNumbers(1.0, broadcasts=broadcasts) for broadcasts in ranks]
+    assert resolve(steps, common_clock=False)
+    assert IdleCause.BROADCAST not in steps[1].waits
+
+
+def test_steps_with_different_meetings_are_not_compared():
+    ranks = [StepNumbers(1.0, meetings=[(0, 1)]), StepNumbers(1.0)]
+    assert not resolve(ranks, common_clock=True)
+    assert IdleCause.COLLECTIVE not in ranks[0].waits
+
+
+@given(
+    seconds=st.floats(0, 1e6),
+    waits=st.dictionaries(st.sampled_from(list(IdleCause)), st.floats(0, 1e6)),
+    counts=st.tuples(*[st.integers(0, 10**9)] * 3),
+    pairs=st.tuples(*[st.lists(st.tuples(*[st.integers(0, 2**53)] * 2), max_size=20)] * 2),
+)
+def test_numbers_travel_unchanged(seconds, waits, counts, pairs):
+    step = StepNumbers(seconds, waits, *counts, *pairs)
+    assert StepNumbers.from_floats([*step.to_floats(), 0.0, 0.0]) == step
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 1)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_a_summary_is_what_the_metrics_say(steps):
+    summary = IdleSummary()
+    for step in steps:
+        summary.add([StepNumbers(s, {IdleCause.READ: s * f / 2}, 2, 3, 4) for s, f in step])
+    values = summary.values(complete=True, per_rank=True)
+    busy = torch.tensor([[s * (1 - f / 2) for s, f in step] for step in steps], dtype=torch.float64).T
+    assert values["imbalance"] == pytest.approx(float(load_imbalance(busy)))
+    total = sum(s for step in steps for s, _ in step)
+    assert values["idle/fraction"] == pytest.approx(1 - float(busy.sum()) / total)
+    assert values["microbatches"] == 6
+    assert values["microbatches_rank2"] == 2
+    assert "idle/fraction" not in summary.values(complete=False, per_rank=True)
+
+
+def test_what_is_not_known_is_left_out():
+    summary = IdleSummary()
+    assert summary.values(complete=True, per_rank=True) == {}
+    summary.add([StepNumbers(1.0, {}, 1, 1, math.nan)] * 2)
+    values = summary.values(complete=True, per_rank=True)
+    assert "tokens_per_second" not in values and "tokens_per_second_rank0" not in values
+    assert values["samples_per_second"] == 2
+    assert not any("seconds" in name and name.startswith("idle/") for name in values)
+
+
+class _Notes:
+    note: Any = None
+    notes: list[Any] = []  # noqa: RUF012
+
+
+def test_a_note_that_is_read_twice_counts_once():
+    engine = _Notes()
+    channel = NoteChannel(engine)  # type: ignore[arg-type]
+    assert channel.receive() == []
+    channel.send([1.0, 2.0])
+    engine.notes = [None, None]  # of the step before
+    assert channel.receive() == []
+    engine.notes = [engine.note, engine.note]
+    assert channel.receive() == [[[1.0, 2.0], [1.0, 2.0]]]
+    assert channel.receive() == []
+
+
+class Strange:
+    @property
+    def input_ids(self) -> Tensor:
+        raise KeyError("no business of yours")
+
+
+def test_samples_are_counted_wherever_they_are():
+    packed = pack_samples([[1, 2], [3], [4, 5, 6]])
+    assert sample_count(packed) == 3
+    assert sample_count(Microbatch(packed, weight=1.0, last=True)) == 3
+    assert sample_count({"input_ids": torch.ones(5, 7)}) == 5
+    assert sample_count(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == 2
+    assert sample_count(("text", torch.tensor(1))) is None
+    assert sample_count([1, torch.ones(2)]) is None  # plain values are not looked through
+    assert sample_count(Strange()) is token_count(Strange()) is None
+
+
+def test_a_share_that_comes_as_a_whole_is_counted_as_a_whole():
+    meter = StepMeter(dict)
+    meter.resume()
+    meter.count(Minibatch([pack_samples([[1, 2], [3]]), pack_samples([[4, 5, 6]])]))
+    meter.count(Minibatch([]))
+    step = meter.end_step()
+    assert (step.microbatches, step.samples, step.tokens) == (2, 3, 6)

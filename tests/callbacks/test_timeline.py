@@ -1,0 +1,495 @@
+"""Timelines of scripted runs: what every rank slept is known, so what the timeline must show is, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from lightning_odc import Minibatch
+from lightning_odc.callbacks import Timeline, TimelineRecorder, draw_timelines, load_timeline
+from lightning_odc.callbacks.timeline.chrome_trace import from_chrome_trace, to_chrome_trace
+from lightning_odc.callbacks.timeline.clocks import Passage, place_clocks
+from lightning_odc.callbacks.timeline.gantt import timelines_figure
+from lightning_odc.callbacks.timeline.spans import RankTimeline, merge
+from lightning_odc.data.batch_size import token_count
+from lightning_odc.engine.tracing import Span
+from lightning_odc.files import read_regular, write_whole
+from tests.support.modules import TokenModule, loader, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+MS = 1_000_000
+STEPS = 3
+SLEEPS = {0: [0.10, 0.05], 1: [0.03]}
+"""Seconds that each microbatch of a rank takes, by rank."""
+SLACK = 0.04
+"""Seconds by which two processes on a shared machine may be late; far less than what is told apart."""
+
+
+class Sleeper(TokenModule):
+    """Sleeps in every microbatch as long as its first token says, in hundredths of a second.
+
+    Args:
+        slow_optimizer: the rank whose optimizer sleeps 0.2 s.
+        fails: what to do in step 2 on rank 1.
+    """
+
+    def __init__(self, slow_optimizer: int | None = None, fails: str = "") -> None:
+        super().__init__("items")
+        self.slow_optimizer = slow_optimizer
+        self.fails = fails
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.fails and self.global_step == 2 and self.global_rank == 1:
+            if self.fails == "exit":
+                os._exit(1)
+            raise RuntimeError("scripted")
+        time.sleep(batch[0, 0].item() / 100)
+        return super().training_step(batch.clamp(max=10), batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == self.slow_optimizer:
+            time.sleep(0.2)
+
+
+def microbatch(seconds: float, tokens: int) -> Tensor:
+    return torch.tensor([[round(seconds * 100)] + [1] * (tokens - 1)])
+
+
+def share(sleeps: list[float]) -> Minibatch:
+    return Minibatch([microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)])
+
+
+def _fit(rank: int, directory: Path, module: dict[str, Any], steps: Any, options: dict[str, Any]) -> Any:
+    recorder = TimelineRecorder(directory, steps)
+    equal = options.get("communication", "on_demand") != "on_demand"
+    sleeps = SLEEPS[rank][:1] if equal else SLEEPS[rank]
+    fitting = trainer(2, callbacks=[recorder], timeout=None, **options)
+    fitting.fit(Sleeper(**module), loader([share(sleeps) for _ in range(STEPS)]))
+    return recorder.timeline
+
+
+def fit(directory: Path, module: Any = None, steps: Any = None, **options: Any) -> Timeline:
+    first, second = run_ranks(_fit, directory, module or {}, steps, options)
+    assert second is None
+    assert isinstance(first, Timeline)
+    return first
+
+
+def seconds(span: Span) -> float:
+    return (span.end - span.begin) / 1e9
+
+
+def check_trace(path: Path, ranks: int) -> dict[str, Any]:
+    """The structure of a trace: complete events with all their fields, named ranks and threads, proper nesting."""
+    trace = json.loads(path.read_text())
+    names, threads = {}, defaultdict(list)
+    for event in trace["traceEvents"]:
+        assert {"ph", "ts", "dur", "pid", "tid", "name", "args"} <= event.keys()
+        assert event["ph"] in ("X", "M")
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["name"] in ("process_name", "thread_name"):
+            names[event["pid"], event["tid"], event["name"]] = event["args"]["name"]
+    assert sorted(pid for pid, _, what in names if what == "process_name") == list(range(ranks))
+    for rank in range(ranks):
+        assert names[rank, 0, "process_name"].startswith(f"rank {rank} on ")
+    for (pid, tid), intervals in threads.items():
+        assert names[pid, tid, "thread_name"] in ("computing", "communicating", "waiting")
+        ends: list[float] = []
+        for begin, end in sorted(intervals, key=lambda interval: (interval[0], -interval[1])):
+            while ends and ends[-1] <= begin + 1e-3:
+                ends.pop()
+            assert not ends or end <= ends[-1] + 1e-3, "spans of a thread overlap without nesting"
+            ends.append(end)
+    return trace
+
+
+# -- real runs -----------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_shows_what_was_scripted(tmp_path):
+    timeline = fit(tmp_path / "new" / "directory")
+    first, second = timeline.ranks
+    for rank, sleeps in ((first, SLEEPS[0]), (second, SLEEPS[1])):
+        forwards, backwards = rank.of("forward"), rank.of("backward")
+        numbers = list(range(len(sleeps))) * STEPS
+        assert [span.details["microbatch"] for span in forwards] == numbers
+        assert [span.details["microbatch"] for span in backwards] == numbers
+        assert [span.details["tokens"] for span in forwards] == [5 + number for number in numbers]
+        for span, number in zip(forwards, numbers, strict=True):
+            assert seconds(span) >= sleeps[number]
+        minibatches = rank.of("minibatch")
+        assert [span.details["number"] for span in minibatches] == list(range(STEPS))
+        for kind in ("read", "add", "settle", "publish", "optimizer", "data"):
+            assert len(rank.of(kind)) >= STEPS, kind
+        for span in [*forwards, *backwards, *rank.of("settle", "optimizer", "publish")]:
+            assert any(step.begin <= span.begin and span.end <= step.end for step in minibatches)
+    # Rank 1 has 0.12 s less to do than rank 0, and waits for it at the end of every minibatch. On a busy machine
+    # some steps take longer, but rank 1 never waits longer than until rank 0 comes, nor shorter.
+    errors = []
+    for mine, theirs in zip(second.of("settle"), first.of("settle"), strict=True):
+        waits = [w for w in second.of("wait") if mine.begin <= w.begin and w.end <= mine.end]
+        assert {wait.details["cause"] for wait in waits} == {"settle"}
+        assert {wait.details["peer"] for wait in waits} <= {0, None}
+        waited = sum(seconds(wait) for wait in waits)
+        assert waited == pytest.approx((theirs.begin - mine.begin) / 1e9, abs=SLACK / 2)
+        errors.append(abs(waited - (sum(SLEEPS[0]) - sum(SLEEPS[1]))))
+    assert min(errors) < SLACK
+    assert timeline.waiting_seen
+
+    directory = tmp_path / "new" / "directory"
+    assert sorted(path.name for path in directory.iterdir()) == ["timeline.json", "timeline.png"]
+    assert (directory / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = check_trace(directory / "timeline.json", ranks=2)
+    assert trace["otherData"]["remarks"] == ["All ranks share one clock."]
+    assert load_timeline(directory / "timeline.json").idle_fraction == pytest.approx(timeline.idle_fraction)
+
+
+def test_a_slow_optimizer_holds_up_the_others_between_batches(tmp_path):
+    first, second = fit(tmp_path, {"slow_optimizer": 1}, steps=(1, 2)).ranks
+    assert all(seconds(span) >= 0.2 for span in second.of("optimizer"))
+    # Lightning's broadcast before it loads a batch, or else the read of a shard that is published late.
+    held_up = [span for span in first.of("data", "wait") if span.details.get("cause") != "settle"]
+    begins = [span.begin for span in first.of("forward")]
+    between = [span for span in held_up if begins[0] < span.begin]
+    assert sum(seconds(span) for span in between) > 0.2 - SLACK
+
+
+@pytest.mark.parametrize("communication", ["lockstep", "collective"])
+def test_other_communications(tmp_path, communication):
+    timeline = fit(tmp_path, steps=range(1, 3), communication=communication)
+    check_trace(tmp_path / "timeline.json", ranks=2)
+    for rank in timeline.ranks:
+        assert [span.details["number"] for span in rank.of("minibatch")] == [1, 2]
+        assert len(rank.of("forward")) == len(rank.of("backward")) == 2
+    if timeline.waiting_seen:
+        # Rank 0 sleeps 0.1 s where rank 1 sleeps 0.03 s.
+        assert timeline.ranks[1].idle_seconds > 2 * 0.07 - SLACK
+        causes = {"lockstep", "settle"} if communication == "lockstep" else {"collective"}
+        long = [span for span in timeline.ranks[1].of("wait") if seconds(span) > SLACK]
+        assert {span.details["cause"] for span in long} <= causes
+        assert {span.details["peer"] for span in long} <= {0, None}
+    else:
+        assert communication == "collective"
+        assert "not seen" in " ".join(
+            json.loads((tmp_path / "timeline.json").read_text())["otherData"]["remarks"]
+        )
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_what_was_written_before_a_crash_opens(tmp_path, how):
+    outcomes = try_ranks(_fit, tmp_path, {"fails": how}, None, {})
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    check_trace(tmp_path / "timeline.json", ranks=2)
+    timeline = load_timeline(tmp_path / "timeline.json")
+    assert len(timeline.ranks[0].of("minibatch")) == STEPS  # the last one is not whole
+    assert not timeline.ranks[0].complete
+    assert timeline.ranks[1].of("forward")
+    assert any("ended by" in note for note in timeline.notes)
+    for rank in range(2):
+        check = load_timeline(tmp_path / f"timeline-rank{rank}.json")
+        assert [one.rank for one in check.ranks] == [rank]
+
+
+def _fit_ddp(rank: int, directory: Path) -> Any:
+    recorder = TimelineRecorder(directory, range(1, 3))
+    batches = [microbatch(SLEEPS[rank][0], 6) for _ in range(2 * STEPS)]
+    fitting = trainer(2, callbacks=[recorder], strategy="ddp", accumulate_grad_batches=2)
+    module = Sleeper()
+    module.returns = "mean"
+    fitting.fit(module, loader(batches))
+    return recorder.timeline
+
+
+def test_a_strategy_without_an_engine(tmp_path):
+    timeline = run_ranks(_fit_ddp, tmp_path)[0]
+    check_trace(tmp_path / "timeline.json", ranks=2)
+    assert not timeline.waiting_seen
+    assert "DDPStrategy tells nothing about its communication" in timeline.notes[0]
+    for rank in timeline.ranks:
+        assert [span.details["number"] for span in rank.of("minibatch")] == [1, 2]
+        assert [span.details["microbatch"] for span in rank.of("forward")] == [0, 1, 0, 1]
+        assert [span.details["microbatch"] for span in rank.of("backward")] == [0, 1, 0, 1]
+        assert {span.details["tokens"] for span in rank.of("forward")} == {6}
+        assert len(rank.of("optimizer")) == 2
+        assert len(rank.of("data")) == 4
+        for span in rank.of("forward"):
+            assert seconds(span) >= SLEEPS[rank.rank][0]
+
+
+class _Listening(Callback):
+    """Notes at every batch whether somebody listens to the engine."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.strategy.engine.tracer is not None)
+
+
+def _fit_alone(rank: int, directory: Path) -> Any:
+    spy, recorder = _Listening(), TimelineRecorder(directory, range(1, 2))
+    module = TokenModule()
+    fitting = trainer(1, callbacks=[recorder, spy])
+    fitting.fit(module, loader([microbatch(0, 5)] * 4), loader([microbatch(0, 5)]))
+    ours = [hook for hook in module._forward_pre_hooks.values() if "Recording" in repr(hook)]
+    return spy.seen, ours, recorder.timeline
+
+
+def test_one_device_and_nobody_listens_outside_the_steps(tmp_path):
+    [(seen, hooks, timeline)] = run_ranks(_fit_alone, tmp_path, world_size=1)
+    assert seen == [False, True, False, False]
+    assert not hooks
+    [rank] = timeline.ranks
+    assert len(rank.of("minibatch")) == 1
+    assert timeline.waiting_seen and rank.idle_fraction == 0
+    check_trace(tmp_path / "timeline.json", ranks=1)
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+
+def one_process(*callbacks: Callback, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=list(callbacks),
+        enable_model_summary=False,
+        **quiet,
+        **options,
+    )
+
+
+def test_validation_is_not_loading_data(tmp_path):
+    recorder = TimelineRecorder(tmp_path)
+    fitting = one_process(recorder, val_check_interval=2, num_sanity_val_steps=0)
+    fitting.fit(TokenModule(), loader([microbatch(0, 5)] * 4), loader([microbatch(0, 5)]))
+    assert recorder.timeline is not None
+    [rank] = recorder.timeline.ranks
+    assert len(rank.of("validation")) == 2
+    spans = sorted(rank.of("data", "validation"), key=lambda span: span.begin)
+    assert all(first.end <= second.begin for first, second in pairwise(spans))
+
+
+def test_steps_that_are_never_reached(tmp_path):
+    recorder = TimelineRecorder(tmp_path, (50, 60))
+    with pytest.warns(
+        UserWarning, match=r"range\(50, 61\)\) recorded nothing: training ended after .* step 1"
+    ):
+        one_process(recorder).fit(TokenModule(), loader([microbatch(0, 5)] * 2))
+    assert recorder.timeline is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_that_are_reached_in_part(tmp_path):
+    one_process(TimelineRecorder(tmp_path, (1, 9))).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
+    timeline = load_timeline(tmp_path / "timeline.json")
+    assert [span.details["number"] for span in timeline.ranks[0].of("minibatch")] == [1, 2]
+    assert not timeline.ranks[0].complete
+
+
+def test_spans_beyond_the_capacity_are_counted(tmp_path):
+    recorder = TimelineRecorder(tmp_path, capacity=7)
+    one_process(recorder).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
+    trace = check_trace(tmp_path / "timeline.json", ranks=1)
+    assert trace["otherData"]["ranks"][0]["dropped"] == 3 * 5 - 7
+    assert any("8 later spans were dropped" in remark for remark in trace["otherData"]["remarks"])
+
+
+@pytest.mark.parametrize("steps", [(3, 1), range(0), (-2, 4), 7, (1, 2, 3)], ids=str)
+def test_steps_that_cannot_be(tmp_path, steps):
+    with pytest.raises(ValueError, match="steps="):
+        TimelineRecorder(tmp_path, steps)
+    with pytest.raises(ValueError, match="capacity"):
+        TimelineRecorder(tmp_path, capacity=0)
+
+
+def _fit_nowhere(rank: int, directory: Path) -> Any:
+    # Only rank 1's directory cannot be written to; rank 0 must not be left waiting.
+    place = directory / "file" / "below" if rank == 1 else directory / "empty"
+    recorder = TimelineRecorder(place)
+    fitting = trainer(2, callbacks=[recorder])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitting.fit(TokenModule(), loader([microbatch(0, 5)] * STEPS))
+    said = [str(one.message) for one in caught if "TimelineRecorder" in str(one.message)]
+    return said, fitting.global_step, recorder.timeline
+
+
+def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    (said, *first), (silence, *second) = run_ranks(_fit_nowhere, tmp_path)
+    assert len(said) == 1 and silence == []
+    assert "cannot write to" in said[0] and "on rank 1, so nothing is recorded: Not a directory" in said[0]
+    assert first == second == [STEPS, None]
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.warns(UserWarning, match=r"no picture: .*pip install"):
+        one_process(TimelineRecorder(tmp_path)).fit(TokenModule(), loader([microbatch(0, 5)]))
+    assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
+
+
+def test_a_picture_that_fails_does_not_end_the_fit(tmp_path):
+    (tmp_path / "timeline.png").mkdir()
+    with pytest.warns(UserWarning, match=r"timeline.json is written, but no picture: "):
+        one_process(TimelineRecorder(tmp_path)).fit(TokenModule(), loader([microbatch(0, 5)]))
+    assert load_timeline(tmp_path / "timeline.json").ranks
+
+
+def test_planted_links_are_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    link = tmp_path / "timeline.json"
+    link.symlink_to(precious)
+    with pytest.raises(OSError, match=str(link)):
+        read_regular(link)
+    write_whole(link, b"new")
+    assert precious.read_text() == "mine"
+    assert not link.is_symlink() and link.read_text() == "new"
+    assert link.stat().st_mode & 0o777 == 0o644 & ~_umask()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "timeline.json"]
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def test_traces_of_others_are_refused(tmp_path):
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match="not a trace that TimelineRecorder wrote"):
+        load_timeline(tmp_path / "other.json")
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------
+
+
+def meeting(kind: str, begin: int, end: int) -> Span:
+    return Span(kind, begin * MS, end * MS, {})
+
+
+def part(rank: int, *spans: Span, world_size: int = 2) -> Timeline:
+    return Timeline([RankTimeline(rank, "here", list(spans))], world_size, "test", "run", waiting_seen=False)
+
+
+def test_waiting_inside_collectives_is_told_apart():
+    merged = merge(
+        [
+            part(1, meeting("all_gather", 0, 12), meeting("reduce_scatter", 20, 25)),
+            part(0, meeting("all_gather", 10, 12), meeting("reduce_scatter", 18, 24)),
+        ]
+    )
+    first, second = merged.ranks
+    assert merged.waiting_seen
+    assert first.of("wait") == [Span("wait", 18 * MS, 20 * MS, {"cause": "collective", "peer": 1})]
+    assert second.of("wait") == [Span("wait", 0, 10 * MS, {"cause": "collective", "peer": 0})]
+    assert second.idle_fraction == pytest.approx(10 / 17)
+    assert from_chrome_trace(json.loads(json.dumps(to_chrome_trace(merged)))).ranks[1].idle_seconds == 0.01
+
+
+def test_collectives_that_do_not_belong_together_are_left_alone():
+    merged = merge([part(0, meeting("all_gather", 0, 5)), part(1, meeting("reduce_scatter", 3, 5))])
+    assert not merged.ranks[0].of("wait")
+
+
+def test_a_missing_rank_is_said_to_be_missing():
+    merged = merge([part(1, meeting("all_gather", 0, 12), world_size=3)])
+    assert merged.notes == ["Nothing is known of rank(s) 0, 2."]
+    assert not merged.waiting_seen
+
+
+@given(
+    offset=st.integers(-(10**12), 10**12),
+    delays=st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=8),
+)
+def test_the_true_offset_lies_within_the_uncertainty(offset, delays):
+    passages: list[list[Passage]] = [[], []]
+    now = 0
+    for enter_first, enter_second, leave_first, leave_second in delays:
+        entered = (now + enter_first, now + enter_second)
+        met = max(entered)
+        left = (met + leave_first, met + leave_second)
+        passages[0].append(Passage(entered[0], left[0]))
+        passages[1].append(Passage(entered[1] + offset, left[1] + offset))
+        now = max(left)
+    first, second = place_clocks([("a", "1"), ("b", "2")], passages)
+    assert (first.offset_ns, first.uncertainty_ns) == (0, 0)
+    assert abs(second.offset_ns - offset) <= second.uncertainty_ns
+    assert second.uncertainty_ns <= 2 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ({"mask": torch.ones(2, 9), "input_ids": torch.ones(2, 3, dtype=torch.long)}, 6),
+        ([torch.ones(1, 4, dtype=torch.long), torch.ones(1)], 4),
+        ((torch.rand(3, 3), torch.ones(3, dtype=torch.long)), None),
+        ({"text": "abc", "ids": {"x": torch.ones(5, dtype=torch.int32)}}, 5),
+        ((torch.rand(2), {"input_ids": torch.ones(2, 3, dtype=torch.long)}), 6),
+        (Minibatch([torch.ones(1, 4, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)]), 6),
+        ("text", None),
+        (None, None),
+    ],
+    ids=["input_ids", "first", "images", "nested", "tuple", "share", "text", "none"],
+)
+def test_token_counts(batch, tokens):
+    assert token_count(batch) == tokens
+
+
+# -- pictures ------------------------------------------------------------------------------------------------
+
+
+def scripted(scale: int) -> Timeline:
+    ranks = []
+    for rank in range(3):
+        end = 10 * scale * (rank + 1)
+        spans = [
+            Span("forward", 0, end * MS, {"microbatch": 0, "tokens": 1234}),
+            Span("read", 0, MS, {"unit": "a"}),
+            Span("wait", end * MS, 30 * scale * MS, {"cause": "settle", "peer": 2}),
+            Span("minibatch", 0, 30 * scale * MS, {"number": 4}),
+        ]
+        ranks.append(RankTimeline(rank, "here", spans))
+    return Timeline(ranks, world_size=3)
+
+
+def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
+    figure = timelines_figure({"collective": scripted(2), "on demand": scripted(1)})
+    above, below = figure.axes
+    assert above.get_title(loc="left") == "collective: 1 minibatch in 0.06 s, idle 33%"
+    assert below.get_title(loc="left") == "on demand: 1 minibatch in 0.03 s, idle 33%"
+    assert above.get_xlim() == below.get_xlim()
+    assert below.get_xlim()[1] == pytest.approx(0.06, rel=0.01)
+    for axes in (above, below):
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+        texts = [text.get_text() for text in axes.texts]
+        assert {"idle 67%", "idle 33%", "idle 0%", "1,234", "minibatch 4"} <= set(texts)
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "read", "idle: waiting for others"]
+    draw_timelines({"one": scripted(1)}, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_there_must_be_something_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_timelines({"empty": Timeline([], world_size=1)}, tmp_path / "empty.png")

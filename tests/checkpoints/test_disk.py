@@ -1,0 +1,165 @@
+"""A disk that is full or a process that dies while it writes: what was whole before is whole afterwards."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_odc import Minibatch
+from lightning_odc.callbacks import TimelineRecorder
+from lightning_odc.checkpoints import checkpoint_io
+from lightning_odc.data import length_cache
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+BATCHES = [Minibatch(token_batches([5, 9])) for _ in range(3)]
+
+
+def limit_files(size: int) -> None:
+    """Files cannot grow beyond ``size`` bytes: what a full disk does, for one process."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def _trained(kind: str, lr: float) -> Any:
+    module = TokenModule("items", lr=lr)
+    fit = trainer(2, state_dict_type=kind, deterministic=True)
+    fit.fit(module, loader(BATCHES))
+    return module, fit
+
+
+def _loads(kind: str, path: str, expected: dict[str, torch.Tensor]) -> bool:
+    module = TokenModule("items")
+    fit = trainer(2, state_dict_type=kind)
+    fit.validate(module, loader(token_batches([4])), ckpt_path=path, verbose=False)
+    found = full_parameters(module)
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _full(rank: int, kind: str, folder: str) -> Any:
+    path = f"{folder}/last.ckpt"
+    module, fit = _trained(kind, 0.1)
+    fit.save_checkpoint(path)
+    before = full_parameters(module)
+    _, fit = _trained(kind, 0.2)
+    begin, error = time.monotonic(), ""
+    limit_files(256)
+    try:
+        fit.save_checkpoint(path)
+    except BaseException as exception:  # that of torch.distributed.checkpoint is no Exception
+        error = f"{type(exception).__name__}: {exception} {getattr(exception, '__notes__', '')}"
+    limit_files(resource.RLIM_INFINITY)
+    return error, time.monotonic() - begin, _loads(kind, path, before) if kind == "sharded" else before
+
+
+def test_a_full_disk_leaves_the_sharded_checkpoint_that_was_there(tmp_path):
+    for error, seconds, intact in run_ranks(_full, "sharded", str(tmp_path)):
+        assert "File too large" in error or "CheckpointException" in error, error
+        assert seconds < 10
+        assert intact
+
+
+def _dies(rank: int, kind: str, folder: str) -> None:
+    path = f"{folder}/last.ckpt"
+    _, fit = _trained(kind, 0.1)
+    fit.save_checkpoint(path)
+    _, fit = _trained(kind, 0.2)
+    if rank == 0:
+        torch.save = checkpoint_io.os.fsync = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    fit.save_checkpoint(path)
+
+
+def _goes_on(rank: int, kind: str, folder: str) -> bool:
+    path = f"{folder}/last.ckpt"
+    module, fit = _trained(kind, 0.1)
+    intact = _loads(kind, path, full_parameters(module))
+    module, fit = _trained(kind, 0.3)
+    fit.save_checkpoint(path)
+    return intact and _loads(kind, path, full_parameters(module))
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_that_was_there(tmp_path, kind):
+    dead, _ = try_ranks(_dies, kind, str(tmp_path), timeout=60)
+    assert dead.exitcode == -signal.SIGKILL
+    assert run_ranks(_goes_on, kind, str(tmp_path)) == [True, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_where_files_must_have_a_name_nothing_is_left_either(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_io, "_without_name", lambda folder: None)
+    path = tmp_path / "one"
+    write(path, b"whole")
+    with pytest.raises(OSError, match="no space left") as caught:
+        write(path, b"half", OSError("no space left"))
+    assert caught.value.__notes__ == [f"{path} was not written. If there was one before, it is as it was."]
+    assert path.read_bytes() == b"whole"
+    assert list(tmp_path.iterdir()) == [path]
+    write(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def write(path: Path, content: bytes, error: OSError | None = None) -> None:
+    with checkpoint_io.replacing(path) as file:
+        file.write(content)
+        if error is not None:
+            raise error
+
+
+# -- what only accompanies a training ----------------------------------------------------------------------------
+
+
+class FillsTheDisk(Callback):
+    """From the second batch on nothing can be written; rank 1 is late then."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            limit_files(0)
+            time.sleep(trainer.global_rank)
+
+
+def _accompanied(rank: int, folder: str) -> list[Any]:
+    module = TokenModule("items")
+    fit = trainer(
+        2,
+        callbacks=[TimelineRecorder(folder), FillsTheDisk()],
+        default_root_dir=folder,
+        hang_report_after=timedelta(seconds=0.2),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.fit(module, loader(BATCHES))
+        length_cache.WORTH_SECONDS = 0.0
+        limit_files(0)
+        cache = length_cache.LengthCache(f"{folder}/{rank}")
+        lengths = cache.get("ab", 600, lambda: np.arange(600)).tolist()
+        limit_files(resource.RLIM_INFINITY)
+    return [fit.global_step, lengths == list(range(600)), [str(warning.message) for warning in caught]]
+
+
+def test_traces_reports_and_caches_do_not_end_a_training(tmp_path):
+    for rank, (steps, known, said) in enumerate(run_ranks(_accompanied, str(tmp_path))):
+        assert steps == 3
+        assert known
+        text = "\n".join(said)
+        assert "Cache of sample lengths" in text
+        assert rank or "TimelineRecorder could not write" in text
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert not [name for name in names if name.startswith(".")], names
+
+
+def test_a_directory_that_cannot_be_written_to_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"), checkpoint_io.replacing(tmp_path / "file" / "one"):
+        pass

@@ -1,0 +1,291 @@
+"""Checkpoints go from one strategy, number of ranks, communication and format to another, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, wrap
+from torch.distributed.tensor import DTensor
+
+from tests.support.modules import full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks, try_ranks
+from tests.strategy.test_optimizers import OnRows
+
+BATCHES = [[batch[:, :4] for batch in token_batches([4] * 3, seed=rank)] for rank in range(2)]
+CONSOLIDATE = "lightning.pytorch.utilities.consolidate_checkpoint"
+
+
+class Adam(OnRows):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        weights = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim == 1]
+        # Groups in another order than the model's, which must make no difference.
+        return torch.optim.AdamW([{"params": others}, {"params": weights}], lr=0.01, weight_decay=0.0)
+
+
+class WrappedByHand(Adam):
+    """As models for FSDP1 do it."""
+
+    def configure_model(self) -> None:
+        self.net.blocks[0].up = wrap(self.net.blocks[0].up)
+        for index, block in enumerate(self.net.blocks):
+            self.net.blocks[index] = wrap(block)
+        assert isinstance(self.net.blocks[0].up, FSDPModule) and isinstance(self.net.blocks[2], FSDPModule)
+
+
+class Compiled(Adam):
+    """Its blocks are inside of modules that must leave no trace in names. (Nothing is really compiled, to be fast.)"""
+
+    def configure_model(self) -> None:
+        for index, block in enumerate(self.net.blocks):
+            self.net.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+
+
+class OneGroup(Adam):
+    """``ModelParallelStrategy`` takes the numbers in an ordinary checkpoint for places in the model."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.0)
+
+
+class ShardedByHand(OneGroup):
+    """What ``ModelParallelStrategy`` asks for."""
+
+    def configure_model(self) -> None:
+        for module in (*self.net.blocks, self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+#: Ways to train that write a checkpoint after the first of two epochs.
+WRITERS = {
+    "odc full": {"state_dict_type": "full"},
+    "odc full one group": {"state_dict_type": "full", "make": OneGroup},
+    "odc full every layer a unit": {
+        "auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=2)
+    },
+    "odc full one unit": {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=10**8)},
+    "odc full wrapped by hand": {"make": WrappedByHand},
+    "odc full compiled": {"make": Compiled},
+    "odc sharded compiled": {"state_dict_type": "sharded", "make": Compiled},
+    "odc sharded": {"state_dict_type": "sharded"},
+    "odc sharded one group": {"state_dict_type": "sharded", "make": OneGroup},
+    "collective full": {"state_dict_type": "full", "communication": "collective"},
+    "collective sharded": {"state_dict_type": "sharded", "communication": "collective"},
+    "ddp": {"strategy": "ddp"},
+    "model_parallel full": {"strategy": False},
+    "model_parallel sharded": {"strategy": True},
+}
+#: Who reads what. (Consolidated is what Lightning's tool makes of the sharded one.)
+ROUTES = [
+    ("odc", "odc full"),
+    ("odc", "odc sharded"),
+    ("odc", "collective full"),
+    ("odc", "collective sharded"),
+    ("odc", "ddp"),
+    ("odc", "consolidated"),
+    ("collective", "odc full"),
+    ("collective", "odc sharded"),
+    ("odc", "odc full compiled"),
+    ("odc", "odc sharded compiled"),
+    ("compiled", "odc full"),
+    ("compiled", "odc sharded"),
+    ("ddp", "odc full"),
+    ("ddp", "odc full every layer a unit"),
+    ("ddp", "odc full one unit"),
+    ("ddp", "odc full wrapped by hand"),
+    ("every layer a unit", "ddp"),
+    ("one unit", "ddp"),
+    ("wrapped by hand", "ddp"),
+    ("ddp", "consolidated"),
+    ("model_parallel", "odc full one group"),
+    ("model_parallel", "consolidated one group"),
+    ("one group", "model_parallel full"),
+    ("one group", "model_parallel sharded"),
+]
+#: With other numbers of ranks, of which one has all the data.
+ALONE = [("odc", "odc full"), ("odc", "odc sharded"), ("auto", "odc full"), ("auto", "consolidated")]
+
+
+def _make(world_size: int, epochs: int, **options: Any) -> tuple[OnRows, Trainer]:
+    make, strategy = options.pop("make", Adam), options.get("strategy")
+    if isinstance(strategy, bool):
+        options["strategy"] = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=strategy)
+        make = ShardedByHand
+    return make(), trainer(world_size, max_epochs=epochs, **options)
+
+
+def _fit(rank: int, world_size: int, epochs: int, checkpoint: str | None = None, **options: Any) -> Any:
+    batches = BATCHES[rank] if world_size > 1 else [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
+    module, t = _make(world_size, epochs, **options)
+    t.fit(module, loader(batches), ckpt_path=checkpoint)
+    return module, t
+
+
+def _read(rank: int, world_size: int, directory: str, how: str, what: str) -> dict[str, Tensor]:
+    ways = {
+        "odc": {},
+        "one group": {"make": OneGroup},
+        "compiled": {"make": Compiled},
+        **{
+            name: WRITERS[f"odc full {name}"]
+            for name in ("every layer a unit", "one unit", "wrapped by hand")
+        },
+        "collective": {"communication": "collective"},
+        "model_parallel": {"strategy": False},
+    }
+    options: dict[str, Any] = dict(ways.get(how, {"strategy": how}))
+    module, _ = _fit(rank, world_size, 2, f"{directory}/{what}", **options)
+    return {name.replace("_orig_mod.", ""): value for name, value in full_parameters(module).items()}
+
+
+def _write_and_read(rank: int, directory: str) -> Any:
+    straight = full_parameters(_fit(rank, 2, 2)[0])
+    for name, options in WRITERS.items():
+        _, t = _fit(rank, 2, 1, **dict(options))
+        t.save_checkpoint(f"{directory}/{name}")
+    if rank == 0:
+        for end in ("", " one group"):
+            argv = ["", f"{directory}/odc sharded{end}", "--output_file", f"{directory}/consolidated{end}"]
+            with mock.patch.object(sys, "argv", argv):
+                runpy.run_module(CONSOLIDATE, run_name="__main__")
+    dist.barrier()
+    return straight, {route: _read(rank, 2, directory, *route) for route in ROUTES}
+
+
+def _read_alone(rank: int, directory: str) -> Any:
+    return {route: _read(rank, 1, directory, *route) for route in ALONE}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    return directory, run_ranks(_write_and_read, str(directory))[0]
+
+
+def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor]) -> None:
+    moved = (straight["net.head.weight"] - full_parameters(Adam())["net.head.weight"]).abs().max()
+    assert (
+        moved > 0.04
+    )  # six steps of AdamW by up to 0.01; a step from forgotten moments would differ by some 0.001
+    for (
+        name,
+        value,
+    ) in straight.items():  # sums in another order, which AdamW's quotient passes on relative to its step
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=" reads ".join)
+def test_training_goes_on_as_if_never_interrupted(written, route):
+    straight, found = written[1]
+    _assert_same(found[route], straight)
+
+
+def test_one_process_goes_on_with_what_two_ranks_wrote(written):
+    directory, (straight, _) = written
+    (found,) = run_ranks(_read_alone, str(directory), world_size=1)
+    assert list(found) == ALONE
+    for route in ALONE:
+        _assert_same(found[route], straight)
+
+
+def _states(optimizer: torch.optim.Optimizer, name_of: Any) -> dict[str, Tensor]:
+    return {
+        f"{name_of(number, parameter)} {key}": value.full_tensor() if isinstance(value, DTensor) else value
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _only_load(rank: int, directory: str) -> Any:
+    found = {}
+    for name in ("odc full", "odc sharded"):
+        module, t = _make(3, 1)
+        t.fit(module, loader(BATCHES[0]), ckpt_path=f"{directory}/{name}")
+        found[name] = full_parameters(module), _states(t.optimizers[0], lambda number, _: number)
+    return found
+
+
+def test_three_ranks_load_what_two_wrote_bit_by_bit(written):
+    checkpoint = torch.load(written[0] / "odc full", weights_only=True)
+    ranks = run_ranks(_only_load, str(written[0]), world_size=3)
+    states = checkpoint["optimizer_states"][0]["state"]
+    for found in ranks:
+        parameters, loaded = found["odc full"]
+        assert all(torch.equal(parameters[name], value) for name, value in checkpoint["state_dict"].items())
+        assert len(loaded) == 3 * len(states) > 30
+        for number, state in states.items():
+            assert all(torch.equal(loaded[f"{number} {key}"], value) for key, value in state.items())
+        # Another run wrote it, and its sums came in another order.
+        assert found["odc sharded"][1].keys() == loaded.keys()
+        for key, value in found["odc sharded"][1].items():
+            torch.testing.assert_close(value, loaded[key], rtol=1e-4, atol=1e-5)
+
+
+def test_load_from_checkpoint(written):
+    directory, _ = written
+    expected = torch.load(directory / "odc full", weights_only=True)["state_dict"]
+    for name, tolerance in (("odc full", 0.0), ("consolidated", 1e-5)):
+        found = Adam.load_from_checkpoint(directory / name, map_location="cpu").state_dict()
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)
+
+
+def test_what_a_sharded_checkpoint_is_made_of(written):
+    path = written[0] / "odc sharded"
+    assert set(os.listdir(path)) == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+    rest = torch.load(path / "meta.pt", weights_only=True)
+    assert "pytorch-lightning_version" in rest and not {"state_dict", "optimizer_states"} & set(rest)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------
+
+
+class TwoOptimizers(Adam):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.net.blocks.parameters())
+        others = [p for name, p in self.net.named_parameters() if "blocks" not in name]
+        return [torch.optim.AdamW(blocks), torch.optim.AdamW(others)]
+
+
+class Smaller(Adam):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net.blocks[2]
+        self.net.head.bias = torch.nn.Parameter(torch.zeros(11))
+
+
+def _misfit(rank: int, directory: str, name: str, make: type[Adam]) -> None:
+    trainer(2, max_epochs=2).fit(make(), loader(BATCHES[rank]), ckpt_path=f"{directory}/{name}")
+
+
+@pytest.mark.parametrize("name", ["odc full", "odc sharded"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (TwoOptimizers, "has 1 optimizers, `configure_optimizers` made 2. To load the model alone"),
+        (Smaller, r"lacks \['net.head.bias'\] and has \['net.blocks.2.down.bias', .*too many"),
+    ],
+)
+def test_what_does_not_fit_is_said(written, name, make, message):
+    for outcome in try_ranks(_misfit, str(written[0]), name, make, timeout=60):
+        assert outcome.exitcode == 1
+        assert re.search(message, outcome.error)

@@ -1,0 +1,149 @@
+"""A plain ``DataLoader`` becomes a balanced one, or says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_odc.data.convert import balanced_from
+from lightning_odc.data.loader import BalancedDataLoader
+from tests.data.test_iterable import Sized
+
+ROWS = [[0] * n for n in range(1, 14)]
+
+
+def convert(**options: Any) -> BalancedDataLoader:
+    dataloader: DataLoader[Any] = DataLoader(ROWS, **{"batch_size": 2, "collate_fn": list, **options})  # type: ignore[arg-type]
+    return balanced_from(dataloader, num_replicas=2, rank=1, cache_dir=False)
+
+
+def test_what_is_taken_over():
+    balanced = convert(drop_last=True, generator=torch.Generator().manual_seed(5))
+    assert balanced.recipe.minibatch_size == 2
+    assert not balanced.recipe.shuffle
+    assert balanced.recipe.drop_last
+    assert balanced.recipe.seed == 5
+    assert (balanced.recipe.policy, balanced.recipe.cost, balanced.recipe.weighting) == (
+        "lb_mini",
+        "quadratic",
+        "token",
+    )
+    assert len(balanced) == 3
+    assert all(isinstance(microbatch, list) for share in balanced for microbatch in share)
+    assert convert(shuffle=True).recipe.shuffle
+
+
+def test_workers_are_taken_over():
+    def init(_: int) -> None:
+        return None
+
+    balanced = convert(
+        num_workers=1, prefetch_factor=3, persistent_workers=True, timeout=9, worker_init_fn=init
+    )
+    assert balanced._workers == {
+        "num_workers": 1,
+        "pin_memory": False,
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+        "timeout": 9,
+        "multiprocessing_context": None,
+    }
+    assert balanced.worker_init_fn is init
+    assert len(list(balanced)) == 4
+
+
+def test_what_the_caller_says():
+    dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=3)  # type: ignore[arg-type]
+    balanced = balanced_from(
+        dataloader,
+        num_replicas=1,
+        rank=0,
+        policy="lb_micro",
+        max_tokens=20,
+        cost="tokens",
+        length_fn=lambda row: len(row) + 1,
+        weighting="sample",
+        seed=4,
+        cache_dir=False,
+    )
+    assert balanced.lengths.values.tolist() == list(range(2, 15))
+    recipe = balanced.recipe
+    assert (recipe.policy, recipe.max_tokens, recipe.cost, recipe.weighting, recipe.seed) == (
+        "lb_micro",
+        20,
+        "tokens",
+        "sample",
+        4,
+    )
+
+
+def test_a_balanced_loader_stays_as_it_is():
+    balanced = convert()
+    assert balanced_from(balanced, policy="lb_micro") is balanced
+
+
+def test_a_stream_needs_a_window():
+    dataset = Sized([3, 4, 5])
+    with pytest.raises(ValueError, match="window=1, "):
+        balanced_from(DataLoader(dataset, batch_size=2))
+    balanced = balanced_from(
+        DataLoader(dataset, batch_size=2, collate_fn=list), window=1, num_replicas=1, rank=0
+    )
+    assert len(list(balanced)) == 2
+
+
+def test_a_distributed_sampler_can_be_replaced():
+    sampler = DistributedSampler(ROWS, 2, 0, shuffle=True, seed=9)  # type: ignore[arg-type, var-annotated]
+    dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="DistributedSampler gives every rank a part"):
+        balanced_from(dataloader)
+    balanced = balanced_from(
+        dataloader, num_replicas=2, rank=0, distributed_sampler="replace", cache_dir=False
+    )
+    assert balanced.recipe.shuffle
+    assert balanced.recipe.seed == 9
+    assert len(balanced) == 4, "of all samples, not of a rank's part"
+
+
+class OwnSampler(SequentialSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": None}, "batches already cannot be balanced"),
+        (
+            {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(ROWS), 2, False)},
+            r"DataLoader\(batch_sampler=BatchSampler\(...\)\) says itself which samples go together",
+        ),
+        ({"sampler": WeightedRandomSampler([1.0] * 13, 13)}, "would ignore .*WeightedRandomSampler"),
+        ({"sampler": RandomSampler(ROWS, replacement=True)}, "would ignore .*RandomSampler"),
+        ({"sampler": RandomSampler(ROWS, num_samples=5)}, "would ignore .*RandomSampler"),
+        ({"sampler": OwnSampler(ROWS)}, "would ignore .*OwnSampler"),
+        ({"sampler": DistributedSampler(ROWS, 2, 0)}, "Leave the sampler out"),  # type: ignore[arg-type]
+    ],
+)
+def test_other_sampling_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        convert(**options)
+
+
+def test_only_data_loaders_are_balanced():
+    with pytest.raises(TypeError, match="Only a torch DataLoader can be balanced, got list"):
+        balanced_from(ROWS)
+
+
+def test_iterable_is_what_torch_says():
+    assert isinstance(Sized(), IterableDataset)

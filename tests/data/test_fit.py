@@ -1,0 +1,427 @@
+"""``BalancedDataLoader`` under a trainer: the same gradient for every policy, and checkpoints that go on exactly.
+
+The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import IterableDataset
+
+from lightning_odc.balance import POLICIES
+from lightning_odc.data.loader import BalancedDataLoader, Microbatch
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.packing import PackedBatch, pack_samples
+from tests.strategy.test_parity import assert_same
+from tests.support.models import Net
+from tests.support.modules import full_parameters, trainer
+from tests.support.ranks import run_ranks
+
+LENGTHS = np.random.default_rng(0).integers(2, 16, 23).tolist()
+STEPS = 6  # of 4 samples each, the last of 3
+EPOCHS = 2
+LR = 0.01
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(11, (length,), generator=generator) for length in LENGTHS]
+
+
+def loader(rank: int, world_size: int, **options: Any) -> BalancedDataLoader:
+    defaults: dict[str, Any] = {
+        "minibatch_size": 4 // world_size,
+        "lengths": LENGTHS,
+        "max_tokens": 24,
+        "weighting": "next_token",
+        "collate_fn": pack_samples,
+        "shuffle": True,
+        "seed": 3,
+        "num_replicas": world_size,
+        "rank": rank,
+    }
+    return BalancedDataLoader(rows(), **{**defaults, **options})
+
+
+class RowsModule(LightningModule):
+    """Mean next-token loss of packed rows; a `Microbatch` is weighted as its documentation says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches += 1
+        if isinstance(batch, Microbatch):
+            return self.mean_loss(batch.batch) * batch.weight
+        return self.mean_loss(batch)
+
+    def mean_loss(self, batch: PackedBatch) -> Tensor:
+        logits, labels = self.net(batch["input_ids"])[0, :-1], batch["labels"][0, 1:]
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=LR)
+
+
+def reference(epochs: int = EPOCHS) -> dict[str, Tensor]:
+    """One process, plain torch, the minibatches of the schedule: the mean over all their tokens."""
+    module, samples = RowsModule(), rows()
+    optimizer = module.configure_optimizers()
+    balanced = loader(0, 1)
+    for epoch in range(epochs):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            ((microbatches,), (weights,)) = (
+                balanced.plan(step, epoch).microbatches,
+                balanced.plan(step, epoch).weights,
+            )
+            for microbatch, weight in zip(microbatches, weights, strict=True):
+                (
+                    module.mean_loss(pack_samples([samples[i] for i in microbatch])) * weight / sum(weights)
+                ).backward()
+            optimizer.step()
+    return full_parameters(module)
+
+
+def allow_workers() -> None:
+    """The ranks of the tests are daemons, so that none outlives the tests; daemons may not start processes."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def fit_all(rank: int, world_size: int, communication: str, policies: list[str]) -> dict[str, Any]:
+    results = {}
+    for policy in policies:
+        module = RowsModule()
+        fitter = trainer(world_size, communication=communication, max_epochs=EPOCHS)
+        fitter.fit(module, loader(rank, world_size, policy=policy))
+        results[policy] = full_parameters(module), module.batches, fitter.global_step
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "communication", "policies"),
+    [
+        (1, "on_demand", ["lb_mini", "local_sort"]),
+        (2, "on_demand", list(POLICIES)),
+        (2, "collective", ["lb_micro", "local_sort"]),
+    ],
+    ids=["1", "2", "collective"],
+)
+def test_every_policy_ends_in_the_parameters_of_one_process(world_size, communication, policies):
+    results = run_ranks(fit_all, world_size, communication, policies, world_size=world_size)
+    expected = reference()
+    for policy in policies:
+        for parameters, _, steps in (result[policy] for result in results):
+            assert steps == STEPS * EPOCHS
+            assert_same(parameters, expected)
+        batches = [result[policy][1] for result in results]
+        if policy in ("lb_micro", "local_sort"):
+            assert len(set(batches)) == 1
+        if policy == "local_sort":
+            assert sum(batches) == (23 + 23 % world_size) * EPOCHS
+
+
+# -- resuming --------------------------------------------------------------------------------------------------
+
+
+class Spy(Callback):
+    """What every training batch was made of."""
+
+    def __init__(self) -> None:
+        self.plans: list[str | None] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Minibatch, _: int
+    ) -> None:
+        self.plans.append(batch.plan)
+
+
+Outcome = tuple[dict[str, Tensor], list[str | None]]
+
+
+def fit_once(
+    rank: int, directory: str, state_dict_type: str, step: int | None, workers: dict[str, int]
+) -> Outcome:
+    spy = Spy()
+    save = ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=4)
+    fitter = trainer(
+        2,
+        deterministic=True,
+        state_dict_type=state_dict_type,
+        callbacks=[spy] if step else [spy, save],
+        enable_checkpointing=step is None,
+        max_epochs=EPOCHS,
+    )
+    module = RowsModule()
+    checkpoint = Path(directory) / f"step={step}.ckpt" if step else None
+    fitter.fit(module, loader(rank, 2, **workers), ckpt_path=checkpoint)
+    return full_parameters(module), spy.plans
+
+
+def fit_and_resume(rank: int, directory: str, state_dict_type: str, workers: dict[str, int]) -> list[Outcome]:
+    allow_workers()
+    return [fit_once(rank, directory, state_dict_type, step, workers) for step in (None, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("state_dict_type", "workers"),
+    [("full", {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}), ("sharded", {})],
+    ids=["workers", "sharded"],
+)
+def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(state_dict_type, workers, tmp_path):
+    ranks = run_ranks(fit_and_resume, str(tmp_path), state_dict_type, workers)
+    for (parameters, plans), *resumed in ranks:
+        assert len(plans) == STEPS * EPOCHS
+        for step, (again, plans_again) in zip((4, 8), resumed, strict=True):
+            assert plans_again == plans[step:]
+            for name, value in parameters.items():
+                assert torch.equal(value, again[name]), name
+    assert ranks[0][0][1] == ranks[1][0][1]
+
+
+class Bystander(LightningModule):
+    """Takes minibatches whole and trains next to nothing: what matters is which ones it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def transfer_batch_to_device(self, batch: Minibatch, *_: Any) -> Minibatch:
+        return batch
+
+    def training_step(self, batch: Minibatch, batch_idx: int) -> Tensor:
+        return self.parameter.sum()
+
+    def validation_step(self, batch: Minibatch, batch_idx: int) -> None:
+        assert "epoch" in str(batch.plan)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def plans_of(
+    options: dict[str, Any],
+    checkpoint: Path | None,
+    balanced: BalancedDataLoader | None = None,
+    **saving: Any,
+) -> list[str | None]:
+    """Plans that a one-process trainer runs, saving or going on."""
+    spy = Spy()
+    callbacks = [ModelCheckpoint(save_top_k=-1, filename="{step}", **saving)] if saving else []
+    fitter = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[spy, *callbacks],
+        enable_checkpointing=bool(saving),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    balanced = loader(0, 1) if balanced is None else balanced
+    fitter.fit(Bystander(), balanced, loader(0, 1, shuffle=False), ckpt_path=checkpoint)
+    return spy.plans
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 2},
+        {"max_epochs": 2, "val_check_interval": 2},
+        {"max_epochs": 3, "limit_train_batches": 4},
+        {"max_epochs": -1, "max_steps": 10},
+    ],
+    ids=["epochs", "validation", "limited", "steps"],
+)
+def test_every_checkpoint_goes_on_where_it_was_taken(options, tmp_path):
+    whole = plans_of(options, None, dirpath=tmp_path, every_n_train_steps=1)
+    assert len(set(whole)) == len(whole) == (10 if "max_steps" in options else 12)
+    for step in range(1, len(whole)):
+        assert plans_of(options, tmp_path / f"step={step}.ckpt") == whole[step:]
+
+
+def test_epochs_advance_under_lightning():
+    plans = plans_of({"max_epochs": 3, "limit_train_batches": 2}, None)
+    assert [plan.split(",")[2] for plan in plans if plan] == [" epoch 0"] * 2 + [" epoch 1"] * 2 + [
+        " epoch 2"
+    ] * 2
+
+
+class Endless(IterableDataset[Tensor]):
+    """The rows, without saying how many."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(rows())
+
+
+def test_a_stream_goes_on_where_it_was_if_lightning_need_not_look_ahead(tmp_path):
+    def stream() -> BalancedDataLoader:
+        return BalancedDataLoader(Endless(), minibatch_size=4, window=2, collate_fn=list, shuffle=True)
+
+    options = {"max_epochs": 2, "limit_train_batches": 5}
+    whole = plans_of(options, None, stream(), dirpath=tmp_path, every_n_train_steps=1)
+    assert len(set(whole)) == 10
+    for step in (1, 4, 7):
+        assert plans_of(options, tmp_path / f"step={step}.ckpt", stream()) == whole[step:]
+
+
+class Counter(Callback):
+    """How many minibatches ended in every epoch."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+        self.microbatches: list[int] = []
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.ended.append(0)
+        self.microbatches.append(0)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Microbatch, _: int
+    ) -> None:
+        self.ended[-1] += batch.last
+        self.microbatches[-1] += 1
+
+
+def test_lightning_sees_unrolled_epochs_of_different_lengths_whole():
+    counter = Counter()
+    fitter = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=4,
+        callbacks=[counter],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    fitter.fit(RowsModule(), loader(0, 1, policy="lb_micro", unroll=True))
+    assert counter.ended == [STEPS] * 4
+    assert len(set(counter.microbatches)) > 1
+
+
+# -- other strategies ------------------------------------------------------------------------------------------
+
+
+def fit_ddp(rank: int) -> tuple[dict[str, Tensor], int]:
+    module = RowsModule()
+    fitter = Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=EPOCHS,
+        limit_train_batches=10,  # local_sort: 5 whole minibatches of 2 samples per rank
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    fitter.fit(module, loader(rank, 2, policy="local_sort", unroll=True))
+    assert isinstance(fitter.strategy, DDPStrategy)
+    assert fitter.world_size == 2
+    return full_parameters(module), fitter.global_step
+
+
+def test_unrolled_microbatches_under_ddp_give_the_gradient_of_the_minibatch():
+    results = run_ranks(fit_ddp)
+    module, samples, balanced = RowsModule(), rows(), loader(0, 1)
+    optimizer = module.configure_optimizers()
+    for epoch in range(EPOCHS):
+        for step in range(5):
+            optimizer.zero_grad()
+            (microbatches,) = balanced.plan(step, epoch).microbatches
+            minibatch = [samples[i] for microbatch in microbatches for i in microbatch]
+            module.mean_loss(pack_samples(minibatch)).backward()
+            optimizer.step()
+    for parameters, steps in results:
+        assert steps == 5 * EPOCHS
+        assert_same(parameters, full_parameters(module))
+
+
+class SteppingRows(RowsModule):
+    """Steps at the end of every minibatch, however many microbatches are in it; for its gradient, not in proportion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.since = 0
+        self.weights: list[float] = []
+
+    def training_step(self, batch: Microbatch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.weights.append(batch.weight)
+        self.since += 1
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch.last:
+            for parameter in self.parameters():
+                parameter.grad /= self.since
+            optimizer.step()
+            optimizer.zero_grad()
+            self.since = 0
+
+
+class ShardedRows(SteppingRows):
+    """A user's own ``fully_shard``."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for block in self.net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def fit_unrolled(rank: int) -> list[Any]:
+    results = []
+    sharding = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    for module, strategy in ((SteppingRows(), "ddp"), (ShardedRows(), sharding)):
+        fitter = trainer(2, strategy=strategy, max_epochs=EPOCHS, reload_dataloaders_every_n_epochs=1)
+        fitter.fit(module, loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True))
+        results.append((full_parameters(module), module.weights, fitter.global_step))
+    return results
+
+
+def test_unequal_minibatches_under_collectives_step_where_they_end():
+    by_rank = run_ranks(fit_unrolled)
+    for (parameters, first, steps), (_, second, _) in zip(*by_rank, strict=True):
+        assert steps == STEPS * EPOCHS
+        assert len(first) == len(second) > steps
+        assert 0.0 in first + second, "a last minibatch of three samples needs one of weight zero"
+        assert_same(parameters, reference())
+
+
+def fit_minibatches_under_ddp(rank: int) -> str:
+    fitter = Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(TypeError) as caught:
+        fitter.fit(RowsModule(), loader(0, 1))
+    return str(caught.value)
+
+
+def test_a_strategy_that_does_not_know_minibatches_says_so():
+    (message,) = run_ranks(fit_minibatches_under_ddp, world_size=1)
+    assert "must be unrolled by a strategy that knows it" in message

@@ -1,0 +1,189 @@
+"""A cost that learns while its loader plans ahead: the same plans on all ranks, and after a resume."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_odc.balance import FittedCost
+from lightning_odc.data.learning import Learning, Measurement
+from lightning_odc.data.loader import BalancedDataLoader
+from tests.data.test_iterable import Sized
+from tests.data.test_loader import LENGTHS, Rows, loader
+
+SLOWNESS = [1.0, 3.0]
+
+
+def measured(number: int, rank: int, seconds: float = 1.0) -> list[Measurement]:
+    return [(number, [100, 200], seconds * (1 + rank))]
+
+
+def observe(learning: Learning, *numbers: int) -> None:
+    learning.observe([[row for n in numbers for row in measured(n, rank, 1 + n)] for rank in range(2)])
+
+
+def test_plans_are_behind_by_the_lag_however_much_is_known():
+    early, late = Learning(FittedCost(2)), Learning(FittedCost(2))
+    early.lag = late.lag = 3
+    asked_at_once = [early.cost_for(number) for number in range(3)]
+    for number in range(6):
+        assert late.begin() == number
+        observe(late, number)
+    assert asked_at_once == [FittedCost(2).snapshot()] * 3
+    assert late.cost_for(6) != late.cost.snapshot()
+    reference = Learning(FittedCost(2))
+    for number in range(4):
+        observe(reference, number)
+    assert late.cost_for(6) == reference.cost.snapshot()
+    assert late.cost_for(8) == late.cost.snapshot()
+
+
+def test_what_no_plan_asks_for_is_forgotten():
+    learning = Learning(FittedCost(2))
+    learning.lag = 4
+    for number in range(30):
+        learning.begin()
+        observe(learning, number)
+    assert len(learning.state_dict()["learnt"]) == 4
+
+
+def test_minibatches_that_share_a_step_are_told_apart():
+    together, apart = Learning(FittedCost(2)), Learning(FittedCost(2))
+    observe(together, 0, 1)
+    observe(apart, 0)
+    observe(apart, 1)
+    assert together.state_dict() == apart.state_dict()
+
+
+def test_the_state_goes_through_json():
+    one, other = Learning(FittedCost(2)), Learning(FittedCost(2))
+    one.begin()
+    observe(one, 0)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other.state_dict() == one.state_dict()
+    assert other.cost_for(1) == one.cost_for(1) == one.cost.snapshot()
+
+
+# -- loaders ---------------------------------------------------------------------------------------------------
+
+WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}]
+
+
+class Run:
+    """Two ranks without a trainer: what they are planned to do takes ``SLOWNESS`` seconds per token."""
+
+    def __init__(self, accumulate: int, **options: Any) -> None:
+        options = {"minibatch_size": 1, "cost": "fitted", "max_tokens": 60, **options}
+        self.loaders = [loader(Rows(LENGTHS), rank=rank, **options) for rank in range(2)]
+        for balanced in self.loaders:
+            balanced.minibatches_per_step = accumulate
+        self.accumulate = accumulate
+
+    def go(self, epochs: int, steps: int = 10**9) -> list[str]:
+        """The plans of so many epochs, or until so many minibatches."""
+        texts: list[str] = []
+        for _ in range(epochs):
+            window: list[list[Measurement]] = [[], []]
+            shares = [iter(balanced) for balanced in self.loaders]
+            for step, pair in enumerate(zip(*shares, strict=True), 1):
+                assert pair[0].plan == pair[1].plan
+                texts.append(str(pair[0].plan))
+                for rank, share in enumerate(pair):
+                    window[rank] += [
+                        (share.origin.number, d.lengths, SLOWNESS[rank] * sum(d.lengths))
+                        for d in share.origin.details
+                    ]
+                if step % self.accumulate == 0 or step == len(self.loaders[0]):
+                    for share in pair:
+                        share.origin.learning.observe(window)
+                    window = [[], []]
+                if len(texts) == steps:
+                    for iterator in shares:
+                        iterator.close()
+                    return texts
+        return texts
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("workers", WORKERS, ids=["0", "1", "kept"])
+def test_ranks_plan_alike_and_a_resumed_run_makes_the_same_plans(workers, accumulate):
+    whole, begun, resumed = (Run(accumulate, **workers) for _ in range(3))
+    texts = whole.go(2)
+    assert len(texts) == 24
+    assert begun.go(1, steps=6) == texts[:6]
+    for done, balanced in zip(begun.loaders, resumed.loaders, strict=True):
+        balanced.load_state_dict(json.loads(json.dumps(done.state_dict())))
+    assert resumed.go(2) == texts[6:]
+    cost = whole.loaders[0].cost
+    assert cost.predict(1, [20]) > 1.5 * cost.predict(0, [20])
+    assert len({text.split(", plan ")[1] for text in texts}) > 12
+    for balanced in whole.loaders:
+        balanced._iterator = None
+
+
+def test_a_slow_rank_gets_less_as_soon_as_it_is_known():
+    run = Run(1, minibatch_size=6)
+    run.go(3)
+    plan = run.loaders[0].plan(0)
+    tokens = [sum(LENGTHS[i] for m in rank for i in m) for rank in plan.microbatches]
+    assert tokens[1] / tokens[0] == pytest.approx(1 / 3, abs=0.15)
+    assert run.loaders[0].plan(0).text == run.loaders[1].plan(0).text
+
+
+def test_a_stream_learns_where_it_is_planned():
+    def stream(**options: Any) -> BalancedDataLoader:
+        return BalancedDataLoader(
+            Sized([9] * 24), minibatch_size=3, window=1, cost="fitted", collate_fn=list, **options
+        )
+
+    ranks = [stream(num_replicas=2, rank=rank) for rank in range(2)]
+    counts = []
+    for shares in zip(*ranks, strict=True):
+        counts.append([sum(len(microbatch) for microbatch in share) for share in shares])
+        assert shares[0].plan == shares[1].plan
+        rows = [
+            [(s.origin.number, d.lengths, SLOWNESS[rank] * sum(d.lengths)) for d in s.origin.details]
+            for rank, s in enumerate(shares)
+        ]
+        for share in shares:
+            share.origin.learning.observe(rows)
+    assert counts == [[3, 3], [3, 3], [5, 1], [5, 1]], "a stream is planned one minibatch behind"
+    with pytest.raises(ValueError, match="write num_workers=0"):
+        stream(num_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"cost": "fitted", "unroll": True, "policy": "lb_micro"},
+            r'ODCStrategy\(communication="on_demand"\)',
+        ),
+        ({"cost": "fited"}, "'fited' is unknown; .*'fitted'"),
+    ],
+)
+def test_what_cannot_learn_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        loader(**options)
+
+
+def test_a_cost_of_other_ranks():
+    with pytest.raises(ValueError, match=r'there are 2: write cost="fitted", or FittedCost\(2\)'):
+        len(loader(cost=FittedCost(3)))
+
+
+def test_every_minibatch_knows_what_is_in_it():
+    seeds = set()
+    for policy in ("lb_mini", "local_sort"):
+        for number, share in enumerate(loader(policy=policy)):
+            assert share.origin is not None
+            assert [d.lengths for d in share.origin.details] == [[len(s) for s in m] for m in share]
+            assert [d.seed for d in share.origin.details] == [(0, 0, int(m[0][0]), 1) for m in share]
+            seeds.update(d.seed for d in share.origin.details)
+            assert share.map(lambda m: m).origin is share.origin
+            assert number < 6
+    assert len(seeds) > 6
+    assert np.all([len(seed) == 4 for seed in seeds])

@@ -1,0 +1,161 @@
+"""The demo's corpus and its plan of minibatches."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_odc.demo.corpus import (
+    BOS,
+    EOS,
+    SPECIAL_TOKENS,
+    VOCABULARY,
+    Corpus,
+    CorpusError,
+    cut_definitions,
+    encode,
+    equal_pieces,
+    plan_minibatches,
+    read_corpus,
+)
+from tests.support.ranks import run_ranks
+
+CAP = 2048
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return read_corpus(CAP)
+
+
+def test_definitions_are_cut_with_their_decorators() -> None:
+    source = (
+        b"import os\n\n@first\n@second(1)\ndef f(x):\n    return x\n\x0c\n"
+        b"class C:\n    def g(self): pass\n\nX = 1\nasync def h(): ...\n"
+    )
+    assert list(cut_definitions(source)) == [
+        b"@first\n@second(1)\ndef f(x):\n    return x\n",
+        b"class C:\n    def g(self): pass\n",
+        b"async def h(): ...\n",
+    ]
+
+
+@pytest.mark.parametrize("source", [b"def broken(:\n", b"print 'python 2'\n", b"x = '\x00'\n"])
+def test_modules_that_do_not_parse_yield_nothing(source: bytes) -> None:
+    assert list(cut_definitions(source)) == []
+
+
+def test_the_standard_library_has_a_long_tail(corpus: Corpus) -> None:
+    lengths = sorted(corpus.lengths)
+    assert len(lengths) > 1000
+    assert lengths[-1] > 0.95 * CAP
+    assert lengths[-1] > 3 * sum(lengths) / len(lengths)
+    assert corpus.dropped > 100
+
+
+def test_samples_are_whole_definitions_under_the_cap(corpus: Corpus) -> None:
+    assert max(corpus.lengths) <= CAP
+    for sample in corpus.samples[::200]:
+        (node,) = ast.parse(sample).body
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def _digest(_: int) -> str:
+    return read_corpus(CAP).digest
+
+
+def test_every_process_cuts_the_same_samples(corpus: Corpus) -> None:
+    assert run_ranks(_digest) == 2 * [corpus.digest]
+
+
+def test_a_cap_drops_and_counts(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_text("def short(): pass\n")
+    (tmp_path / "a.py").write_text("def longer():\n    return '" + 100 * "x" + "'\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "c.py").write_text("def skipped(): pass\n")
+    everything = read_corpus(1000, root=tmp_path)
+    assert [sample.split(b"(")[0] for sample in everything.samples] == [b"def longer", b"def short"]
+    assert (everything.files, everything.dropped) == (2, 0)
+    shortest = len(b"def short(): pass\n") + SPECIAL_TOKENS
+    capped = read_corpus(shortest, root=tmp_path)
+    assert capped.lengths == [shortest]
+    assert capped.dropped == 1
+    with pytest.raises(CorpusError, match=f"fits in {shortest - 1} tokens"):
+        read_corpus(shortest - 1, root=tmp_path)
+
+
+def test_a_library_without_source_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=str(tmp_path)):
+        read_corpus(CAP, root=tmp_path)
+
+
+def test_the_digest_tells_where_samples_end() -> None:
+    assert Corpus((b"ab", b"c"), 9, 0, 1).digest != Corpus((b"a", b"bc"), 9, 0, 1).digest
+
+
+def test_bytes_are_tokens_between_two_marks() -> None:
+    tokens = encode("é\n".encode())
+    assert tokens.tolist() == [BOS, 0xC3, 0xA9, 10, EOS]
+    assert max(BOS, EOS) < VOCABULARY
+
+
+def test_equal_pieces_hold_the_same_text_in_equal_lengths(corpus: Corpus) -> None:
+    pieces = equal_pieces(corpus)
+    assert len(set(pieces.lengths)) == 1
+    assert len(pieces.samples) == len(corpus.samples)
+    assert b"".join(corpus.samples).startswith(b"".join(pieces.samples))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 99), min_size=12, max_size=40),
+    ranks=st.integers(1, 4),
+    samples_per_rank=st.integers(1, 3),
+    minibatches=st.integers(1, 5),
+    seed=st.integers(0, 3),
+)
+def test_plans_deal_every_sample_once_and_sort_each_share(
+    lengths: list[int], ranks: int, samples_per_rank: int, minibatches: int, seed: int
+) -> None:
+    plan = plan_minibatches(
+        lengths, ranks=ranks, samples_per_rank=samples_per_rank, minibatches=minibatches, seed=seed
+    )
+    assert [[len(share) for share in minibatch] for minibatch in plan] == [
+        ranks * [samples_per_rank]
+    ] * minibatches
+    first_epoch = len(lengths) // (ranks * samples_per_rank)
+    dealt = [index for minibatch in plan[:first_epoch] for share in minibatch for index in share]
+    assert len(set(dealt)) == len(dealt)
+    for minibatch in plan:
+        for share in minibatch:
+            assert [lengths[index] for index in share] == sorted((lengths[i] for i in share), reverse=True)
+
+
+def test_order_changes_the_order_alone() -> None:
+    lengths = list(range(100))
+    plans = [
+        plan_minibatches(
+            lengths, ranks=2, samples_per_rank=8, minibatches=3, seed=0, longest_first=longest_first
+        )
+        for longest_first in (True, False)
+    ]
+    assert plans[0] != plans[1]
+    as_sets = [[[set(share) for share in minibatch] for minibatch in plan] for plan in plans]
+    assert as_sets[0] == as_sets[1]
+
+
+def test_plans_follow_the_seed() -> None:
+    def plan(seed: int) -> object:
+        return plan_minibatches(range(1, 50), ranks=2, samples_per_rank=4, minibatches=3, seed=seed)
+
+    assert plan(0) == plan(0)
+    assert plan(0) != plan(1)
+
+
+def test_too_large_a_minibatch_is_refused() -> None:
+    with pytest.raises(CorpusError, match="2 ranks x 3 samples is more than the 5"):
+        plan_minibatches([1] * 5, ranks=2, samples_per_rank=3, minibatches=1, seed=0)

@@ -1,0 +1,155 @@
+"""The demo as a user starts it: real processes, real training, small sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_odc import cli
+from lightning_odc.callbacks import load_timeline
+from tests.support.ranks import run_ranks, torchrun_environment
+
+for package in ("transformers", "matplotlib", "rich"):
+    pytest.importorskip(package)
+
+SMALL = "--layers 2 --hidden-size 64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 2 --seed 3"
+DEMO = [sys.executable, "-m", "lightning_odc", "demo", *SMALL.split()]
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Sessions to end and to check: when a demo has ended, so have all its processes."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    left_behind = [process for process in processes if members(process.pid)]
+    for process in left_behind:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not left_behind
+
+
+def start(arguments: list[str], started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    """Start the demo in a session of its own, without what another launcher may have left in the environment."""
+    launchers = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in launchers}
+    process = subprocess.Popen(
+        DEMO + arguments,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    started.append(process)
+    return process
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session, from the kernel."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue  # It ended in between.
+        if int(of) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def check_run(run: dict[str, Any], minibatches: int, repetitions: int) -> None:
+    assert len(run["seconds_per_minibatch"]) == minibatches * repetitions
+    assert all(seconds > 0 for seconds in run["seconds_per_minibatch"])
+    assert len(run["loss"]) == minibatches + 1
+    assert run["loss"][-1] < run["loss"][0]
+    assert run["samples_per_second"] == pytest.approx(
+        6 * minibatches * repetitions / sum(run["seconds_per_minibatch"])
+    )
+
+
+def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+    modes = ["collective", "on_demand", "lockstep"]
+    process = start(["--output", str(tmp_path), "--communication", *modes], started)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert list(result["runs"]) == modes
+    for run in result["runs"].values():
+        check_run(run, minibatches=2, repetitions=2)
+    runs = result["runs"]
+    assert result["speedup"] == pytest.approx(
+        runs["on_demand"]["samples_per_second"] / runs["collective"]["samples_per_second"]
+    )
+    assert result["loss_disagreement"] <= result["loss_tolerance"] <= 1e-5
+
+    # The one-sided path was taken, by two ranks: each microbatch of each rank reads the peer's shard of each
+    # unit (two layers and the rest) at least in the forward pass, and the waits are measured.
+    assert runs["on_demand"]["traffic_per_minibatch"]["reads"] >= 2 * 3 * 3
+    assert runs["collective"]["traffic_per_minibatch"]["reads"] == 0
+    assert runs["on_demand"]["idle_share"] > 0
+    assert runs["lockstep"]["idle_seconds"]["lockstep"] > runs["on_demand"]["idle_seconds"]["lockstep"] == 0
+    assert runs["collective"]["idle_seconds"]["collective"] > 0
+    for mode in modes:
+        assert 0 < runs[mode]["idle_share"] < 1
+        shown = result["timelines"][mode]
+        assert shown["minibatch"] == 2
+        timeline = load_timeline(tmp_path / shown["trace"])
+        assert timeline.waiting_seen
+        for rank in timeline.ranks:
+            assert [span.details["number"] for span in rank.of("minibatch")] == [2]
+            assert len(rank.of("forward")) == 3
+
+    # Only the first rank speaks, and only of the demo.
+    assert sum(line.startswith("mode ") for line in out.splitlines()) == 1
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(tuple(modes))] == modes
+    assert "losses agree" in out
+    assert "Warning" not in err
+    assert f"files in {tmp_path}/:" in out
+    names = ["lengths.png", "minibatches.png", "result.json", "timelines", "timelines.png"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+    assert all(name.split(".")[0] in out for name in names)
+    assert sorted(path.name for path in (tmp_path / "timelines").iterdir()) == sorted(modes)
+
+
+def test_ctrl_c_ends_every_process_with_one_line(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = start(["--output", str(tmp_path), "--minibatches", "100000"], started)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("minibatch: "):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all processes of the foreground.
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip() == "lightning-odc: interrupted; no results were written"
+    assert list(tmp_path.iterdir()) == []
+
+
+def _run(_: int, options: str) -> tuple[int, str]:
+    for name in torchrun_environment(0, 1, 0):
+        del os.environ[name]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = cli.main(["demo", *SMALL.split(), *options.split()])
+    return code, out.getvalue()
+
+
+def test_one_process_is_enough(tmp_path: Path) -> None:
+    options = f"--devices 1 --output {tmp_path} --communication on_demand --repetitions 1 --equal-lengths"
+    ((code, out),) = run_ranks(_run, options, world_size=1)
+    assert code == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["speedup"] is None
+    assert len(set(result["corpus"]["tokens"].values())) == 1
+    assert "on_demand" in out
+    assert "speed-up by" not in out

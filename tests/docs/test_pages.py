@@ -1,0 +1,152 @@
+"""What README and docs say runs: every Python block, every command line, every public name's docstring."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_odc import cli
+from lightning_odc.balance import Cost
+from tests.docs import cli as docs_cli
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, fragments, programs
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+BENCH = re.compile(r"python -m (lightning_odc\.bench\.\w+)(.*)")
+MEASURE = re.compile(r"lightning-odc (bench \w+)( .*|$)")
+
+
+def run(arguments: list[str], cwd: Path) -> str:
+    """Run Python, with this repository importable; its output. A failure fails the test."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def test_the_blocks_of_every_page_run_in_order(tmp_path: Path) -> None:
+    pages = {page.relative_to(ROOT).as_posix(): len(fragments(page)) for page in PAGES if fragments(page)}
+    assert sum(pages.values()) > 10
+    output = run(["-m", "tests.docs.blocks", *pages], tmp_path)
+    for page, count in pages.items():
+        assert f"{page}: ran {count} blocks" in output
+
+
+@pytest.mark.parametrize("block", programs(), ids=lambda block: f"{block.page.stem}:{block.line}")
+def test_programs_run_as_files(block: Block, tmp_path: Path) -> None:
+    if "import ray" in block.text and importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    script = tmp_path / "example.py"
+    script.write_text(block.text)
+    assert "stopped: `max_epochs=" in run([str(script)], tmp_path)
+
+
+def test_the_example_of_the_readme_is_the_one_of_get_started() -> None:
+    found = [block.text for block in blocks(ROOT / "README.md") if block.is_program]
+    assert found
+    assert found[0] in (ROOT / "docs" / "get-started.md").read_text()
+
+
+def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        line.removeprefix("make demo ARGS=").strip('"') if line.startswith("make demo ARGS=") else line
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "console"
+        for line in block.text.splitlines()
+    ]
+    asked: dict[str, set[str]] = {}
+    for line in lines:
+        match = BENCH.match(line) or MEASURE.match(line)
+        command = match.group(1) if match else "demo" if line.startswith("--") else None
+        if command:
+            asked.setdefault(command, set()).update(w for w in shlex.split(line) if w.startswith("--"))
+    assert len(asked) >= 5
+    assert {"bench train", "bench sweep", "bench comm"} <= asked.keys()
+    for command, options in asked.items():
+        is_module = command.startswith("lightning_odc.")
+        main = importlib.import_module(command).main if is_module else cli.main
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([*([] if is_module else command.split()), "--help"])
+        known = capsys.readouterr().out
+        assert not {option for option in options if option not in known}, command
+
+
+def public_names() -> list[tuple[str, Any]]:
+    """All names that the packages offer, with what they stand for."""
+    found: list[tuple[str, Any]] = []
+    for package in ("lightning_odc", "lightning_odc.balance", "lightning_odc.callbacks"):
+        module = importlib.import_module(package)
+        found += [(f"{package}.{name}", getattr(module, name)) for name in module.__all__]
+    for package in ("lightning_odc.metrics", "lightning_odc.data.packing", "lightning_odc.errors"):
+        own = vars(importlib.import_module(package)).items()
+        found += [
+            (f"{package}.{n}", v) for n, v in own if n[0] != "_" and getattr(v, "__module__", "") == package
+        ]
+    return [(name, value) for name, value in found if inspect.isclass(value) or inspect.isfunction(value)]
+
+
+def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> None:
+    names = public_names()
+    assert len(names) > 40
+    bare = [name for name, value in names if not inspect.getdoc(value)]
+    for name, value in names:
+        methods = vars(value).items() if inspect.isclass(value) else ()
+        own = [n for n, m in methods if n[0] != "_" and (inspect.isfunction(m) or isinstance(m, property))]
+        contract = (
+            Cost if name.endswith("Cost") else None
+        )  # a method that fulfils a contract is documented there
+        bare += [
+            f"{name}.{n}" for n in own if not inspect.getdoc(getattr(value, n)) and not hasattr(contract, n)
+        ]
+    assert not bare
+    page = (ROOT / "docs" / "reference.md").read_text()
+    covered = tuple(line.removeprefix("::: ") for line in page.splitlines() if line.startswith(":::"))
+    assert not [name for name, _ in names if not name.startswith(covered)]
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="argparse lays help out differently in each Python"
+)
+def test_the_page_of_the_command_line_is_what_the_parsers_print() -> None:
+    assert docs_cli.PAGE.read_text() == docs_cli.page(), "write it anew: python -m tests.docs.cli"
+
+
+def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None:
+    """As the hosts of the documentation do, who install neither torch nor lightning."""
+    pytest.importorskip("mkdocs")
+    blocked = dict.fromkeys(("torch", "lightning", "pytorch_lightning", "lightning_odc"))
+    build = [
+        "build",
+        "--strict",
+        "--quiet",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    code = f"import sys; sys.modules.update({blocked}); from mkdocs.__main__ import cli; cli({build})"
+    run(["-c", code], tmp_path)
+    assert "Not measured" in (tmp_path / "site" / "gpus" / "index.html").read_text() or list(
+        (ROOT / "docs" / "data").glob("gpu-*.json")
+    )
+    assert "ODCStrategy" in (tmp_path / "site" / "reference" / "index.html").read_text()

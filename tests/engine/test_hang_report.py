@@ -1,0 +1,183 @@
+"""When ranks wait for long, every rank says where it is, the one that hangs included."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.errors import WaitTimeoutError
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+SOON = timedelta(seconds=0.3)
+STALL = 1.5
+
+
+class Stalls(TokenModule):
+    """Rank 1 sleeps in the second microbatch of its second share, rank 0 does not."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("items")
+        self.stalling = rank == 1
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.stalling and len(self.seen) == 3:
+            time.sleep(STALL)
+        return super().training_step(batch, batch_idx)
+
+
+def _stalls(rank: int, root: str, **options: Any) -> str:
+    sys.stderr = io.StringIO()
+    options = {"hang_report_after": SOON, **options}
+    shares = [Minibatch(token_batches([5, 9])) for _ in range(3)]
+    trainer(2, default_root_dir=root, **options).fit(Stalls(rank), loader(shares))
+    assert not [thread for thread in threading.enumerate() if "hang report" in thread.name]
+    return sys.stderr.getvalue()
+
+
+def test_every_rank_says_where_it_is(tmp_path):
+    said = run_ranks(_stalls, str(tmp_path))
+    files = [tmp_path / "odc-hang-reports" / f"rank{rank}.txt" for rank in range(2)]
+    for rank, (err, file) in enumerate(zip(said, files, strict=True)):
+        assert "lightning-odc: ranks have been waiting for 0." in err
+        assert f"This is rank {rank}, in epoch 0 after 1 optimizer steps; it " in err
+        assert f"Also in {file}, with the Python stack." in err
+        # After 0.3, 0.6 and 1.2 seconds, or a little later; not every time it looks.
+        assert 1 <= err.count("ranks have been waiting") <= 3
+        written = file.read_text()
+        assert written.count("ranks have been waiting") == err.count("ranks have been waiting")
+    assert "it is waiting for rank 1 (process " in said[0]
+    assert "rank 1 (process " in said[0].split("it is waiting")[1].split("\n", 1)[1]
+    assert ", microbatch 2, computing (last communicated for unit " in said[0]
+    assert "it does not wait" in said[1]
+    assert "time.sleep(STALL)" in files[1].read_text()  # the line that hangs
+    assert "waiting.py" in files[0].read_text()
+
+
+def test_an_unwritable_directory_is_said_once_and_hurts_nobody(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for err in run_ranks(_stalls, str(tmp_path / "file" / "below")):
+        assert err.count("could not be written") == 1
+        assert "ranks have been waiting" in err
+
+
+def _gives_up(rank: int, root: str) -> str:
+    if rank == 0:
+        with pytest.raises(WaitTimeoutError) as caught:
+            _stalls(rank, root, timeout=timedelta(seconds=0.5), hang_report_after=timedelta(seconds=60))
+        return str(caught.value)
+    with pytest.raises(Exception, match="Gave up after"):  # the other one's error
+        _stalls(rank, root, timeout=timedelta(seconds=20), hang_report_after=None)
+    return ""
+
+
+def test_the_deadline_is_reported_too(tmp_path):
+    message = try_ranks(_gives_up, str(tmp_path))[0].result
+    written = (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
+    assert message.startswith("Gave up after 0.5 s of waiting for rank 1")
+    assert message in written
+    assert "Python stack of this rank" in written
+    assert not (tmp_path / "odc-hang-reports" / "rank1.txt").exists()
+
+
+def _silent(rank: int, root: str) -> bool:
+    return "lightning-odc" in _stalls(rank, root, hang_report_after=None)
+
+
+def test_it_can_be_switched_off(tmp_path):
+    assert run_ranks(_silent, str(tmp_path)) == [False, False]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("after", [60, timedelta(0), "1 min"], ids=str)
+def test_what_is_no_time(after):
+    with pytest.raises(ValueError, match=r"write datetime.timedelta\(seconds=60\)"):
+        ODCStrategy(hang_report_after=after)
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path, capsys):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "rank3.txt").symlink_to(precious)
+    HangReport(1.0, tmp_path, 3).tell("something")
+    assert precious.read_text() == "mine"
+    assert "could not be written" in capsys.readouterr().err
+
+
+def test_a_link_in_the_place_of_the_directory_is_not_followed(tmp_path, capsys):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "reports").symlink_to(tmp_path / "theirs")
+    HangReport(1.0, tmp_path / "reports", 3).tell("something")
+    assert list((tmp_path / "theirs").iterdir()) == []
+    assert "could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_pipe_in_the_place_of_the_file_keeps_nobody_waiting(tmp_path, capsys, is_read):
+    os.mkfifo(tmp_path / "rank3.txt")
+    reader = os.open(tmp_path / "rank3.txt", os.O_RDONLY | os.O_NONBLOCK) if is_read else None
+    HangReport(1.0, tmp_path, 3).tell("something")
+    assert "could not be written" in capsys.readouterr().err
+    if reader is not None:
+        assert os.read(reader, 1) == b""
+        os.close(reader)
+
+
+def test_without_a_directory_there_is_stderr(capsys):
+    report = HangReport(1.0, None, 0)
+    report.tell("something")
+    assert capsys.readouterr().err == "lightning-odc: something\n  (There is no file of it.)\n"
+
+
+def test_a_wait_that_ended_well_makes_it_more_patient(capsys):
+    began = time.monotonic()
+    wait_until = began + 0.5
+    report = HangReport(0.1, None, 0)
+    report.start(lambda: max(time.monotonic() - began, 0) * (time.monotonic() < wait_until), lambda: "  here")
+    deadline = began + 10
+    while report.after == 0.1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    report.stop()
+    report.stop()
+    assert 0.2 <= report.after < 2.0
+    err = capsys.readouterr().err
+    assert "  here" in err
+    assert err.count("the wait is over, training goes on") == 1
+
+
+def test_no_wait_is_over_that_was_not_reported(capsys):
+    waits, looks = iter([0.05, 0.0, -1e-6, 0.01]), []
+
+    def longest_wait() -> float:
+        looks.append(next(waits, 0.0))
+        return looks[-1]
+
+    report = HangReport(0.1, None, 0)
+    report.start(longest_wait, str)
+    deadline = time.monotonic() + 10
+    while len(looks) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    report.stop()
+    assert len(looks) >= 5
+    assert capsys.readouterr().err == ""
+
+
+def test_files_of_several_reports_are_kept(tmp_path: Path) -> None:
+    report = HangReport(1.0, tmp_path / "new", 1)
+    report.tell("first")
+    report.tell("second")
+    assert report.path is not None
+    text = report.path.read_text()
+    assert text.index("first") < text.index("second")

@@ -1,0 +1,607 @@
+"""The protocol's invariants under random interleavings, and proof that the explorer sees broken protocols."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_odc.engine import protocol as protocol_module
+from lightning_odc.engine.peers import FOLLOWED, Word
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.stealing import WorkQueues
+from lightning_odc.engine.tracing import Tracer
+from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.engine.waiting import Cause
+from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
+from tests.support.interleaving import Interleaved, Scheduler
+
+UNITS = (
+    UnitSpec("first", 4, torch.float32, 4, torch.float32),
+    UnitSpec("second", 2, torch.float32, 2, torch.float32),
+)
+STEPS = 4
+
+
+class ViolationError(AssertionError):
+    """A rank saw something that the protocol forbids."""
+
+
+def text_length(rank: int, version: int) -> int:
+    """How much a rank says: another one has most to say in every step."""
+    return 200 * ((rank + version) % 3)
+
+
+def value_of(version: int, rank: int, unit: int) -> float:
+    return 100.0 * (version % 512) + 10 * rank + unit  # fp32 holds it exactly
+
+
+def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
+    """One rank of a toy training run that checks everything it reads; ``microbatches[step][rank]`` is how many."""
+    rank, world = protocol.transport.rank, protocol.transport.world_size
+    protocol.open()
+    publish(protocol)
+    for counts in microbatches:
+        for _ in range(counts[rank]):
+            for unit in range(len(UNITS)):
+                check_gather(protocol, unit)
+            for unit in reversed(range(len(UNITS))):
+                chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
+                protocol.windows[unit].accumulate(chunks.view(-1), [Segment(0, 0, UNITS[unit].grad_numel)])
+        name = str(protocol.version) * text_length(rank, protocol.version)
+        records = protocol.end_version({"kind": "step", "count": counts[rank], "text": name})
+        if [record["count"] for record in records] != counts:
+            raise ViolationError(f"records of another meeting: {records}, expected {counts}")
+        for peer, record in enumerate(records):
+            if record["text"] != str(protocol.version) * text_length(peer, protocol.version):
+                raise ViolationError(f"torn record: {record}")
+        expected = sum((1.0 + peer) * count for peer, count in enumerate(counts))
+        for unit in range(len(UNITS)):
+            total = protocol.windows[unit].summed().unique().tolist()
+            if total != [expected]:
+                raise ViolationError(f"lost or doubled add: {total} instead of {expected}")
+            protocol.windows[unit].clear()
+        protocol.next_version()
+        publish(protocol)
+    protocol.meet({"kind": "end"})
+
+
+def publish(protocol: Protocol) -> None:
+    for unit, spec in enumerate(UNITS):
+        value = value_of(protocol.version, protocol.transport.rank, unit)
+        half = spec.shard_numel // 2
+        protocol.windows[unit].own_shard[:half] = value
+        protocol.transport.load(protocol.transport.rank, Word.VERSION)  # let others in between
+        protocol.windows[unit].own_shard[half:] = value
+        protocol.windows[unit].publish()
+
+
+def check_gather(protocol: Protocol, unit: int) -> None:
+    rank, world = protocol.transport.rank, protocol.transport.world_size
+    out = torch.zeros(world, UNITS[unit].shard_numel)
+    protocol.windows[unit].gather(out.view(-1))
+    for peer in set(range(world)) - {rank}:
+        seen, expected = out[peer].unique().tolist(), value_of(protocol.version, peer, unit)
+        if seen != [expected]:
+            raise ViolationError(f"torn or stale read of rank {peer}: {seen} instead of {expected}")
+
+
+def explore(
+    seed: int, world_size: int = 3, protocol_class: type[Protocol] = Protocol, **options: Any
+) -> list[BaseException | None]:
+    """Play with one interleaving; returns each rank's exception."""
+    rng = random.Random(seed)
+    counts = [[rng.choice([0, 1, 2, 3]) for _ in range(world_size)] for _ in range(STEPS)]
+    hub, scheduler = ThreadHub(world_size, timeout=20), Scheduler(world_size, seed)
+    errors: list[BaseException | None] = [None] * world_size
+
+    def run(rank: int) -> None:
+        protocol = protocol_class(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=10, **options)
+        try:
+            play(protocol, counts)
+        except Exception as error:  # a broken protocol fails in many ways
+            errors[rank] = error
+            protocol.transport._scheduled = False  # type: ignore[attr-defined]
+            protocol.fail(str(error))
+        finally:
+            scheduler.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), f"seed {seed} hangs"
+    assert scheduler.operations > 100
+    return errors
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["locked", "deterministic"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_invariants_hold_in_random_interleavings(world_size, options):
+    for seed in range(15):
+        errors = explore(seed, world_size, **options)
+        assert errors == [None] * world_size, f"seed {seed}: {errors}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_records_longer_than_a_mailbox_take_several_meetings(monkeypatch, world_size):
+    monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", 64)
+    for seed in range(10):
+        errors = explore(seed, world_size)
+        assert errors == [None] * world_size, f"seed {seed}: {errors}"
+
+
+class WithoutVersions(Protocol):
+    """Reads without waiting for the version."""
+
+    def open(self) -> None:
+        super().open()
+        for window in self.windows:
+            window._await_version = lambda *_: None  # type: ignore[method-assign]
+
+
+class WithoutMeeting(Protocol):
+    """Takes its sums without waiting for the others to be done."""
+
+    def _await_meeting(self, peer: int, record: Any) -> None:
+        pass
+
+
+class WithoutLocks(Protocol):
+    """Adds without taking the lock."""
+
+    def open(self) -> None:
+        super().open()
+        for window in self.windows:
+            window._accumulators = [target._replace(lock=None) for target in window._accumulators]
+
+
+class PublishesEarly(Protocol):
+    """Announces the next version before it is written."""
+
+    def next_version(self) -> None:
+        super().next_version()
+        for unit in range(len(UNITS)):
+            self.windows[unit].publish()
+
+
+class ForgetsToClear(Protocol):
+    """Leaves the sums of the last step in the accumulators."""
+
+    def open(self) -> None:
+        super().open()
+        for window in self.windows:
+            window.clear = lambda *_: None  # type: ignore[method-assign]
+
+
+class OneMailbox(Protocol):
+    """Posts every part of a record over the last one, which others may still be reading."""
+
+    def _meet_once(self, message: bytes, record: Any) -> list[bytes]:
+        self._meetings += 1  # so that the mailbox is always the same
+        return super()._meet_once(message, record)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [WithoutVersions, WithoutMeeting, WithoutLocks, PublishesEarly, ForgetsToClear],
+    ids=lambda c: c.__name__,
+)
+def test_the_explorer_finds_broken_protocols(broken):
+    assert breaks(broken)
+
+
+def test_the_explorer_finds_parts_posted_over_parts_that_are_being_read(monkeypatch):
+    monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", 64)
+    assert breaks(OneMailbox)
+
+
+def test_the_explorer_finds_a_first_version_that_words_start_with(monkeypatch):
+    monkeypatch.setattr(protocol_module, "_FIRST_VERSION", 0)
+    assert breaks(Protocol)
+
+
+LAST_WORD = 2**63 - 1
+
+
+@pytest.mark.parametrize("last", [2**31, 2**32, 2**53, LAST_WORD - 2**10], ids=hex)
+def test_versions_and_meetings_go_on_beyond_every_width(monkeypatch, last):
+    """A word has 63 bits; Python, JSON and the records in between must not lose any of them."""
+    monkeypatch.setattr(protocol_module, "_FIRST_VERSION", last - 2)
+
+    class Long(Protocol):
+        def open(self) -> None:
+            self._meetings = self._barriers = last - 3
+            super().open()
+
+    for seed in range(3):
+        assert explore(seed, 2, Long) == [None, None]
+        assert explore(seed, 2, Long, deterministic=True) == [None, None]
+
+
+def add_ones(protocol: Protocol, unit: int) -> None:
+    numel = UNITS[unit].grad_numel
+    ones = torch.ones(protocol.transport.world_size, numel)
+    protocol.windows[unit].accumulate(ones.view(-1), [Segment(0, 0, numel)])
+
+
+class GathersTooLate(Protocol):
+    """Reads version ``v`` when peers may be writing ``v + 1`` already."""
+
+    def end_version(self, record: Any) -> list[Any]:
+        records = super().end_version(record)
+        if self.version == STEPS:
+            check_gather(self, 0)
+        return records
+
+
+class AddsTooLate(Protocol):
+    """Adds gradients of version ``v`` when peers may have taken out their sums already."""
+
+    def end_version(self, record: Any) -> list[Any]:
+        records = super().end_version(record)
+        if self.version == STEPS:
+            add_ones(self, 0)
+        return records
+
+
+@pytest.mark.parametrize("late", [GathersTooLate, AddsTooLate], ids=lambda c: c.__name__)
+def test_nobody_uses_a_version_that_has_ended(late):
+    for seed in range(5):
+        assert all(isinstance(e, StaleShardError) for e in explore(seed, 3, late)), f"seed {seed}"
+
+    class Unguarded(late):  # type: ignore[misc, valid-type]
+        def open(self) -> None:
+            super().open()
+            for window in self.windows:
+                window.check_not_ended = lambda: None
+
+    assert breaks(Unguarded)
+
+
+def breaks(protocol_class: type[Protocol]) -> bool:
+    """Some interleaving ends in a violation, or in a record that is not there (not in a mere time-out)."""
+    found = (e for seed in range(25) for e in explore(seed, 3, protocol_class))
+    return any(isinstance(e, ViolationError | ValueError) for e in found)
+
+
+# -- failures and waits -------------------------------------------------------------------------------------
+
+
+def pair(timeout: float = 0.3, **options: Any) -> tuple[ThreadHub, list[Protocol]]:
+    hub = ThreadHub(2)
+    protocols = [Protocol(hub.transport(rank), UNITS, timeout=timeout, **options) for rank in range(2)]
+    together(*(p.open for p in protocols))
+    return hub, protocols
+
+
+def together(*functions: Any) -> list[BaseException | None]:
+    errors: list[BaseException | None] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            functions[index]()
+        except Exception as error:
+            errors[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return errors
+
+
+def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is():
+    _, (first, second) = pair()
+    second.begin_microbatch(3)
+    begin = time.monotonic()
+    with pytest.raises(WaitTimeoutError) as error:
+        first.windows[1].gather(torch.zeros(4))
+    assert 0.3 <= time.monotonic() - begin < 3
+    message = str(error.value)
+    assert "Gave up after 0.3 s of waiting to read unit 'second' (version 1) from rank 1." in message
+    assert "rank 0 (this one): version 1, microbatch 0, reading shards of unit 'second'" in message
+    assert "rank 1: version 1, microbatch 4, computing" in message
+    assert first.waiter.seconds[Cause.READ] >= 0.3
+
+
+def test_a_failed_peer_stops_the_wait_with_its_error():
+    _, (first, second) = pair(timeout=20)
+    second.fail("Traceback: ValueError: no such token")
+    begin = time.monotonic()
+    with pytest.raises(PeerFailedError, match=r"(?s)Rank 1 failed, so rank 0 stops too.*no such token"):
+        first.windows[0].gather(torch.zeros(8))
+    assert time.monotonic() - begin < 3
+
+
+def test_the_first_failure_is_reported_not_those_that_followed():
+    _, (first, second, third) = three()
+    third.fail("ValueError: the cause")
+    second.fail(FOLLOWED + "whatever")
+    with pytest.raises(PeerFailedError, match=r"Rank 2 failed.*\n.*the cause"):
+        first.meet({"kind": "step"})
+
+
+def test_a_peer_that_failed_and_ended_at_once_is_heard():
+    _, (first, second) = pair(timeout=20)
+
+    def ended() -> list[int]:
+        second.fail("ValueError: the last word")
+        return [1]
+
+    first.transport.dead_peers = ended  # type: ignore[method-assign]
+    with pytest.raises(PeerFailedError, match=r"Rank 1 failed.*\n.*the last word"):
+        first.meet({"kind": "step"})
+
+
+def test_a_peer_that_left_or_died_stops_the_wait():
+    hub, (first, second) = pair(timeout=20)
+    second.close()
+    with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
+        first.meet({"kind": "step"})
+    hub, (first, second) = pair(timeout=20)
+    hub.dead.add(1)
+    with pytest.raises(PeerFailedError, match="rank 1 ended without a word"):
+        first.meet({"kind": "step"})
+
+
+def test_a_peer_that_left_after_its_part_is_no_failure():
+    hub, (first, second) = pair(timeout=20)
+    publish(second)
+    second.close()
+    hub.dead.add(1)
+    check_gather(first, 0)
+
+
+def three(**options: Any) -> tuple[ThreadHub, list[Protocol]]:
+    hub = ThreadHub(3)
+    protocols = [Protocol(hub.transport(rank), UNITS, timeout=20, **options) for rank in range(3)]
+    together(*(p.open for p in protocols))
+    return hub, protocols
+
+
+def steal(protocol: Protocol) -> Any:
+    return WorkQueues(protocol, 1, COSTS).steal()
+
+
+def await_device(protocol: Protocol, done: threading.Event) -> None:
+    protocol.transport.runs_ahead = True
+    protocol.transport.drain = lambda: done.is_set  # type: ignore[method-assign]
+    protocol.finish()
+
+
+COSTS = [[], [], [1.0, 1.0]]
+GONE = {
+    "another rank has ended a batch": lambda ranks: ranks[1].come_to_end(),
+    "another rank has left": lambda ranks: ranks[1].close(),
+    "the owner has ended a batch": lambda ranks: ranks[2].come_to_end(),  # before its device has published
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "gone"),
+    [
+        (case, gone)
+        for case in ("read", "lock", "device", "queue", "lock of a queue")
+        for gone in GONE
+        if (case, gone) != ("queue", "the owner has ended a batch")  # it opens its queue before
+    ],
+)
+def test_a_wait_goes_on_while_those_it_needs_can_end_it(case, gone):
+    """Between two meetings ranks may be apart by batches: gradients are accumulated, or shares are empty."""
+    hub, ranks = three()
+    first, second, third = ranks
+    done = threading.Event()
+    publish(second)
+    WorkQueues(second, 1, COSTS)
+    if case == "lock of a queue":
+        WorkQueues(third, 1, COSTS)
+    lock = hub.windows[2].locks[-1 if case == "lock of a queue" else 0]
+    assert lock.take()
+    GONE[gone](ranks)
+    waits = {
+        "read": (lambda: first.windows[0].gather(torch.zeros(12)), lambda: publish(third)),
+        "lock": (lambda: add_ones(first, 0), lock.give),
+        "device": (lambda: await_device(first, done), done.set),
+        "queue": (lambda: steal(first), lambda: WorkQueues(third, 1, COSTS)),
+        "lock of a queue": (lambda: steal(first), lock.give),
+    }
+    begin, end = waits[case]
+    looks = []
+
+    def look() -> list[int]:
+        looks.append(case)
+        if len(looks) == 3:
+            end()
+        return []
+
+    first.transport.dead_peers = look  # type: ignore[method-assign]
+    begin()
+    assert len(looks) == 3
+
+
+def test_a_shard_that_its_owner_never_publishes_is_not_waited_for():
+    _, (first, second) = pair(timeout=20)
+    second.close()
+    with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
+        first.windows[0].gather(torch.zeros(8))
+
+
+@pytest.mark.parametrize("case", ["meeting", "lockstep", "queue"])
+def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
+    """By its rank in the job: these three may be the second node of two."""
+    _, ranks = three(lockstep=case == "lockstep")
+    first, second, third = ranks
+    first.transport.job_rank = lambda peer: 3 + peer  # type: ignore[method-assign]
+    waits = {
+        "meeting": lambda: first.meet({"kind": "step"}),  # waits for the second, and would for the third
+        "lockstep": lambda: first.windows[0].gather(torch.zeros(12)),
+        "queue": lambda: steal(first),
+    }
+    WorkQueues(second, 1, COSTS)
+    third.come_to_end()
+    message = "Rank 5 has ended a batch or an epoch in which rank 3 waits for it"
+    with pytest.raises(DisagreementError, match=message):
+        waits[case]()
+
+
+def test_ranks_that_meet_for_different_reasons_disagree():
+    _, (first, second) = pair(timeout=20)
+    errors = together(
+        lambda: first.meet({"kind": "optimizer step"}), lambda: second.meet({"kind": "validation"})
+    )
+    assert all(isinstance(error, DisagreementError) for error in errors)
+    assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
+
+
+def test_records_of_any_length_arrive():
+    _, protocols = pair(timeout=20)
+    heard: list[Any] = [None, None]
+    for lengths in ((0, 1_000_000), (70_000, 5), (65_500, 65_600), (1, 1)):
+        texts = ["a" * lengths[0], "b" * lengths[1]]
+
+        def meet(rank: int, texts: list[str] = texts) -> None:
+            heard[rank] = protocols[rank].meet({"kind": "step", "text": texts[rank]})
+
+        assert together(lambda: meet(0), lambda: meet(1)) == [None, None]
+        assert all([record["text"] for record in records] == texts for records in heard)
+
+
+def test_a_rank_that_fell_behind_in_versions_is_told():
+    _, (first, second) = pair(timeout=20)
+    publish(second)
+    second.next_version()
+    publish(second)
+    with pytest.raises(
+        DisagreementError, match="Rank 1 has published version 2 of unit 'first' while rank 0"
+    ):
+        first.windows[0].gather(torch.zeros(8))
+
+
+def test_waits_are_measured_by_cause():
+    _, (first, second) = pair(timeout=20)
+
+    def late() -> None:
+        time.sleep(0.2)
+        publish(second)
+        check_gather_later.wait(10)
+        time.sleep(0.3)
+        second.meet({"kind": "step"})
+
+    check_gather_later = threading.Event()
+
+    def early() -> None:
+        check_gather(first, 0)
+        check_gather_later.set()
+        first.meet({"kind": "step"})
+
+    assert together(late, early) == [None, None]
+    assert first.waiter.seconds[Cause.READ] == pytest.approx(0.2, abs=0.1)
+    assert first.waiter.seconds[Cause.SETTLE] == pytest.approx(0.3, abs=0.1)
+    assert first.waiter.seconds[Cause.LOCK] == 0
+    assert (first.traffic.reads, first.traffic.bytes_read) == (1, 16)
+
+
+def test_lockstep_waits_at_every_unit():
+    _, protocols = pair(timeout=20, lockstep=True)
+    first, second = protocols
+
+    def fast() -> None:
+        publish(first)
+        for _ in range(3):
+            first.windows[0].gather(torch.zeros(8))
+        first.meet({"kind": "step"})
+
+    def slow() -> None:
+        publish(second)
+        for _ in range(3):
+            time.sleep(0.1)
+            second.windows[0].gather(torch.zeros(8))
+        second.meet({"kind": "step"})
+
+    assert together(fast, slow) == [None, None]
+    assert first.waiter.seconds[Cause.LOCKSTEP] == pytest.approx(0.3, abs=0.15)
+
+
+def test_who_waits_at_a_barrier_is_reported_as_waiting():
+    _, (first, second) = pair(timeout=20, lockstep=True)
+
+    def slow() -> None:
+        publish(second)
+        while first.waiter.waiting_for is None:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        assert second.peers.longest_wait() > 0
+        assert "waiting for the others at a meeting" in second.peers.report()
+        second.windows[0].gather(torch.zeros(8))
+
+    def fast() -> None:
+        publish(first)
+        first.windows[0].gather(torch.zeros(8))
+
+    assert together(fast, slow) == [None, None]
+
+
+def test_an_ended_version_comes_back_with_the_next_one():
+    alone = Protocol(ThreadHub(1).transport(0), UNITS, timeout=1)
+    alone.open()
+    alone.end_version({"kind": "step"})
+    message = r"(?s)The model ran \(unit 'second'\) between .* `on_before_optimizer_step`.* \(LBFGS\)"
+    with pytest.raises(StaleShardError, match=message):
+        alone.windows[1].gather(torch.zeros(2))
+    with pytest.raises(StaleShardError, match=message):
+        add_ones(alone, 1)
+    alone.next_version()
+    alone.windows[1].gather(torch.zeros(2))
+    add_ones(alone, 1)
+    assert alone.windows[1].summed().tolist() == [1.0, 1.0]
+
+
+SPANS = {
+    "plain": (False, ["read", "add", "wait"]),
+    "lockstep": (True, ["wait", "read", "wait", "add", "wait"]),
+}
+
+
+@pytest.mark.parametrize("case", SPANS)
+def test_reads_adds_and_waits_are_traced(case):
+    lockstep, expected = SPANS[case]
+    _, (first, second) = pair(timeout=20, lockstep=lockstep)
+    tracer = Tracer()
+    first.listen(tracer)
+
+    def work(protocol: Protocol, late: float) -> None:
+        publish(protocol)
+        time.sleep(late)
+        protocol.windows[1].gather(torch.zeros(4))
+        time.sleep(late)
+        add_ones(protocol, 1)
+        time.sleep(late)
+        protocol.meet({"kind": "step"})
+
+    publish(second)  # so that a plain read does not wait
+    assert together(lambda: work(first, 0), lambda: work(second, 0.05)) == [None, None]
+    kinds = [span.kind for span in tracer.spans]
+    assert kinds == expected
+    for span in tracer.spans:
+        assert span.begin <= span.end
+        if span.kind != "wait":
+            assert span.details == {"unit": "second"}
+    waits = sum(span.end - span.begin for span in tracer.spans if span.kind == "wait") / 1e9
+    assert waits == pytest.approx(sum(first.waiter.seconds.values()), abs=1e-3)
+
+
+def test_world_of_one():
+    hub = ThreadHub(1)
+    alone = Protocol(hub.transport(0), UNITS, timeout=1)
+    play(alone, [[2], [0], [1]])
+    assert alone.version == 4
+    assert sum(alone.waiter.seconds.values()) == 0

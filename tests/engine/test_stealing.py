@@ -1,0 +1,269 @@
+"""Work stealing: every microbatch once, the planned gradient, and nothing stolen when it would not pay."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_odc import Minibatch
+from lightning_odc.data.minibatch import AllShares
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.stealing import WorkQueues
+from lightning_odc.engine.transports.base import Lock
+from lightning_odc.engine.transports.threads import ThreadHub
+from tests.engine.test_protocol import UNITS
+from tests.strategy.test_parity import assert_same
+from tests.support.interleaving import Interleaved, Scheduler
+from tests.support.models import summed_loss
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks
+
+
+def queues(costs: list[list[float]], rates: list[float] | None = None) -> list[WorkQueues]:
+    """The queues of all ranks, seen from each of them."""
+    hub = ThreadHub(len(costs))
+    protocols = [Protocol(hub.transport(rank), UNITS, timeout=5) for rank in range(len(costs))]
+    threads = [threading.Thread(target=protocol.open) for protocol in protocols]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    result = [WorkQueues(protocol, 1, costs) for protocol in protocols]
+    for queue, rate in zip(result, rates or [], strict=False):
+        queue.report_rate(rate)
+    return result
+
+
+def test_owners_take_from_the_front_and_thieves_from_the_back():
+    fast, slow = queues([[1.0], [5.0, 4.0, 3.0, 2.0]])
+    assert slow.take() == 0
+    assert (fast.take(), fast.take()) == (0, None)
+    assert fast.steal() == (1, 3)
+    assert slow.take() == 1
+    assert fast.steal() == (1, 2)
+    assert (slow.take(), fast.steal()) == (None, None)
+
+
+def test_the_most_loaded_peer_is_helped_first():
+    idle, _, _ = queues([[], [3.0, 3.0], [3.0, 3.0, 3.0]])
+    assert idle.steal() == (2, 2)
+
+
+def test_nothing_is_stolen_that_its_owner_would_finish_sooner():
+    # One microbatch is left: run here it takes as long as there, plus nothing won.
+    fast, slow = queues([[], [6.0, 5.0]])
+    slow.take()
+    assert fast.steal() == (1, 1)  # 5 here against 3 + 5 there
+    crawling, other = queues([[], [6.0, 5.0]], rates=[10.0, 1.0])
+    other.take()
+    assert crawling.steal() is None  # 50 here against 8 there
+
+
+def test_a_slow_owner_is_known_as_slow():
+    # By plan rank 2 has more left; measured, rank 1 needs ten times as long per cost.
+    idle, _, _ = queues([[], [3.0, 3.0], [3.0, 3.0, 3.0]], rates=[1.0, 10.0, 1.0])
+    assert idle.steal() == (1, 1)
+
+
+def test_a_thief_that_comes_too_late_helps_the_next_peer():
+    idle, first, second = queues([[], [9.0, 9.0, 9.0], [3.0, 3.0, 3.0]])
+    claim_lock = idle._transport.claim_lock
+
+    def late(owner: int) -> Lock:
+        if owner == 1:  # it takes its last microbatch between the thief's look and the thief's claim
+            while first.take() is not None:
+                pass
+        return claim_lock(owner)
+
+    idle._transport.claim_lock = late  # type: ignore[method-assign]
+    assert idle.steal() == (2, 2)
+    assert second.take() == 0
+
+
+def test_a_peer_that_has_not_begun_is_waited_for_and_then_helped():
+    hub = ThreadHub(2)
+    protocols = [Protocol(hub.transport(rank), UNITS, timeout=5) for rank in range(2)]
+    threads = [threading.Thread(target=protocol.open) for protocol in protocols]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    costs = [[], [1.0, 1.0]]
+    early = WorkQueues(protocols[0], 2, costs)
+    WorkQueues(protocols[1], 1, costs)  # of the minibatch before
+    timer = threading.Timer(0.2, lambda: WorkQueues(protocols[1], 2, costs))
+    timer.start()
+    assert early.steal() == (1, 1)
+    timer.join()
+
+
+def test_too_many_microbatches():
+    with pytest.raises(ValueError, match="up to 4095 microbatches"):
+        queues([[1.0] * 4096])
+
+
+def test_stealing_under_a_fixed_order_of_sums_is_refused():
+    with pytest.raises(
+        ValueError, match=r'Use BalancedDataLoader\(policy="lb_mini"\), the same plan without'
+    ):
+        WorkQueues(Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True), 1, [[1.0]] * 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_microbatch_runs_exactly_once_in_any_interleaving(seed):
+    world, rng = 3, random.Random(seed)
+    rounds = [[[rng.random() + 0.1 for _ in range(rng.randrange(6))] for _ in range(world)] for _ in range(3)]
+    hub, scheduler = ThreadHub(world, timeout=20), Scheduler(world, seed)
+    ran: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
+
+    def run(rank: int) -> None:
+        protocol = Protocol(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=20)
+        try:
+            protocol.open()
+            for number, costs in enumerate(rounds, 1):  # ranks may be apart: no meeting in between
+                work = WorkQueues(protocol, number, costs)
+                while (own := work.take()) is not None:
+                    ran[rank].append((number, rank, own))
+                while (stolen := work.steal()) is not None:
+                    ran[rank].append((number, *stolen))
+        finally:
+            scheduler.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    everything = sorted(item for items in ran for item in items)
+    expected = [
+        (n, r, i) for n, costs in enumerate(rounds, 1) for r in range(world) for i in range(len(costs[r]))
+    ]
+    assert everything == sorted(expected)
+
+
+# -- in training -----------------------------------------------------------------------------------------------
+
+LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
+
+
+def shares(rank: int, counts: tuple[int, ...]) -> list[Minibatch]:
+    """Shares whose ranks may help each other; rank r is planned to run ``counts[r]`` of the six microbatches."""
+    result = []
+    for step, lengths in enumerate(LENGTHS):
+        batches = token_batches(lengths, seed=step)
+        starts = [sum(counts[:r]) for r in range(len(counts))]
+        by_rank = [batches[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        share = Minibatch(by_rank[rank], weights=[b.numel() - 1 for b in by_rank[rank]], plan=f"step {step}")
+        costs = [[float(batch.numel()) for batch in own] for own in by_rank]
+        weights = [[float(batch.numel() - 1) for batch in own] for own in by_rank]
+        share.all_shares = AllShares(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
+        result.append(share)
+    return result
+
+
+class Slow(TokenModule):
+    """A rank that needs a tenth of a second per token more."""
+
+    def __init__(self, seconds: float, returns: str) -> None:
+        super().__init__(returns, lr=0.01)
+        self.seconds = seconds
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        time.sleep(self.seconds * batch.numel())
+        self.log("tokens", float(batch.numel() - 1), sync_dist=True, reduce_fx="sum")
+        self.log("one", 1.0, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit(rank: int, counts: tuple[int, ...], slow_rank: int, returns: str, accumulate: int) -> dict[str, Any]:
+    module = Slow(0.01 if rank == slow_rank else 0.001, returns)
+    t = trainer(len(counts), accumulate_grad_batches=accumulate)
+    t.fit(module, loader(shares(rank, counts)))
+    metrics = {name: value.item() for name, value in t.callback_metrics.items()}
+    return {"parameters": full_parameters(module), "seen": module.seen, "metrics": metrics}
+
+
+@pytest.mark.parametrize("returns", ["items", "mean"])
+@pytest.mark.parametrize(("counts", "slow_rank"), [((3, 3), 0), ((0, 6), 1), ((2, 3, 1), 1)], ids=str)
+def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(counts, slow_rank, returns):
+    results = run_ranks(_fit, counts, slow_rank, returns, 1, world_size=len(counts))
+    ran = sorted(length for result in results for length in result["seen"])
+    assert ran == sorted(length for lengths in LENGTHS for length in lengths), "every microbatch exactly once"
+    assert len(results[slow_rank]["seen"]) < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
+    for result in results:
+        assert_same(result["parameters"], _reference([[0], [1], [2]]))
+        assert result["metrics"]["tokens"] == sum(length - 1 for length in LENGTHS[-1])
+        assert result["metrics"]["one"] == 1.0
+
+
+def test_stealing_within_accumulated_minibatches():
+    results = run_ranks(_fit, (1, 5), 1, "items", 2)
+    assert len(results[1]["seen"]) < 15
+    assert_same(results[0]["parameters"], _reference([[0, 1], [2]]))
+
+
+class Counting(Slow):
+    """Its gradient counts tokens: whole numbers, whose sums are exact in every order."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds, "items")
+        self.table = nn.Embedding(11, 3)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)  # sleeps and logs
+        return {"loss": self.table(batch).sum(), "num_items": batch.numel() - 1}
+
+
+def _count(rank: int) -> list[tuple[dict[str, Tensor], list[int], float]]:
+    """With one slow rank, with the other, and without stealing in the fixed order of sums."""
+    results = []
+    for slow_rank in (0, 1, None):
+        torch.manual_seed(0)
+        module = Counting(0.01 if rank == slow_rank else 0.0)
+        t = trainer(2, deterministic=slow_rank is None)
+        planned = shares(rank, (3, 3))
+        for share in planned:
+            share.all_shares = None if slow_rank is None else share.all_shares
+        t.fit(module, loader(planned))
+        results.append((full_parameters(module), module.seen, t.callback_metrics["tokens"].item()))
+    return results
+
+
+def test_whoever_ran_what_the_bits_are_those_of_the_fixed_order_where_sums_are_exact():
+    first, second = run_ranks(_count)
+    ran = [[len(of_rank[case][1]) for of_rank in (first, second)] for case in range(3)]
+    assert ran[0][0] < 9 < ran[0][1] and ran[1][1] < 9 < ran[1][0], f"each was helped by the other: {ran}"
+    assert ran[2] == [9, 9]
+    for parameters, _, tokens in first:
+        assert all(torch.equal(value, first[2][0][name]) for name, value in parameters.items())
+        assert tokens == first[2][2]
+    torch.manual_seed(0)
+    before = full_parameters(Counting(0.0))
+    assert not torch.equal(first[0][0]["table.weight"], before["table.weight"])
+
+
+def _reference(windows: list[list[int]]) -> dict[str, Tensor]:
+    module = TokenModule(lr=0.01)
+    optimizer = module.configure_optimizers()
+    for steps in windows:
+        optimizer.zero_grad()
+        batches = [batch for step in steps for batch in token_batches(LENGTHS[step], seed=step)]
+        for batch in batches:
+            (summed_loss(module.net, batch) / sum(b.numel() - 1 for b in batches)).backward()
+        optimizer.step()
+    return full_parameters(module)
+
+
+def test_nothing_is_stolen_from_a_balanced_minibatch():
+    first, second = queues([[8.0, 2.0], [6.0, 4.0]])
+    assert (first.take(), second.take()) == (0, 0)
+    assert second.take() == 1  # at time 6
+    assert first.take() == 1  # at time 8
+    assert (first.take(), first.steal(), second.take(), second.steal()) == (None,) * 4  # at time 10

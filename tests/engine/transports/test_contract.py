@@ -1,0 +1,270 @@
+"""One contract suite over all transports.
+
+Ranks are threads for the in-process transport, real processes for shared memory, and threads on an asynchronous fake
+device for the CUDA transport, which ``tests/gpu`` runs on a real one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_odc.engine.collective import process_group_rendezvous
+from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.threads import ThreadHub
+from tests.support.fake_device import fake_cuda
+from tests.support.models import init_gloo
+from tests.support.ranks import run_ranks
+
+SPEC = WindowSpec(
+    units=(
+        UnitSpec("a", 5, torch.bfloat16, 3, torch.float32),
+        UnitSpec("frozen", 2, torch.float32, 0, torch.float32),
+        UnitSpec("b", 1000, torch.float32, 1000, torch.float64),
+    ),
+    words=8,
+    mailboxes=2,
+    mailbox_bytes=100,
+    sources=1,
+)
+
+Scenario = Callable[[Transport, Callable[[Any], list[Any]]], Any]
+
+
+def in_threads(scenario: Scenario, world_size: int) -> list[Any]:
+    hub = ThreadHub(world_size, timeout=20)
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        results[rank] = scenario(hub.transport(rank), lambda item: hub.rendezvous(rank, item))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def on_a_fake_device(scenario: Scenario, world_size: int) -> list[Any]:
+    def on_device(transport: Transport, meet: Callable[[Any], list[Any]]) -> Any:
+        return scenario(fake_cuda(transport.rank, world_size, meet, delays=0), meet)
+
+    return in_threads(on_device, world_size)
+
+
+def in_processes(scenario: Scenario, world_size: int) -> list[Any]:
+    return run_ranks(in_one_process, scenario, world_size=world_size, timeout=60)
+
+
+def in_one_process(rank: int, scenario: Scenario) -> Any:
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    return scenario(SharedMemoryTransport(rank, dist.get_world_size(), rendezvous), rendezvous)
+
+
+def settle(transport: Transport) -> None:
+    """Wait until the device, if there is one, has done what this rank asked of it."""
+    is_done, deadline = transport.drain(), time.monotonic() + 30
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
+def zeros_of(transport: Transport, unit: int) -> torch.Tensor:
+    return torch.zeros_like(transport.shard(transport.rank, unit))
+
+
+@pytest.fixture(
+    params=[in_threads, in_processes, on_a_fake_device], ids=["threads", "shared_memory", "cuda-fake"]
+)
+def run(request: pytest.FixtureRequest) -> Callable[[Scenario, int], list[Any]]:
+    return request.param
+
+
+def windows_start_at_zero_and_apart(
+    transport: Transport, meet: Callable[[Any], list[Any]]
+) -> list[list[float]]:
+    transport.open(SPEC)
+    mine = transport.rank
+    zeros = [
+        transport.shard(owner, unit).abs().sum().item()
+        + transport.accumulator(owner, unit).abs().sum().item()
+        for owner in range(transport.world_size)
+        for unit in range(3)
+    ]
+    assert not any(zeros)
+    assert not any(
+        transport.load(owner, word) for owner in range(transport.world_size) for word in range(SPEC.words)
+    )
+    meet(None)
+    for unit in range(3):
+        transport.shard(mine, unit).fill_(10 * mine + unit)
+    settle(transport)
+    meet(None)
+    out = []
+    for owner in range(transport.world_size):
+        for unit in range(len(SPEC.units)):
+            copy = zeros_of(transport, unit)
+            transport.read([transport.shard(owner, unit)], copy)
+            settle(transport)
+            assert copy.unique().numel() == 1
+            out.append(copy[0].item())
+    meet(None)
+    transport.close()
+    transport.close()
+    return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_windows_start_at_zero_and_apart(run, world_size):
+    expected = [10.0 * owner + unit for owner in range(world_size) for unit in range(3)]
+    assert run(windows_start_at_zero_and_apart, world_size) == [expected] * world_size
+
+
+def words_and_mailboxes(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
+    transport.open(SPEC)
+    for value in (1, -1, 2**63 - 1, -(2**63)):
+        transport.store(3, value)
+        assert transport.load(transport.rank, 3) == value
+    transport.store(7, 100 + transport.rank)
+    transport.post(0, b"long message, then a short one" * 2)
+    transport.post(0, f"from {transport.rank}".encode())
+    transport.post(1, b"")
+    with pytest.raises(ValueError, match="does not fit the mailbox"):
+        transport.post(1, b"x" * 101)
+    meet(None)
+    seen = [
+        (transport.load(o, 7), transport.load(o, 6), transport.fetch(o, 0), transport.fetch(o, 1))
+        for o in range(transport.world_size)
+    ]
+    meet(None)
+    transport.close()
+    return seen
+
+
+def test_words_and_mailboxes(run):
+    assert run(words_and_mailboxes, 2) == [[(100, 0, b"from 0", b""), (101, 0, b"from 1", b"")]] * 2
+
+
+ROUNDS = 300
+
+
+def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
+    transport.open(SPEC)
+    meet(None)
+    chunk = torch.ones_like(zeros_of(transport, 2))
+    refused = 0
+    for _ in range(ROUNDS):
+        for owner in range(transport.world_size):
+            lock = transport.lock(owner, 2)
+            while not lock.take():
+                refused += 1
+                time.sleep(0)
+            transport.add(transport.accumulator(owner, 2), chunk)
+            lock.give()
+    settle(transport)
+    meet(None)
+    total = transport.accumulator(transport.rank, 2).unique().tolist()
+    meet(None)
+    transport.close()
+    return [total, refused]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_add_is_lost_or_doubled_under_the_lock(run, world_size):
+    totals = [total for total, _ in run(everybody_adds_everywhere, world_size)]
+    assert totals == [[ROUNDS * world_size]] * world_size
+
+
+def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[bool]:
+    transport.open(SPEC)
+    meet(None)
+    lock = transport.lock(0, 0)
+    others = [transport.lock(0, 2), transport.lock(1, 0), transport.claim_lock(0)]
+    first = lock.take() if transport.rank == 0 else None
+    meet(None)
+    second = [one.take() for one in (lock, *others)] if transport.rank else []
+    meet(None)
+    if transport.rank == 0:
+        lock.give()
+    meet(None)
+    third = lock.take() if transport.rank else None
+    meet(None)
+    transport.close()
+    return [first, *second, third]
+
+
+def test_locks_exclude_other_ranks_per_owner_and_unit(run):
+    assert run(locks_exclude, 2) == [[True, None], [None, False, True, True, True, True]]
+
+
+def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
+    transport.open(WindowSpec(units=SPEC.units, words=1, sources=2))
+    meet(None)
+    chunk = zeros_of(transport, 0)[:3] + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
+    accumulator = transport.accumulator(1, 0, transport.rank)
+    transport.add(accumulator.narrow(0, 2, 1), chunk.narrow(0, 0, 1))
+    transport.add(accumulator.narrow(0, 0, 1), chunk.narrow(0, 2, 1))
+    settle(transport)
+    meet(None)
+    seen = [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]
+    meet(None)
+    transport.close()
+    return seen
+
+
+def test_adds_land_in_parts_of_the_right_source(run):
+    assert run(adds_land_in_parts, 2) == [[[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]] * 2
+
+
+def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], list[Any]]) -> int:
+    transport.open(SPEC)
+    meet(None)
+    shard, seen = transport.shard(0, 2), 0
+    deadline = time.monotonic() + 30
+    for version in range(1, 400):
+        if transport.rank == 0:
+            while min(transport.load(peer, 1) for peer in range(1, transport.world_size)) < version - 1:
+                assert time.monotonic() < deadline
+                time.sleep(0)
+            shard.fill_(version)
+            transport.announce(0, version)
+        else:
+            while transport.load(0, 0) < version:
+                assert time.monotonic() < deadline
+                time.sleep(0)
+            copy = zeros_of(transport, 2)
+            transport.read([transport.shard(0, 2)], copy)
+            settle(transport)
+            assert copy.unique().tolist() == [version], "stale or torn"
+            seen += 1
+            transport.store(1, version)
+    meet(None)
+    transport.close()
+    return seen
+
+
+def test_data_is_there_when_its_word_is(run):
+    assert run(data_is_there_when_its_word_is, 2) == [0, 399]
+
+
+def nobody_is_dead(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[int]:
+    transport.open(SPEC)
+    meet(None)
+    dead = transport.dead_peers()
+    meet(None)
+    transport.close()
+    return dead
+
+
+def test_nobody_is_dead(run):
+    assert run(nobody_is_dead, 3) == [[], [], []]

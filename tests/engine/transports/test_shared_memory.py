@@ -1,0 +1,507 @@
+"""Shared memory between real processes: opening, attaching, closing, dying, and the order of accesses."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import resource
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_odc.engine.collective import process_group_rendezvous
+from lightning_odc.engine.transports import fence, host, shared_memory
+from lightning_odc.engine.transports import window as region
+from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.window import Address
+from lightning_odc.errors import WindowError
+from tests.engine.transports.test_contract import (
+    SPEC,
+    Scenario,
+    data_is_there_when_its_word_is,
+    in_one_process,
+)
+from tests.support.models import init_gloo
+from tests.support.ranks import run_ranks, try_ranks
+
+# -- dying ------------------------------------------------------------------------------------------------
+
+
+def _forked_worker() -> int:
+    """A process that does nothing, as a ``DataLoader`` worker between two batches; ends by itself after a minute."""
+    worker = os.fork()
+    if worker == 0:
+        signal.alarm(60)
+        signal.pause()
+    return worker
+
+
+def _dies_with_the_lock(rank: int, forks: bool) -> list[Any]:
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport.open(SPEC)
+    if rank == 1:
+        assert transport.lock(0, 0).take()
+    worker = rendezvous(_forked_worker() if forks and rank == 1 else None)[1]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not transport.dead_peers():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    if forks:
+        assert not transport.lock(0, 0).take(), "the worker has inherited it"
+        os.kill(worker, signal.SIGKILL)
+    while not transport.lock(0, 0).take():
+        assert time.monotonic() < deadline
+    still_readable = transport.shard(1, 2).sum().item()
+    name = transport.describe(1)
+    transport.close()
+    dist.destroy_process_group()
+    return [transport.rank, still_readable, "process" in name]
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked worker"])
+def test_a_killed_rank_is_known_dead_and_its_lock_is_freed(forks):
+    survivor, killed = try_ranks(_dies_with_the_lock, forks, timeout=30)
+    assert (survivor.result, survivor.error, survivor.exitcode) == ([0, 0.0, True], "", 0)
+    assert killed.exitcode == -signal.SIGKILL
+
+
+# -- opening ----------------------------------------------------------------------------------------------
+
+
+def _refused(rank: int, sabotage: Callable[[], None] | None = None, spec: WindowSpec = SPEC) -> str:
+    """Rank 1 does ``sabotage`` before it opens; returns the error, which no rank may survive or leak after."""
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    rendezvous(None)  # starts threads, which some sabotage would prevent
+    if rank == 1 and sabotage is not None:
+        sabotage()
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    with pytest.raises(WindowError) as error:
+        transport.open(spec)
+    assert not _window_links()
+    assert "lightning-odc" not in Path("/proc/self/maps").read_text()
+    return str(error.value)
+
+
+def refusal(sabotage: Callable[[], None] | None, spec: WindowSpec = SPEC) -> str:
+    first, second = run_ranks(_refused, sabotage, spec)
+    assert first == second
+    return first
+
+
+def see_no_memory() -> None:
+    host.available_memory = lambda: 1000  # type: ignore[assignment]
+
+
+def test_too_little_memory_is_refused_on_every_rank():
+    message = refusal(see_no_memory)
+    assert message.startswith(
+        "Rank 1 could not share memory with its peers: the windows need 0.00 GiB (2 ranks"
+    )
+    assert "bf16-mixed" in message
+
+
+V1_UNLIMITED = 9223372036854771712
+V1_MOUNT = "32 31 0:29 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+V2_MOUNT = "41 31 0:38 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
+
+#: By case: /proc/self/cgroup, mounts, {group: (limit, used, reclaimable)}, and what is left of a host's 64 KiB.
+GROUPS: dict[str, tuple[str, list[str], dict[str, tuple[Any, int, int]], int]] = {
+    "none": ("", [], {}, 65536),
+    "v2, own group": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 5000, 1000)}, 5000),
+    "v2, a group above": (
+        "0::/job/step/task",
+        [V2_MOUNT.format(top="/")],
+        {"job": (9000, 8000, 0), "job/step": ("max", 7000, 0), "job/step/task": (30000, 7000, 0)},
+        1000,
+    ),
+    "v2, namespace": ("0::/", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
+    "v2, outside of its namespace": ("0::/../job", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
+    "v2, no limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": ("max", 5000, 0)}, 65536),
+    "v2, over its limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 9500, 0)}, 0),
+    "v1, a group above": (
+        "4:cpu,memory:/job/step\n1:name=systemd:/",
+        [V1_MOUNT.format(top="/")],
+        {"": (V1_UNLIMITED, 9000, 0), "job": (9000, 5000, 1000), "job/step": (V1_UNLIMITED, 5000, 0)},
+        5000,
+    ),
+    "v1, only the container's group is mounted": (
+        "4:memory:/docker/abc",
+        [V1_MOUNT.format(top="/docker/abc")],
+        {"": (9000, 5000, 0)},
+        4000,
+    ),
+    "v1 beside v2": (
+        "4:memory:/job\n0::/job",
+        ["39 31 0:37 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw", V1_MOUNT.format(top="/")],
+        {"job": (9000, 5000, 0)},
+        4000,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_free_memory_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case):
+    own, mounts, groups, left = GROUPS[case]
+    is_v1 = "memory" in own
+    top = tmp_path / "sys/fs/cgroup" / ("memory" if is_v1 else "")
+    names = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
+    for group, (*numbers, reclaimable) in groups.items():
+        (top / group).mkdir(parents=True, exist_ok=True)
+        for name, number in zip(names, numbers, strict=True):
+            (top / group / f"memory.{name}").write_text(f"{number}\n")
+        mine = f"inactive_file {0 if is_v1 else reclaimable}\n"
+        (top / group / "memory.stat").write_text(f"anon 1\n{mine}total_inactive_file {reclaimable}\n")
+    process = tmp_path / "proc/self"
+    process.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:      64 kB\n")
+    (process / "mountinfo").write_text("\n".join(["22 1 0:1 / / rw - ext4 /dev/root rw", *mounts, ""]))
+    if own:
+        (process / "cgroup").write_text(f"{own}\n")
+    assert host.available_memory(tmp_path) == left
+
+
+def test_this_machine_has_memory():
+    assert 0 < host.available_memory() < 2**60
+
+
+def test_windows_larger_than_this_machine_are_refused():
+    unit = UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)
+    message = refusal(None, WindowSpec(units=(unit,), words=1))
+    assert "Rank 0 could not share memory with its peers: the windows need 262144.00 GiB" in message
+
+
+def forbid_large_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def forbid_more_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        (forbid_large_files, "allocated: File too large"),
+        (forbid_more_memory, "mapped: Cannot allocate memory"),
+    ],
+    ids=["RLIMIT_FSIZE", "RLIMIT_AS"],
+)
+def test_a_limit_of_one_process_is_refused_on_every_rank(limit, reason):
+    unit = UnitSpec("large", 2**26, torch.float32, 0, torch.float32)
+    message = refusal(limit, WindowSpec(units=(unit,), words=1))
+    begin = "Rank 1 could not share memory with its peers: a window of 0.25 GiB could not be"
+    assert message.startswith(f"{begin} {reason}. Look at the limits of the process (`ulimit -a`)")
+
+
+def _just_enough_memory(rank: int) -> int:
+    """Windows that exist count as used; rank 1 looks a second after rank 0 did."""
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    pids = rendezvous(os.getpid())
+    size = region.HEADER_BYTES + SPEC.total_bytes
+
+    def what_is_left() -> int:
+        time.sleep(rank)
+        return 2 * size - sum(_window_bytes(pid) for pid in pids)
+
+    host.available_memory = what_is_left  # type: ignore[assignment]
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport.open(SPEC)
+    left = what_is_left()
+    rendezvous(None)
+    transport.close()
+    return left
+
+
+def _window_bytes(pid: int) -> int:
+    windows = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists the directory
+            if "lightning-odc" in os.readlink(path):
+                windows[path.stat().st_ino] = path.stat().st_size
+    return sum(windows.values())
+
+
+def test_a_rank_that_looks_late_does_not_count_windows_twice():
+    assert all(left <= 0 for left in run_ranks(_just_enough_memory))
+
+
+# -- attaching --------------------------------------------------------------------------------------------
+
+
+def sign_with_another_secret() -> None:
+    real = region.Region.write_header
+    region.Region.write_header = lambda self, _, rank: real(self, bytes(32), rank)  # type: ignore[method-assign]
+
+
+def sign_as_another_rank() -> None:
+    real = region.Region.write_header
+    region.Region.write_header = lambda self, secret, _: real(self, secret, 0)  # type: ignore[method-assign]
+
+
+def make_it_larger() -> None:
+    real = region.Region.create.__func__  # type: ignore[attr-defined]
+    region.Region.create = classmethod(lambda cls, size: real(cls, size + 4096))  # type: ignore[method-assign, assignment]
+
+
+def leave_it_unsealed() -> None:
+    region._SEALS = 0
+
+
+def seal_against_shrinking_only() -> None:
+    region._SEALS = fcntl.F_SEAL_SHRINK
+
+
+def name_another_host() -> None:
+    host.boot_id = lambda: "another"  # type: ignore[assignment]
+
+
+def name_another_descriptor() -> None:
+    shared_memory.Address = lambda host, pid, fd: Address(host, pid, 999)  # type: ignore[assignment, misc]
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "reason"),
+    [
+        (sign_with_another_secret, "the window of rank 1 does not belong to this job"),
+        (sign_as_another_rank, "the window of rank 1 does not belong to this job"),
+        (make_it_larger, r"the window of rank 1 has \d+ bytes, expected \d+"),
+        (leave_it_unsealed, "the window of rank 1 is not sealed"),
+        (seal_against_shrinking_only, "the window of rank 1 is not sealed"),
+        (name_another_host, "rank 1 runs on another host"),
+        (name_another_descriptor, r"the window of rank 1 \(process \d+\) cannot be opened: No such file"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_window_that_is_not_what_it_should_be_is_refused(sabotage, reason):
+    message = refusal(sabotage)
+    assert re.match(f"Rank 0 could not share memory with its peers: {reason}", message), message
+
+
+def _posts_a_lie(rank: int) -> str:
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport.open(SPEC)
+    if rank == 1:
+        start = region.HEADER_BYTES + SPEC.mailbox_offset(0)
+        transport._regions[1].bytes[start : start + 8] = (101).to_bytes(8, "little")
+    rendezvous(None)
+    with pytest.raises(WindowError) as error:
+        transport.fetch(1, 0)
+    rendezvous(None)
+    transport.close()
+    return str(error.value)
+
+
+def test_a_message_longer_than_its_mailbox_is_not_read():
+    assert set(run_ranks(_posts_a_lie)) == {
+        "Rank 1 posted a message of 101 bytes, more than its mailbox holds."
+    }
+
+
+# -- closing ----------------------------------------------------------------------------------------------
+
+
+def _window_links() -> list[str]:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [link for link in links if "lightning-odc" in link]
+
+
+def _window_maps() -> int:
+    return Path("/proc/self/maps").read_text().count("lightning-odc")
+
+
+def _open_and_close(rank: int) -> list[Any]:
+    init_gloo(rank)
+    transport = SharedMemoryTransport(rank, 2, process_group_rendezvous(dist.group.WORLD))
+    before = set(os.listdir("/dev/shm"))
+    transport.open(SPEC)
+    links, named = _window_links(), set(os.listdir("/dev/shm")) - before
+    dist.barrier()
+    transport.close()
+    return [len(links), named, _window_links(), _window_maps()]
+
+
+def test_windows_have_no_name_and_leave_nothing():
+    assert run_ranks(_open_and_close) == [[2, set(), [], 0]] * 2
+
+
+def _keeps_views(rank: int) -> list[Any]:
+    """Views outlive the transport, descriptors and locks do not, and the memory goes with the last view."""
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport.open(SPEC)
+    transport.shard(rank, 2).fill_(1 + rank)
+    rendezvous(None)
+    views = [transport.shard(owner, 2)[3:].view(torch.int32) for owner in range(2)]
+    transport.close()
+    rendezvous(None)
+    descriptors, maps = len(_window_links()), _window_maps()
+    seen = [view.view(torch.float32).unique().tolist() for view in views]
+    rendezvous(None)
+    views[rank].view(torch.float32).fill_(3 + rank)
+    rendezvous(None)
+    seen += [view.view(torch.float32).unique().tolist() for view in views]
+    views.pop()
+    after_one = _window_maps()
+    views.clear()
+    return [seen, descriptors, maps, after_one, _window_maps()]
+
+
+def test_memory_lives_as_long_as_its_last_view():
+    expected = [[[1.0], [2.0], [3.0], [4.0]], 0, 2, 1, 0]
+    assert run_ranks(_keeps_views) == [expected] * 2
+
+
+def _closes_with_a_lock(rank: int) -> bool:
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport.open(SPEC)
+    if rank == 1:
+        assert transport.lock(0, 0).take()
+        view = transport.shard(0, 0)
+        transport.close()
+    rendezvous(None)
+    free = transport.lock(0, 0).take() if rank == 0 else view.sum().item() == 0
+    rendezvous(None)
+    transport.close()
+    return free
+
+
+def test_a_closed_transport_holds_no_lock_even_while_a_view_is_kept():
+    assert run_ranks(_closes_with_a_lock) == [True, True]
+
+
+def _many_files_open(rank: int) -> list[Any]:
+    """More descriptors than ``select`` can take."""
+    init_gloo(rank)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    crowd = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport.open(SPEC)
+    rendezvous(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not transport.dead_peers():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    lowest = min(transport._pidfds.values())
+    transport.close()
+    for fd in crowd:
+        os.close(fd)
+    dist.destroy_process_group()
+    return [lowest > 1023, transport.rank]
+
+
+def test_dead_peers_with_more_than_1023_open_files():
+    survivor, killed = try_ranks(_many_files_open, timeout=30)
+    assert (survivor.result, survivor.error) == ([True, 0], "")
+    assert killed.exitcode == -signal.SIGKILL
+
+
+# -- ordering memory --------------------------------------------------------------------------------------
+
+
+def _with_a_fence(rank: int, scenario: Scenario) -> Any:
+    """Fence as weakly ordered machines do; returns the scenario's result and the fences that it took."""
+    count, make = [0], fence.membarrier
+
+    def counted(machine: str) -> fence.Fence:
+        inner = make(platform.machine())
+
+        def barrier() -> None:
+            count[0] += 1
+            inner()
+
+        return barrier
+
+    fence.membarrier = counted  # type: ignore[assignment]
+    fence._STRONGLY_ORDERED = ()  # type: ignore[assignment]
+    return [in_one_process(rank, scenario), count[0]]
+
+
+def test_a_fenced_transport_works_and_fences_every_word():
+    (_, writes), (seen, reads) = run_ranks(_with_a_fence, data_is_there_when_its_word_is)
+    assert seen == 399
+    assert writes >= 2 * 399  # a store and at least one load per version
+    assert reads >= 2 * 399
+
+
+def test_stores_are_fenced_before_and_loads_after(monkeypatch):
+    events: list[str] = []
+
+    class Words:
+        def __getitem__(self, word: int) -> int:
+            events.append("load")
+            return 0
+
+        def __setitem__(self, word: int, value: int) -> None:
+            events.append("store")
+
+    class Window:
+        words = Words()
+        lock = region.Region.lock
+        fd = -1
+
+    def lock(_fd: int, _command: int, flock: bytes) -> None:
+        events.append("lock" if struct.unpack_from("h", flock)[0] == fcntl.F_WRLCK else "unlock")
+
+    monkeypatch.setattr(region.fcntl, "fcntl", lock)
+    transport = SharedMemoryTransport(0, 1, lambda item: [item])
+    transport._regions[0] = Window()  # type: ignore[assignment]
+    transport._fence = lambda: events.append("fence")
+    operations: list[tuple[Callable[[], Any], list[str]]] = [
+        (lambda: transport.load(0, 0), ["load", "fence"]),
+        (lambda: transport.load_claim(0), ["load", "fence"]),
+        (lambda: transport.store(0, 1), ["fence", "store"]),
+        (lambda: transport.store_claim(0, 1), ["fence", "store"]),
+        (lambda: transport.watch(0, 0)(), ["load", "fence"]),
+        (lambda: transport.lock(0, 0).take(), ["lock", "fence"]),
+        (lambda: transport.lock(0, 0).give(), ["fence", "unlock"]),
+    ]
+    for operation, expected in operations:
+        events.clear()
+        operation()
+        assert events == expected
+
+
+def test_a_kernel_without_membarrier_is_refused(monkeypatch):
+    monkeypatch.setitem(fence._MEMBARRIER, "aarch64", 9999)
+    with pytest.raises(WindowError, match=r"which failed \(Function not implemented\)\. Use ODCStrategy"):
+        fence.make_fence("aarch64")
+
+
+def test_only_strongly_ordered_machines_go_without_a_fence():
+    assert fence.make_fence("x86_64") is None
+    with pytest.raises(
+        WindowError, match=r'(?s)on sparc64 processors .* Use ODCStrategy\(communication="collective"\)'
+    ):
+        fence.make_fence("sparc64")

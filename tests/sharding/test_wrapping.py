@@ -1,0 +1,280 @@
+"""Which modules become units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from lightning_odc.sharding.wrapping import (
+    mesh_for,
+    precision_policy,
+    repeated_blocks,
+    shard_model,
+    with_dtype_units,
+    wrap_targets,
+)
+from tests.strategy.test_models import Watch
+from tests.support.models import Block, Net, full_parameters, init_gloo
+from tests.support.modules import loader, trainer
+from tests.support.ranks import run_ranks
+
+
+def names(model: nn.Module, modules: list[nn.Module]) -> list[str]:
+    by_module = {id(module): name for name, module in model.named_modules()}
+    return sorted(by_module[id(module)] for module in modules)
+
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_by_default_the_repeated_blocks():
+    model = Net()
+    assert names(model, wrap_targets(model)) == BLOCKS
+
+
+def test_repeated_leaves_are_no_blocks():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(Block(), Block()))
+    assert names(model, repeated_blocks(model)) == ["2.0", "2.1"]
+
+
+def test_only_the_outermost_repetition_counts():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Block() for _ in range(2))
+
+    model = nn.ModuleList(Layer() for _ in range(2))
+    assert names(model, repeated_blocks(model)) == ["0", "1"]
+
+
+class Mlp(nn.Module):
+    """A network of plain layers, of which norms are too small to be read one by one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(inputs, 8), nn.LayerNorm(8), nn.LeakyReLU(0.2), nn.Linear(8, outputs)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Gan(LightningModule):
+    """Adversarial training with manual optimization, as in Lightning's examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator, self.discriminator = Mlp(3, 5), Mlp(5, 1)
+
+    def loss(self, samples: Tensor, is_real: bool) -> Tensor:
+        logits = self.discriminator(samples)
+        return nn.functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        of_generator, of_discriminator = self.optimizers()  # type: ignore[misc]
+        noise = batch[:, :3]
+        self.step(of_generator, lambda: self.loss(self.generator(noise), True))
+        made = self.generator(noise).detach()
+        self.step(of_discriminator, lambda: (self.loss(batch, True) + self.loss(made, False)) / 2)
+
+    def step(self, optimizer: Any, loss: Callable[[], Tensor]) -> None:
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(loss())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        networks = self.generator, self.discriminator
+        return [torch.optim.Adam(network.parameters(), lr=0.01) for network in networks]
+
+
+class WithBlocks(Gan):
+    """One network has blocks, another has none, and a single layer belongs to neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = Net()
+        self.head = nn.Linear(3, 3)
+
+
+class Tied(Gan):
+    def __init__(self) -> None:
+        super().__init__()
+        self.discriminator.layers[0].weight = self.generator.layers[3].weight = nn.Parameter(torch.ones(8, 8))
+
+
+def test_with_manual_optimization_networks_without_blocks_get_their_layers():
+    layers = ["discriminator.layers.0", "discriminator.layers.3"]
+    generators = ["generator.layers.0", "generator.layers.3"]
+    gan, mixed, tied = Gan(), WithBlocks(), Tied()
+    assert names(gan, wrap_targets(gan)) == layers + generators
+    assert names(mixed, wrap_targets(mixed)) == layers + [f"generator.{name}" for name in BLOCKS]
+    assert names(tied, wrap_targets(tied)) == [layers[1], generators[0]]
+    gan.automatic_optimization = True
+    assert wrap_targets(gan) == []
+
+
+def _adversaries(rank: int, strategy: str) -> list[Any]:
+    gan = Gan()
+    batches = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank))
+    watch = Watch()
+    begin = full_parameters(gan)
+    trainer(2, strategy=strategy, callbacks=[watch] * (strategy == "odc")).fit(gan, loader(list(batches)))
+    end = full_parameters(gan)
+    return [end, min((end[name] - value).abs().max().item() for name, value in begin.items()), watch.reads]
+
+
+def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp():
+    """Two ranks sum two fp32 gradients, and a sum of two numbers has no order: equal bit for bit."""
+    ours, ddp = run_ranks(_adversaries, "odc"), run_ranks(_adversaries, "ddp_find_unused_parameters_true")
+    for rank in range(2):
+        (found, moved, reads), (expected, _, _) = ours[rank], ddp[rank]
+        assert moved > 1e-3 and reads > 0
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ModuleWrapPolicy({Block}),
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
+        CustomPolicy(lambda module: isinstance(module, Block)),
+        partial(size_based_auto_wrap_policy, min_num_params=300),
+    ],
+    ids=["classes", "transformer", "callable", "custom", "size"],
+)
+def test_policies_select_what_they_select_under_fsdp(policy):
+    model = Net()
+    assert names(model, wrap_targets(model, policy)) == BLOCKS
+
+
+def test_nested_targets_come_innermost_first():
+    model = Net()
+    targets = wrap_targets(model, ModuleWrapPolicy({Block, nn.LayerNorm}))
+    order = names(model, targets)
+    assert len(order) == 6
+    assert isinstance(targets[0], nn.LayerNorm)
+    positions = {id(module): index for index, module in enumerate(targets)}
+    for block in model.blocks:
+        assert positions[id(block.norm)] < positions[id(block)]
+
+
+class Several(nn.Module):
+    """Holds parameters of two dtypes, one of them in a container that is never called."""
+
+    def __init__(self, container: bool = False) -> None:
+        super().__init__()
+        self.real = nn.Parameter(torch.ones(3))
+        phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.phase = nn.ParameterList([phase]) if container else phase
+
+
+def test_other_dtypes_become_units_of_their_own():
+    model = Net()
+    model.blocks[0].up.double()
+    model.blocks[1].norm.to(torch.complex64)
+    model.blocks[2].up.double().requires_grad_(False)
+    model.head.double()
+    found = names(model, with_dtype_units(model, wrap_targets(model)))
+    assert found == sorted([*BLOCKS, "blocks.0.up", "blocks.1.norm", "head"])
+    plain = Net()
+    assert names(plain, with_dtype_units(plain, wrap_targets(plain))) == BLOCKS
+    wide = Net().double()
+    wide.blocks[0] = nn.Sequential(Block())  # of fp32 in fp64
+    assert names(wide, with_dtype_units(wide, [])) == ["blocks.0.0.down", "blocks.0.0.norm", "blocks.0.0.up"]
+
+
+@pytest.mark.parametrize("container", [False, True])
+def test_a_module_that_holds_several_dtypes_is_refused(container):
+    model = nn.Sequential(Several(container))
+    with pytest.raises(ValueError, match=r"^0 \(Several\) holds .*'phase(\.0)?' in torch\.complex64"):
+        with_dtype_units(model, [])
+    model[0].real.requires_grad_(False)
+    assert with_dtype_units(model, []) == []
+
+
+def _shard_mixed_by_hand(rank: int) -> str:
+    init_gloo(rank)
+    model = Net()
+    model.blocks[1].up.double()
+    for block in model.blocks:
+        fully_shard(block)
+    with pytest.raises(ValueError, match="cannot reduce together") as error:
+        shard_model(model, mesh_for("cpu", 2))
+    return str(error.value)
+
+
+def test_units_of_several_dtypes_made_by_hand_are_refused():
+    for message in run_ranks(_shard_mixed_by_hand):
+        assert message.startswith(
+            "Unit 'blocks.1' has trainable parameters in torch.float32 and torch.float64"
+        )
+
+
+def test_a_checkpointed_block_is_sharded_with_its_wrapper():
+    model = Net()
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    targets = wrap_targets(model, ModuleWrapPolicy({Block}))
+    assert names(model, targets) == BLOCKS
+    assert type(model.blocks[1]).__name__ == "CheckpointWrapper"
+
+
+def test_ties_across_units_are_refused():
+    model = Net()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.up.weight' and 'blocks.1.up.weight' are one tied parameter"
+    ):
+        shard_model(model, None)  # type: ignore[arg-type]
+
+
+def _shard(rank: int) -> list[object]:
+    init_gloo(rank)
+    model = Net(tied=True)
+    shard_model(model, mesh_for("cpu", 2))
+    again = [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)]
+    shard_model(model, mesh_for("cpu", 2))
+    assert again == [type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)]
+    return [again, type(model.embed.weight).__name__, model.embed.weight.to_local().shape]
+
+
+def test_the_rest_is_the_root_unit_and_sharding_twice_changes_nothing():
+    first, second = run_ranks(_shard)
+    assert first[0] == second[0] == ["FSDPNet", *["FSDPBlock"] * 3]
+    assert (first[1:], second[1:]) == (["DTensor", torch.Size([6, 7])], ["DTensor", torch.Size([5, 7])])
+
+
+@pytest.mark.parametrize(
+    ("compute", "on_demand", "reduce"),
+    [
+        (torch.float16, True, None),
+        (torch.bfloat16, True, None),
+        (None, True, None),
+        (torch.float16, False, torch.float64),
+        (torch.bfloat16, False, torch.float64),
+    ],
+    ids=str,
+)
+def test_in_which_dtype_gradients_are_handed_over(compute, on_demand, reduce):
+    policy = precision_policy(compute, torch.float64, on_demand)
+    assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)

@@ -1,0 +1,444 @@
+"""Every wrong line gets one exception that shows the right one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.strategy.step import contribution
+from tests.support.models import Block
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"communication": "ring"},
+            r"communication='ring'\) is not known; choose one of 'on_demand', 'collective'",
+        ),
+        (
+            {"transport": "pigeon"},
+            r"transport='pigeon'\) is not known; choose one of 'auto', 'shared_memory'",
+        ),
+        ({"state_dict_type": "half"}, r"state_dict_type='half'\) is not known"),
+        ({"sharding_strategy": "NO_SHARD"}, r'has nothing to read on demand: use Trainer\(strategy="ddp"\)'),
+        ({"device_mesh": (2, 2)}, r'Write sharding_strategy="HYBRID_SHARD"'),
+        (
+            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (4,)},
+            r"device_mesh=\(nodes, ranks per node\)",
+        ),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": 4}, r"device_mesh=\(nodes, ranks per node\)"),
+        ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        (
+            {"balance": "steal", "deterministic": True},
+            r'Use balance="lb_mini" with deterministic=True \(the same plan without stealing\)',
+        ),
+        ({"accumulator_dtype": torch.int32}, "write torch.float32, another floating-point dtype"),
+        ({"accumulator_dtype": "float32"}, "write torch.float32, another floating-point dtype"),
+        ({"max_tokens": 0}, r"max_tokens must be a whole number of at least 1, got 0: max_tokens=8"),
+        ({"balance": "lb_mini", "max_tokens": -5}, r"max_tokens must be .*, got -5: max_tokens=8"),
+        ({"balance": "lb_mini", "max_tokens": "16k"}, r"max_tokens must be .*, got '16k': max_tokens=8"),
+        (
+            {"balance": "lb_mini", "weighting": "tokens"},
+            r"weighting='tokens' is unknown; write one of 'token'",
+        ),
+        ({"balance": "lb_mini", "cost": "cubic"}, r"cost='cubic' is unknown"),
+        ({"timeout": 5}, r"write datetime.timedelta\(minutes=30\)"),
+        ({"timeout": timedelta(0)}, r"write datetime.timedelta\(minutes=30\)"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_unknown_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        ODCStrategy(**options)
+
+
+def test_values_that_contradict_each_other_only_together():
+    ODCStrategy(balance="steal")
+    ODCStrategy(balance="lb_mini", deterministic=True)
+
+
+@pytest.mark.parametrize("argument", ["auto_wrap_policy", "activation_checkpointing_policy"])
+@pytest.mark.parametrize("policy", [[torch.nn.LSTM], {"torch.nn.LSTM"}, torch.nn.LSTM(1, 1).bias, "LSTM"])
+def test_policies_that_do_not_say_which_modules(argument, policy):
+    with pytest.raises(TypeError, match=rf"Write a set of their classes, {argument}=\{{Block\}}"):
+        ODCStrategy(**{argument: policy})
+
+
+def test_a_precision_that_is_no_policy():
+    with pytest.raises(TypeError, match=r'write Trainer\(precision="bf16-mixed"\)'):
+        ODCStrategy(mixed_precision="bf16")
+    ODCStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def test_options_of_an_engine_that_is_not_used():
+    with pytest.warns(UserWarning, match=r"ODCStrategy\(deterministic=True\) has no effect"):
+        ODCStrategy(communication="collective", deterministic=True)
+
+
+class Miscounts(TokenModule):
+    """Rank 0 returns a number of items that is none, as its last microbatch."""
+
+    def __init__(self, items: float) -> None:
+        super().__init__("items")
+        self.items = items
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return output | {"num_items": torch.tensor(self.items)} if batch.shape[1] == 3 else output
+
+
+def _miscounts(rank: int) -> None:
+    for communication in ("on_demand", "collective"):
+        for items in (-2.0, float("inf"), float("nan")):
+            lengths = [5, 3] if rank == 0 else [6, 7]
+            with pytest.raises(Exception, match=r'rank 0 .*"num_items" must be finite and at least 0'):
+                trainer(2, communication=communication).fit(
+                    Miscounts(items), loader([Minibatch(token_batches(lengths))])
+                )
+
+
+def test_a_number_of_items_on_a_device_is_found_out_by_all():
+    run_ranks(_miscounts)
+
+
+def test_numbers_of_items_of_numpy():
+    assert contribution({"loss": torch.ones(()), "num_items": np.int64(3)}, 1.0).weight == 3
+    for wrong in (np.float32(-1), float("nan"), float("inf"), "3"):
+        with pytest.raises(ValueError, match="finite number of at least 0"):
+            contribution({"loss": torch.ones(()), "num_items": wrong}, 1.0)
+
+
+def test_arguments_of_fsdp1_without_meaning_are_named():
+    with pytest.raises(TypeError, match="does not know ignored_modules, sync_module_states"):
+        ODCStrategy(sync_module_states=True, ignored_modules=[])
+    ODCStrategy(use_orig_params=True, limit_all_gathers=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"balanced": "lb_mini"}, r"^ODCStrategy does not know balanced=: did you mean balance=\?$"),
+        (
+            {"max_token": 8, "comunication": 1},
+            r"comunication=: did you mean communication=\? .*max_tokens=\?$",
+        ),
+        (
+            {"stage": 3},
+            r"^ODCStrategy does not know stage=\. Its arguments are accelerator, .*weighting.*after\.$",
+        ),
+    ],
+    ids=str,
+)
+def test_misspelt_arguments(options, message):
+    with pytest.raises(TypeError, match=message):
+        ODCStrategy(**options)
+
+
+def test_a_foreign_precision_plugin():
+    with pytest.raises(TypeError, match=r"Write Trainer\(precision=...\)"):
+        ODCStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+
+
+def test_the_precision_plugin_that_a_strategy_was_made_with_stays():
+    plugin = FSDPPrecision("bf16-mixed")
+    assert trainer(1, strategy=ODCStrategy(precision_plugin=plugin)).precision == "bf16-mixed"
+
+
+def test_pytorch_lightnings_trainer_explains_itself():
+    other = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(
+        TypeError, match=r"(?s)from lightning.pytorch import LightningModule, Trainer\ninstead"
+    ):
+        other.Trainer(strategy="odc", accelerator="cpu", devices=1)
+    with pytest.raises(Exception, match=r"for lightning\.pytorch\.Trainer"):
+        other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_minibatch_in_a_strategy_that_does_not_know_it(strategy):
+    message = run_ranks(_fit_elsewhere, strategy, world_size=1)[0]
+    assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
+
+
+def _fit_elsewhere(rank: int, strategy: str) -> str:
+    t = trainer(1, strategy=strategy)
+    with pytest.raises(TypeError) as error:
+        t.fit(TokenModule(), loader([Minibatch(token_batches([5]))]))
+    return str(error.value)
+
+
+class HandWrapped(TokenModule):
+    def configure_model(self) -> None:
+        if not isinstance(self.net.head, FullyShardedDataParallel):
+            self.net.head = FullyShardedDataParallel(self.net.head, device_id=torch.device("cpu"))
+
+
+def _fit_hand_wrapped(rank: int) -> str:
+    with pytest.raises(TypeError) as error:
+        trainer(2).fit(HandWrapped(), loader([Minibatch(token_batches([5]))]))
+    return str(error.value)
+
+
+def test_modules_wrapped_in_fsdp1():
+    for message in run_ranks(_fit_hand_wrapped):
+        assert message.startswith("net.head is wrapped in FullyShardedDataParallel")
+        assert "fully_shard(self.block)" in message
+
+
+class Odd(LightningModule):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.output = output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.output(self.layer(torch.ones(1, 2)).sum())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+OUTPUTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "float": (lambda loss: loss.item(), TypeError, "must return a loss tensor.*It returned float"),
+    "no loss": (lambda loss: {"losses": loss}, TypeError, "It returned dict"),
+    "negative": (
+        lambda loss: {"loss": loss, "num_items": -1},
+        ValueError,
+        '"num_items" must be a finite number of at least',
+    ),
+    "text": (
+        lambda loss: {"loss": loss, "num_items": "3"},
+        ValueError,
+        '"num_items" must be a finite number of at least',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_odd_outputs_of_training_step(case):
+    run_ranks(_fit_odd, case, world_size=1)
+
+
+def _fit_odd(rank: int, case: str) -> None:
+    output, error, message = OUTPUTS[case]
+    with pytest.raises(error, match=message):
+        trainer(1).fit(Odd(output), loader([Minibatch([0])]))
+
+
+def test_a_step_may_skip_a_microbatch():
+    run_ranks(_fit_skipping, world_size=1)
+
+
+def _fit_skipping(rank: int) -> None:
+    module = Odd(lambda _: None)
+    before = module.layer.weight.detach().clone()
+    trainer(1).fit(module, loader([Minibatch([0, 1])]))
+    assert torch.equal(module.layer.weight.full_tensor(), before)  # type: ignore[operator]
+
+
+def test_the_engine_outside_a_run():
+    with pytest.raises(RuntimeError, match="look at it from a callback"):
+        _ = ODCStrategy().engine
+
+
+def test_the_trainers_own_name_for_an_unknown_strategy_is_untouched():
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        Trainer(strategy="odd", accelerator="cpu")
+
+
+# -- what torch says of sharded parameters, and what to write instead -------------------------------------------
+
+
+class Encoder(Block):
+    """Has a method beside ``forward``."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(x))
+
+
+class Does(TokenModule):
+    """Does something to its parameters, in the hook of that name."""
+
+    def __init__(self, act: Callable[[Any], Any], hook: str) -> None:
+        super().__init__()
+        self.act = act
+        if hook == "training_step":
+            plain = self.training_step
+            self.training_step = lambda *batch: plain(*batch) + act(self)  # type: ignore[method-assign]
+        elif hook == "configure_optimizers":
+            self.configure_optimizers = lambda: act(self.parameters())  # type: ignore[method-assign]
+        else:
+            setattr(self, hook, lambda *_: act(self))
+
+
+def penalty(module: Any) -> Any:
+    return 0.01 * sum(p.pow(2).sum() for p in module.parameters())
+
+
+def penalty_of_blocks(module: Any) -> Any:
+    return 0.01 * sum(p.full_tensor().pow(2).sum() for p in module.net.blocks.parameters())
+
+
+def encode(module: Any) -> Any:
+    return module.net.blocks[0].up(module.net.embed.weight).mean()
+
+
+def flatten(module: Any) -> Any:
+    return nn.utils.parameters_to_vector(module.parameters())
+
+
+#: What is done and where, torch's own words (none if this package raises first), and what to write.
+SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
+    "penalty": (penalty, "training_step", "got mixed torch.Tensor and DTensor", "alpha=2 * 0.01"),
+    "method": (
+        encode,
+        "training_step",
+        "got mixed torch.Tensor and DTensor",
+        "register_fsdp_forward_method(",
+    ),
+    "norm": (
+        lambda module: grad_norm(module, 2),
+        "on_before_optimizer_step",
+        "its data is not allocated yet",
+        "precision_plugin.gradient_norm",
+    ),
+    "histogram": (
+        lambda module: [p.detach().numpy() for p in module.parameters()],
+        "on_train_batch_end",
+        "is not supported for tensor subclasses",
+        "p.full_tensor()",
+    ),
+    "copy": (
+        lambda module: copy.deepcopy(module.net),
+        "on_train_start",
+        "FSDP does not support deepcopy",
+        "lightning_module_state_dict()",
+    ),
+    "pickle": (pickle.dumps, "on_train_start", "_fsdp_init.FSDP", "lightning_module_state_dict()"),
+    "vector": (flatten, "on_train_batch_end", "Sharding propagation failed", "torch.optim.AdamW"),
+    "Adafactor": (
+        torch.optim.Adafactor,
+        "configure_optimizers",
+        "Sharding propagation failed",
+        "torch.optim.AdamW",
+    ),
+    "LBFGS": (torch.optim.LBFGS, "configure_optimizers", "", "torch.optim.AdamW"),
+}
+
+
+def _sharded(rank: int) -> dict[str, list[str]]:
+    texts: dict[str, list[str]] = {}
+    for case, (act, hook, _, _) in SHARDED.items():
+        for communication in ("on_demand", "collective"):
+            with pytest.raises((RuntimeError, AssertionError, ValueError, pickle.PicklingError)) as error:
+                trainer(2, communication=communication).fit(Does(act, hook), loader(token_batches([5])))
+            texts.setdefault(case, []).append("".join(traceback.format_exception_only(error.value)))
+    return texts
+
+
+def test_errors_of_torch_about_sharded_parameters_say_what_to_write():
+    page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
+    for texts in run_ranks(_sharded):
+        for case, (_, _, words, advice) in SHARDED.items():
+            assert len(texts[case]) == 2
+            for text in texts[case]:
+                assert words in text, case
+                assert text.count(advice) == 1, text
+            assert words in page
+        on_demand, collective = texts["LBFGS"]
+        assert on_demand.startswith("ValueError: LBFGS runs the model several times in one step")
+        assert "Cannot flatten unevenly sharded tensor" in collective
+
+
+def _weighted_penalty(rank: int) -> None:
+    minibatch = Minibatch(token_batches([5, 4]), weights=[1.0, 3.0])
+    with pytest.raises(RuntimeError, match=r"(?s)'net.blocks.2.down.*alpha=2 \* 0.01"):
+        trainer(2).fit(Does(penalty_of_blocks, "training_step"), loader([minibatch]))
+
+
+def test_a_penalty_that_no_weight_would_divide():
+    run_ranks(_weighted_penalty)
+
+
+class Advised(TokenModule):
+    """Writes what the messages say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks = nn.ModuleList(Encoder() for _ in range(3))
+        self.histograms: list[int] = []
+
+    def on_fit_start(self) -> None:
+        for block in self.net.blocks:
+            register_fsdp_forward_method(block, "encode")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        encoded = self.net.blocks[1].encode(self.net.embed(batch))  # type: ignore[operator]
+        loss = super().training_step(batch, batch_idx) + encoded.square().mean()
+        return loss if self._is_sharded else loss + penalty(self)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if self._is_sharded and p.grad is not None:
+                p.grad.add_(p.detach(), alpha=2 * 0.01)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self._is_sharded:
+            self.histograms = [p.full_tensor().detach().numpy().size for p in self.parameters()]  # type: ignore[attr-defined]
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self, FSDPModule)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def _advised(rank: int, world_size: int) -> Any:
+    module = Advised()
+    t = trainer(world_size, **({} if world_size > 1 else {"strategy": "auto"}))
+    t.fit(module, loader(token_batches([6, 6])))
+    if world_size == 1:
+        return full_parameters(module)
+    assert module.histograms == [p.numel() for p in module.parameters()]
+    state = t.strategy.lightning_module_state_dict()
+    if rank > 0:
+        return state
+    alone = Advised()  # whole, on one device
+    alone.load_state_dict(state)
+    assert alone.net(token_batches([6])[0]).shape == (1, 6, 11)
+    return full_parameters(alone)
+
+
+def test_what_these_messages_say_is_right():
+    (one,), (whole, nothing) = run_ranks(_advised, 1, world_size=1), run_ranks(_advised, 2)
+    assert nothing == {}
+    assert one.keys() == whole.keys()
+    for (
+        name,
+        value,
+    ) in one.items():  # gradients of two equal ranks, whose mean is exact, and a penalty added last
+        torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,169 @@
+"""What users get wrong about balancing, through ``ODCStrategy(balance=...)``: one clear error each, before training."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from lightning_odc import BalancedDataLoader, ODCStrategy
+from tests.strategy.test_balance import SAMPLES, Padded, pad
+from tests.support.modules import trainer
+from tests.support.ranks import run_ranks
+
+
+class WithLengths(Dataset[Any]):
+    """Samples that say something about their lengths."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, index: int) -> Any:
+        return SAMPLES[index]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(SAMPLES)
+
+
+class OwnBatches(Sampler[list[int]]):
+    """A batch sampler that nobody can rebuild."""
+
+    def __init__(self, cleverness: int) -> None:
+        self.cleverness = cleverness
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(6)])
+
+
+def batches(**options: Any) -> DataLoader[Any]:
+    return DataLoader(collate_fn=pad, **{"dataset": SAMPLES, "batch_size": 4, **options})
+
+
+LOADERS: dict[str, Any] = {
+    "too long": lambda: batches(),
+    "zero": lambda: batches(dataset=WithLengths([0] + [3] * 23)),
+    "negative": lambda: batches(dataset=WithLengths([3, -7] + [3] * 22)),
+    "missing": lambda: batches(dataset=WithLengths([3, None] + [3] * 22)),
+    "too few lengths": lambda: batches(dataset=WithLengths([3] * 20)),
+    "few samples": lambda: batches(dataset=SAMPLES[:1]),
+    "no minibatch": lambda: batches(dataset=SAMPLES[:5], drop_last=True),
+    "batch sampler": lambda: batches(batch_size=1, batch_sampler=BatchSampler(range(24), 4, False)),
+    "own batch sampler": lambda: batches(batch_size=1, batch_sampler=OwnBatches(3)),
+    "sampler": lambda: batches(sampler=WeightedRandomSampler([1.0] * 24, 24)),
+    "stream": lambda: batches(dataset=Endless()),
+    "batches": lambda: batches(batch_size=None),
+    "list": lambda: [torch.zeros(1, 2)] * 4,
+}
+
+CASES: list[tuple[str, bool, str]] = [
+    ("too long", True, "Sample 23 has 25 tokens, more than max_tokens=20.*Write max_tokens=25"),
+    ("zero", True, "sample 0 has length 0.*Lengths are whole numbers of at least 1"),
+    ("negative", True, "sample 1 has length -7"),
+    ("missing", True, "sample 1 has length nan|must be one number per sample"),
+    ("too few lengths", True, "20 entries, but the data set has 24 samples"),
+    ("few samples", True, r"1 samples, fewer than 2 ranks.*Write Trainer\(devices=1\)"),
+    ("no minibatch", True, "drop_last=True leaves no minibatch"),
+    ("batch sampler", True, r"says itself which samples go together.*DataLoader\(dataset, batch_size=8"),
+    ("batch sampler", False, r"says itself which samples go together.*DataLoader\(dataset, batch_size=8"),
+    ("own batch sampler", False, r"says itself which samples go together.*DataLoader\(dataset, batch_size=8"),
+    ("sampler", True, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
+    ("sampler", False, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
+    ("stream", True, r"BalancedDataLoader\(dataset, window=1, ...\)"),
+    ("batches", True, "samples that are batches already cannot be balanced"),
+    ("list", True, "Only a torch DataLoader can be balanced, got Tensor"),
+]
+
+
+def _fit_all(rank: int) -> list[str]:
+    messages = []
+    for name, distributed, _ in CASES:
+        strategy = ODCStrategy(balance="lb_mini", max_tokens=20 if name == "too long" else None)
+        t = trainer(2, strategy=strategy, use_distributed_sampler=distributed)
+        with pytest.raises((ValueError, TypeError)) as error:
+            t.fit(Padded(), LOADERS[name]())
+        messages.append(str(error.value))
+        # Both ranks make the mistake: neither is told that it followed from something else.
+        assert not any("followed" in note for note in getattr(error.value, "__notes__", []))
+    return messages
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[list[str]]:
+    """What both ranks were told, by case."""
+    return run_ranks(_fit_all)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{d}" for name, d, _ in CASES])
+def test_each_mistake_has_one_clear_error_on_every_rank(messages, number):
+    for by_case in messages:
+        assert re.search(f"(?s){CASES[number][2]}", by_case[number]), by_case[number]
+
+
+def _explicit(rank: int) -> list[str]:
+    """Loaders that would train until ranks have unequal counts, or until somebody steals, are refused before."""
+    messages = []
+    for policy, options in (
+        ("lb_mini", {"communication": "collective"}),
+        ("steal", {"communication": "lockstep"}),
+        ("steal", {"deterministic": True}),
+    ):
+        own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy=policy, collate_fn=pad)
+        module, t = Padded(), trainer(2, **options)
+        with pytest.raises(ValueError, match="policy=") as error:
+            t.fit(module, own)
+        assert module.sizes == []
+        messages.append(str(error.value))
+    return messages
+
+
+def test_an_explicit_loader_that_the_strategy_cannot_run():
+    for collective, lockstep, deterministic in run_ranks(_explicit):
+        assert 'policy="lb_mini" gives ranks different numbers' in collective
+        assert 'use communication="on_demand", or policy="lb_micro"' in collective
+        assert 'policy="steal" gives ranks different numbers' in lockstep
+        assert 'Use policy="lb_mini" with deterministic=True' in deterministic
+
+
+def test_options_without_a_policy_are_said_to_do_nothing():
+    with pytest.warns(UserWarning, match=r'write ODCStrategy\(balance="lb_mini", max_tokens=..., cost=...\)'):
+        ODCStrategy(max_tokens=64, cost="tokens")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ODCStrategy(balance="lb_mini", max_tokens=64)
+        ODCStrategy()
+
+
+def _elsewhere(rank: int, strategy: str) -> str:
+    own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
+    with pytest.raises(TypeError) as error:
+        trainer(1, strategy=strategy).fit(Padded(), own)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_unequal_counts_under_a_strategy_that_runs_collectives(strategy):
+    (message,) = run_ranks(_elsewhere, strategy, world_size=1)
+    assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
+    assert 'BalancedDataLoader(..., policy="lb_micro", unroll=True)' in message
+    with pytest.raises(ValueError, match='Write policy="lb_micro"'):
+        BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", unroll=True)

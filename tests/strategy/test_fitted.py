@@ -1,0 +1,222 @@
+"""``ODCStrategy(cost="fitted")``: measured times reach the planner of every rank, while the gradient stays exact."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
+from lightning_odc.balance import FittedCost, quadratic
+from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
+from tests.strategy.test_parity import assert_same
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks
+
+SECONDS_PER_TOKEN = 2e-3  # far more than all else takes, even on a busy machine
+
+
+class Lame(Padded):
+    """Needs time by the token, and remembers on which samples."""
+
+    def __init__(self, slowness: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.slowness = slowness
+        self.tokens: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        count = int((batch >= 0).sum())
+        self.tokens.append(count)
+        time.sleep(SECONDS_PER_TOKEN * self.slowness * count)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit(rank: int, world: int, strategy: dict[str, Any], trains: dict[str, Any]) -> dict[str, Any]:
+    module = Lame(3.0 if rank == world - 1 else 1.0, counted=True)
+    options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **strategy}
+    t = trainer(world, strategy=ODCStrategy(**options), **trains)
+    t.fit(module, plain())
+    balanced = t.train_dataloader
+    assert isinstance(balanced, BalancedDataLoader)
+    return {
+        "parameters": full_parameters(module),
+        "tokens": module.tokens,
+        "coefficients": balanced.cost.coefficients,
+        "slow": [balanced.cost.predict(rank, [20]) for rank in range(world)],
+        "state": balanced.state_dict()["learning"],
+    }
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {},
+        {"balance": "steal"},
+        {"balance": "lb_micro"},
+        {"balance": "local_sort"},
+        {"balance": "lb_micro", "communication": "lockstep"},
+    ],
+    ids=str,
+)
+def test_all_ranks_learn_the_same_and_the_gradient_is_exact(strategy):
+    one, other = run_ranks(_fit, 2, strategy, {"max_epochs": 1})
+    assert one["state"] == other["state"]
+    assert one["state"]["begun"] == 3
+    for result in (one, other):
+        assert_same(result["parameters"], reference(2))
+        if strategy.get("balance") != "steal":
+            assert result["slow"][1] > 1.5 * result["slow"][0]
+    assert sum(one["tokens"] + other["tokens"]) == sum(map(len, SAMPLES))
+
+
+def test_the_slow_rank_gets_less_from_the_second_minibatch_on():
+    results = run_ranks(_fit, 2, {}, {"max_epochs": 4})
+    fast, slow = (sum(result["tokens"]) for result in results)
+    assert slow < 0.65 * fast
+    assert 2 < results[0]["slow"][1] / results[0]["slow"][0] < 4
+
+
+def test_accumulated_minibatches_report_together():
+    results = run_ranks(_fit, 2, {}, {"max_epochs": 2, "accumulate_grad_batches": 2})
+    assert results[0]["state"] == results[1]["state"]
+    assert results[0]["state"]["begun"] == 6
+
+
+def test_one_rank_alone():
+    (result,) = run_ranks(_fit, 1, {}, {}, world_size=1)
+    assert_same(result["parameters"], reference(1))
+    assert result["state"]["begun"] == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"communication": "collective", "balance": "lb_micro"}, 'use communication="on_demand"'),
+        ({"deterministic": True, "balance": "lb_mini"}, "use deterministic=False, or cost=fitted.snapshot"),
+    ],
+)
+def test_where_nothing_can_be_learnt(options, message):
+    with pytest.raises(ValueError, match=message):
+        ODCStrategy(cost="fitted", **options)
+    with pytest.raises(ValueError, match=message):
+        ODCStrategy(cost=FittedCost(2), **options)
+    ODCStrategy(cost=FittedCost(2).snapshot(), **options)
+    with pytest.warns(UserWarning, match="no effect without a policy"):
+        ODCStrategy(cost="fitted", **{**options, "balance": None})
+
+
+def _explicit(rank: int) -> str:
+    own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_micro", cost="fitted", collate_fn=pad)
+    with pytest.raises(ValueError, match="cannot be told from work") as error:
+        trainer(1, communication="collective").fit(Padded(), own)
+    return str(error.value)
+
+
+def test_an_explicit_loader_over_collectives_cannot_learn_either():
+    assert "cannot be told from work" in run_ranks(_explicit, world_size=1)[0]
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------
+
+
+class Dropping(TokenModule):
+    """Random numbers in the model, and a rank that is slow."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("items", lr=0.01)
+        self.seconds = seconds
+        self.drawn: dict[int, list[float]] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        time.sleep(self.seconds * batch.shape[1])
+        self.drawn[batch.shape[1]] = torch.nn.functional.dropout(torch.ones(8)).tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def _draw(rank: int, policy: str, slow_rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)  # the state of the process does not matter
+    module = Dropping(0.02 if rank == slow_rank else 0.0)
+    samples = [batch[0] for batch in token_batches([*range(2, 14)])]
+    own = BalancedDataLoader(
+        samples,
+        minibatch_size=6,
+        policy=policy,
+        cost=quadratic(crossover=1, dense=True),  # so that one sample per microbatch is best
+        collate_fn=torch.stack,
+        weighting="next_token",
+    )
+    before = torch.get_rng_state()
+    trainer(2).fit(module, own)
+    assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"
+    return {"drawn": module.drawn, "parameters": full_parameters(module)}
+
+
+def test_dropout_is_that_of_the_microbatch_whoever_runs_it():
+    calm, fast, slow = (run_ranks(_draw, *case) for case in (("local_sort", 0), ("steal", 0), ("steal", 1)))
+    everywhere = [calm[0]["drawn"] | calm[1]["drawn"], *(r[0]["drawn"] | r[1]["drawn"] for r in (fast, slow))]
+    assert len(everywhere[0]) == 12
+    assert everywhere[0] == everywhere[1] == everywhere[2]
+    assert len({tuple(values) for values in everywhere[0].values()}) > 6, "different for each"
+    assert set(fast[0]["drawn"]) != set(slow[0]["drawn"]), "placed differently"
+
+
+# -- several loaders ---------------------------------------------------------------------------------------------
+
+
+def _several(rank: int, kind: str) -> str:
+    loaders = {
+        "dict": lambda: {"a": plain(), "b": plain()},
+        "list": lambda: [plain(), plain()],
+        "explicit": lambda: {"a": BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad)},
+        "inside": lambda: {"a": loader([Minibatch([torch.zeros(1, 2)])])},
+    }
+    strategy = ODCStrategy(balance=None if kind in ("explicit", "inside") else "lb_mini")
+    with pytest.raises((ValueError, TypeError)) as error:
+        trainer(1, strategy=strategy).fit(Padded(), loaders[kind]())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "explicit"])
+def test_several_balanced_loaders_at_once_are_refused(kind):
+    (message,) = run_ranks(_several, kind, world_size=1)
+    assert "Balancing" in message
+    assert "ConcatDataset([a, b])" in message
+    assert "ODCStrategy(balance=None)" in message
+
+
+def test_a_minibatch_inside_a_batch_says_what_is_wrong():
+    (message,) = run_ranks(_several, "inside", world_size=1)
+    assert message.startswith("A Minibatch must be the whole batch")
+    assert 'strategy="odc"' not in message
+
+
+# -- Lightning's own samplers --------------------------------------------------------------------------------------
+
+
+def _order(rank: int, options: dict[str, Any], shuffle: bool) -> list[list[int]]:
+    module = Padded()
+    t = trainer(2, strategy=ODCStrategy(balance="local_sort"), use_distributed_sampler=True, **options)
+    t.fit(module, DataLoader(SAMPLES, batch_size=2, collate_fn=pad, shuffle=shuffle))  # type: ignore[arg-type]
+    assert isinstance(t.train_dataloader, BalancedDataLoader)
+    assert t.train_dataloader.recipe.shuffle is not bool(options.get("overfit_batches"))
+    return module.sizes
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_overfit_batches_repeats_the_same_samples(shuffle):
+    results = run_ranks(_order, {"overfit_batches": 2, "max_epochs": 3}, shuffle)
+    for sizes in results:
+        assert len(sizes) == 3 * 2 * 2
+        assert sizes[:4] == sizes[4:8] == sizes[8:]
+    first = sorted(size for sizes in results for batch in sizes[:4] for size in batch)
+    assert first == list(range(2, 10)), "the first samples of the data set, in order"
+
+
+def test_lightnings_distributed_sampler_is_replaced():
+    results = run_ranks(_order, {"max_epochs": 1}, True)
+    together = sorted(size for sizes in results for batch in sizes for size in batch)
+    assert together == sorted(map(len, SAMPLES)), "every sample once, not dealt out twice"

@@ -1,0 +1,462 @@
+"""What users do with gradients between backward and step: clip, look, drop, freeze; all as in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_odc import Minibatch
+from tests.support.models import WIDTH, summed_loss
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+BATCHES = [token_batches([5, 9, 4, 7, 6, 8], seed=rank) for rank in range(2)]
+
+
+class Sgd(TokenModule):
+    """Plain SGD, so that parameters show the gradients' size and not only their sign."""
+
+    def __init__(self, returns: str = "mean", lr: float = 1.0, **net: Any) -> None:
+        super().__init__(returns, lr, **net)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+    def mean_loss(self, batch: Tensor) -> Tensor:
+        return summed_loss(self.net, batch) / (batch.numel() - 1)
+
+
+class Manual(Sgd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.norms: list[float] = []
+
+    def gradient_norm(self) -> float:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+class Clips(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.mean_loss(batch))
+        self.clip_gradients(optimizer, 0.01, "norm")
+        self.norms.append(self.gradient_norm())
+        optimizer.step()
+
+
+class Accumulates(Manual):
+    """Two backward passes per step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.mean_loss(batch) / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.01, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Looks(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.mean_loss(batch))
+        if (settle := getattr(self.trainer.strategy, "settle_gradients", None)) is not None:
+            settle()
+        self.norms.append(self.gradient_norm())
+        if self.norms[-1] > 1:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        optimizer.step()
+
+
+class LooksAndSkips(Manual):
+    """Leaves out the step of the second batch, after it has seen the gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
+        strategy: Any = self.trainer.strategy
+        strategy.settle_gradients()
+        self.norms.append(self.gradient_norm())
+        if batch_idx != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer.zero_grad()
+            strategy.publish_parameters()
+
+
+class BackwardWithoutLightning(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.mean_loss(batch).backward()
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+class ZeroesInPlace(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
+        if batch_idx != 1:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+class DropsInTheStep(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(1000 * self.mean_loss(batch))
+        optimizer.zero_grad()
+        self.manual_backward(self.mean_loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class GoesBackwardLater(Manual):
+    """Two forward passes, then the backward passes in the other order, one of them twice."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        first, second = self.mean_loss(batch) / 9, self.mean_loss(batch.flip(1)) / 9
+        self.manual_backward(second)
+        self.manual_backward(first, retain_graph=True)
+        self.manual_backward(first)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class StepsTwice(Manual):
+    """Several optimizer steps in one call of ``training_step``, as reinforcement learning does."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.mean_loss(batch))
+            self.clip_gradients(optimizer, 0.05, "norm")
+            optimizer.step()
+
+
+class DropsABatch(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
+        if batch_idx != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+class DropsBeforeTheStep(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.mean_loss(batch))
+        if batch_idx == 1:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class HoldsBack(Manual):
+    """Accumulates whole gradients on each rank: only every second backward pass hands them over."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.set_requires_gradient_sync(batch_idx % 2 == 1)  # type: ignore[operator]
+        self.manual_backward(self.mean_loss(batch) / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class SkipsSteps(Sgd):
+    """The automatic loop, with an ``optimizer_step`` that does not step in every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class DropsWhenDone(Sgd):
+    """Empties gradients after the backward pass, as people do with those that are not finite."""
+
+    def on_after_backward(self) -> None:
+        if (
+            self.trainer.global_step == 1
+            and not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        ):
+            self.zero_grad()
+
+
+class Toggles(Manual):
+    """Two optimizers that freeze each other's parameters, as in adversarial training."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.mean_loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.net.blocks.parameters())
+        others = [p for name, p in self.net.named_parameters() if "blocks" not in name]
+        return [torch.optim.SGD(blocks, lr=0.1), torch.optim.SGD(others, lr=0.1)]
+
+
+class Unfreezes(Sgd):
+    """Starts with frozen parameters and unfreezes them between batches; all are in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, frozen=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (1, 3):  # within a window of two
+            self.net.blocks[1].up.weight.requires_grad_(True)
+            self.net.blocks[2].requires_grad_(batch_idx == 3)
+        if batch_idx == 3:
+            self.net.blocks[0].requires_grad_(True)
+
+
+class ReducesInFp64(Sgd):
+    def configure_model(self) -> None:
+        for block in self.net.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+
+
+MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
+    "clips": (Clips, {}),
+    "accumulates": (Accumulates, {}),
+    "looks": (Looks, {}),
+    "looks and skips": (LooksAndSkips, {}),
+    "backward without Lightning": (BackwardWithoutLightning, {}),
+    "zeroes in place": (ZeroesInPlace, {}),
+    "drops in the step": (DropsInTheStep, {}),
+    "goes backward later": (GoesBackwardLater, {}),
+    "steps twice": (StepsTwice, {}),
+    "drops a batch": (DropsABatch, {}),
+    "drops before the step": (DropsBeforeTheStep, {}),
+    "holds back": (HoldsBack, {}),
+    "skips steps": (SkipsSteps, {}),
+    "drops when done": (DropsWhenDone, {}),
+    "toggles": (Toggles, {}),
+    "unfreezes": (Unfreezes, {"accumulate_grad_batches": 2}),
+    "reduces in fp64": (ReducesInFp64, {}),
+}
+
+
+def _fit(rank: int, name: str, world_size: int, options: dict[str, Any]) -> list[Any]:
+    make, more = MODULES[name]
+    module = make()
+    batches = BATCHES[rank] if world_size == 2 else [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
+    if world_size == 1:
+        module.mean_loss = lambda batch: _mean_over_rows(module, batch)  # type: ignore[method-assign]
+        module.training_step = _over_rows(module, module.training_step)  # type: ignore[method-assign]
+    trainer(world_size, **more, **options).fit(module, loader(batches))
+    return [full_parameters(module), getattr(module, "norms", [])]
+
+
+def _mean_over_rows(module: Sgd, batch: Tensor) -> Tensor:
+    """The loss of one process on what two ranks have: the mean of their means."""
+    return sum(summed_loss(module.net, row[None]) / (len(row) - 1) for row in batch) / len(batch)  # type: ignore[return-value]
+
+
+def _over_rows(module: Sgd, step: Any) -> Any:
+    if not module.automatic_optimization:
+        return step
+    return lambda batch, batch_idx: _mean_over_rows(module, batch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("name", MODULES)
+def test_as_in_one_process(name, deterministic):
+    one, norms = run_ranks(_fit, name, 1, {}, world_size=1)[0]
+    start = full_parameters(MODULES[name][0]())
+    moved = sum((one[key] - start[key]).abs().sum().item() for key in one)
+    assert 1e-3 < moved < 1e3
+    for parameters, found in run_ranks(_fit, name, 2, {"deterministic": deterministic}):
+        assert found == pytest.approx(norms, rel=1e-4)
+        for key in one:  # sums of two fp32 gradients in another order, carried through six steps
+            torch.testing.assert_close(parameters[key], one[key], rtol=1e-3, atol=1e-4)
+
+
+class UnrollsByHand(Manual):
+    def training_step(self, share: Minibatch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for batch in share:
+            self.manual_backward(self.mean_loss(batch) / 3)
+        optimizer.step()
+
+
+def _fit_unrolling(rank: int, communication: str) -> dict[str, Tensor]:
+    module, counts = UnrollsByHand(), (2, 2) if communication == "collective" else (3, 1)
+    shares = [Minibatch((BATCHES[0] + BATCHES[1])[sum(counts[:rank]) :][: counts[rank]])]
+    trainer(2, communication=communication).fit(module, loader(shares))
+    return full_parameters(module)
+
+
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+def test_a_minibatch_unrolled_by_hand(communication):
+    one = UnrollsByHand()
+    for batch in (BATCHES[0] + BATCHES[1])[:4]:
+        (one.mean_loss(batch) / 3 / 2).backward()  # FSDP's rule: the mean over ranks
+    one.configure_optimizers().step()
+    for parameters in run_ranks(_fit_unrolling, communication):
+        for key, value in full_parameters(one).items():
+            torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
+
+
+# -- what must not go unnoticed --------------------------------------------------------------------------------
+
+
+class ClipsByHand(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.mean_loss(batch))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class ReplacesGradients(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.mean_loss(batch))
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad * 0.5  # type: ignore[operator]
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class LooksTooEarly(Sgd):
+    def on_after_backward(self) -> None:
+        print(self.net.head.weight.grad.norm())  # type: ignore[union-attr]
+
+
+class ScalesAfterBackward(Sgd):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad *= 0.5
+
+
+class UnfreezesInTheStep(Sgd):
+    def __init__(self) -> None:
+        super().__init__(frozen=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.net.requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+class UsesTheModelAfterClipping(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.mean_loss(batch))
+        self.clip_gradients(self.optimizers(), 0.01, "norm")
+        self.net.blocks[0](torch.zeros(1, WIDTH))
+
+
+class MixesCounts(Sgd):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss, items = summed_loss(self.net, batch), batch.numel() - 1
+        return loss / items if batch_idx % 2 else {"loss": loss, "num_items": items}
+
+
+class DividesByItself(Sgd):
+    def on_train_start(self) -> None:
+        self.set_gradient_divide_factor(3.0)  # type: ignore[operator]
+
+
+class LogsByHand(Manual):
+    """Logs once per microbatch, of which rank 1 has more."""
+
+    def training_step(self, share: Minibatch, batch_idx: int) -> None:
+        for batch in share:
+            self.manual_backward(self.mean_loss(batch))
+            self.log("one", 1.0, sync_dist=True, batch_size=1)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class WritesThroughData(Callback):
+    """The edit that leaves no trace in version counters."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.global_rank == 1:
+            module.net.head.weight.data.to_local().mul_(2)
+
+
+MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, str]] = {
+    "clips by hand": (ClipsByHand, {}, None, r"self\.clip_gradients\(optimizer, \.\.\.\)"),
+    "replaces gradients": (ReplacesGradients, {}, None, "settle_gradients"),
+    "one unit only": (
+        Clips,
+        {"auto_wrap_policy": set()},
+        None,
+        r"at least two units.*auto_wrap_policy=\{nn\.Embedding, nn\.LayerNorm, nn\.Linear\}",
+    ),
+    "one unit only, collectively": (
+        Clips,
+        {"auto_wrap_policy": set(), "communication": "collective"},
+        None,
+        "at least two units",
+    ),
+    "scales after backward": (ScalesAfterBackward, {}, None, "on_before_optimizer_step"),
+    "looks too early": (LooksTooEarly, {}, None, "'net.head.weight' is not complete yet"),
+    "unfreezes in the step": (
+        UnfreezesInTheStep,
+        {},
+        None,
+        "Unfreeze them before, in `on_train_batch_start`",
+    ),
+    "mixes counts": (MixesCounts, {"accumulate_grad_batches": 2}, None, "from every call of `training_step`"),
+    "divides": (DividesByItself, {}, None, "set_gradient_divide_factor"),
+    "logs by hand": (
+        LogsByHand,
+        {},
+        [[Minibatch(BATCHES[0][: 1 + rank])] for rank in range(2)],
+        r"is at 'optimizer step' of meeting .*, rank . at 'a reduction over ranks, such as self\.log",
+    ),
+    "writes through data": (
+        Sgd,
+        {"callbacks": [WritesThroughData()]},
+        None,
+        "'net.head.weight' changed after",
+    ),
+    "writes without reading": (
+        Sgd,
+        {"callbacks": [WritesThroughData()]},
+        [
+            [Minibatch([batch]) for batch in BATCHES[0]],
+            [Minibatch([batch] * (i != 1)) for i, batch in enumerate(BATCHES[1])],
+        ],
+        "'net.head.weight' changed after",
+    ),
+}
+
+
+def _fit_misusing(rank: int, name: str) -> None:
+    make, options, batches, _ = MISUSES[name]
+    trainer(2, **options).fit(make(), loader((batches or BATCHES)[rank]))
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_refused_with_the_line_to_write(name):
+    outcomes = try_ranks(_fit_misusing, name, timeout=60)
+    assert all(outcome.exitcode == 1 for outcome in outcomes)
+    assert any(re.search(MISUSES[name][3], outcome.error) for outcome in outcomes), outcomes[0].error

@@ -1,0 +1,199 @@
+"""The launcher of interactive sessions alone: results, errors, deaths, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import FSDPStrategy
+
+import lightning_odc
+from lightning_odc.errors import PeerFailedError
+from lightning_odc.strategy import launcher
+from lightning_odc.strategy.launcher import ForkLauncher
+from tests.support.ranks import torchrun_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(device: str = "cpu") -> ForkLauncher:
+    environment = LightningEnvironment()
+    return ForkLauncher(
+        SimpleNamespace(cluster_environment=environment, num_processes=2, root_device=torch.device(device))
+    )
+
+
+def launch(function: Callable[..., Any], *args: Any) -> Any:
+    """Run it on two ranks; none may be left."""
+    forking = make()
+    try:
+        return forking.launch(function, *args)
+    finally:
+        assert len(forking._processes) == 2
+        assert all(process.exitcode is not None for process in forking._processes)
+
+
+def test_rank_0_returns_and_all_ranks_ran(tmp_path: Path) -> None:
+    def work(factor: int) -> Any:
+        (tmp_path / os.environ["LOCAL_RANK"]).touch()
+        return {"pid": os.getpid(), "tensor": torch.ones(3) * factor}
+
+    returned = launch(work, 7)
+    assert returned["pid"] != os.getpid()
+    assert returned["tensor"].tolist() == [7, 7, 7]
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_ranks_compute_in_parallel_after_this_process_did() -> None:
+    def compute() -> int:
+        torch.set_num_threads(4)
+        inputs = torch.randn(600, 600, requires_grad=True)
+        (inputs @ inputs).exp().sum().backward()
+        torch.randn(1000000).exp().sum()
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    compute()
+    try:
+        assert launch(compute) == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_first_error_is_told_and_ranks_that_wait_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE", (0.5, 0.5))
+
+    def work() -> None:
+        if os.environ["LOCAL_RANK"] == "1":
+            raise KeyError("no such thing")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only SIGKILL ends it
+        time.sleep(100)
+
+    begin = time.monotonic()
+    with pytest.raises(PeerFailedError, match=r"Rank 1 failed(.|\n)*KeyError: 'no such thing'"):
+        launch(work)
+    assert time.monotonic() - begin < 20
+
+
+def test_an_error_that_follows_another_ranks_is_not_the_one_told() -> None:
+    def work() -> None:
+        if os.environ["LOCAL_RANK"] == "0":
+            raise PeerFailedError("rank 1 has failed")
+        raise KeyError("the cause")
+
+    with pytest.raises(PeerFailedError, match="the cause"):
+        launch(work)
+
+
+def test_a_rank_that_dies_is_told() -> None:
+    def work() -> None:
+        if os.environ["LOCAL_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise PeerFailedError("rank 1 is gone")
+
+    with pytest.raises(PeerFailedError, match=r"Rank 1 died with exit code -9"):
+        launch(work)
+
+
+def test_cuda_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="restart the kernel"):
+        make("cuda").launch(print)
+
+
+PARENT = """
+import os, time
+from tests.strategy.test_launcher import make
+def work():
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+make().launch(work)
+"""
+
+
+def test_ranks_end_when_the_kernel_is_killed(tmp_path: Path) -> None:
+    # Nobody can empty the folder of a kernel that is killed.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while (left := [rank for rank in ranks if _lives(rank)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+SESSION = """
+import torch
+from lightning.pytorch import Trainer
+import lightning_odc
+from tests.support.modules import TokenModule, loader, token_batches
+
+class Reads(TokenModule):
+    def training_step(self, batch, batch_idx):
+        self.log("reads", float(self.trainer.strategy.engine.traffic.reads))
+        return super().training_step(batch, batch_idx)
+
+model = Reads()
+before = model.net.head.weight.detach().clone()
+trainer = Trainer(strategy="odc", accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False)
+trainer.fit(model, loader(token_batches([5, 5])))
+"""
+
+TYPED = """
+print("STEPS", trainer.global_step, trainer.callback_metrics["reads"] > 0, torch.equal(before, model.net.head.weight))
+"""
+
+
+def test_a_script_of_python_i_trains_and_leaves_a_session(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SESSION)
+    run = subprocess.run(
+        [sys.executable, "-i", script],
+        input=TYPED,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=True,
+    )
+    assert "STEPS 2 tensor(True) False" in run.stdout, run.stderr
+
+
+def _lives(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_interactive_sessions_fork_and_scripts_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(environment: Any) -> Any:
+        strategy = lightning_odc.ODCStrategy(cluster_environment=environment)
+        strategy.parallel_devices = [torch.device("cpu")] * 2
+        strategy._configure_launcher()
+        return strategy.launcher
+
+    assert not isinstance(chosen(LightningEnvironment()), ForkLauncher | None)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    forking = chosen(LightningEnvironment())
+    assert isinstance(forking, ForkLauncher)
+    assert forking.is_interactive_compatible
+    for name, value in torchrun_environment(0, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    assert chosen(TorchElasticEnvironment()) is None
+    assert hasattr(FSDPStrategy, "_configure_launcher")

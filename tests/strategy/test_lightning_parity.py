@@ -1,0 +1,357 @@
+"""What Lightning's own tests of its sharding strategies check and no other test here does; and the table of it all."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from inspect import Parameter, getattr_static, signature
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import HalfPrecision
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+from lightning_odc import ODCStrategy
+from lightning_odc.fabric import ODCFabricStrategy
+from tests.strategy.test_gradients import Sgd
+from tests.support.models import Net
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks
+
+TESTS = Path(__file__).parents[1]
+TABLE = TESTS.parent / "docs" / "lightning-parity.md"
+STATES = ("works", "refused", "not applicable", "needs a GPU")
+
+
+def _batches(rank: int) -> Any:
+    return loader(token_batches([5, 8], seed=rank))
+
+
+# -- constructor ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("full_shard", ShardingStrategy.FULL_SHARD),
+        ("SHARD_GRAD_OP", ShardingStrategy.SHARD_GRAD_OP),
+        (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.SHARD_GRAD_OP),
+    ],
+)
+def test_ways_to_name_a_sharding_strategy(given, meant):
+    assert ODCStrategy(sharding_strategy=given).sharding_strategy is meant
+
+
+@pytest.mark.parametrize("given", [True, CPUOffload(offload_params=True)])
+def test_ways_to_offload(given):
+    assert ODCStrategy(cpu_offload=given).cpu_offload == CPUOffload(offload_params=True)
+
+
+def test_a_foreign_precision_plugin_is_refused_later_too():
+    with pytest.raises(TypeError, match=r"Write Trainer\(precision=...\)"):
+        ODCStrategy().precision_plugin = HalfPrecision()
+
+
+# -- signatures -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """A public method or property of a strategy of ours, and of Lightning's that it takes the place of."""
+
+    ours: type
+    theirs: type
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.ours.__name__}.{self.name}"
+
+    def parameters(self, of: type) -> list[Parameter]:
+        found = getattr_static(of, self.name)
+        if isinstance(found, property):
+            return [Parameter("value", Parameter.POSITIONAL_ONLY)] if found.fset is not None else []
+        return list(signature(getattr(of, self.name)).parameters.values())
+
+
+PAIRS = ((ODCStrategy, FSDPStrategy), (ODCFabricStrategy, ModelParallelStrategy))
+MEMBERS = [
+    Member(ours, theirs, name)
+    for ours, theirs in PAIRS
+    for name in dir(theirs)
+    if (name == "__init__" or not name.startswith("_"))
+    and getattr_static(ours, name) is not getattr_static(theirs, name)
+    and (isinstance(getattr_static(ours, name), property) or callable(getattr(ours, name)))
+]
+#: Signatures that differ, and why.
+DELIBERATE = {
+    "ODCFabricStrategy.__init__": "it shards by itself: there is no function to pass, and no tensor parallelism",
+    "ODCFabricStrategy.load_checkpoint": "hands on what it gets: Lightning 2.5 has no `weights_only`",
+    "ODCFabricStrategy.setup_module_and_optimizers": "hands on what it gets: Lightning 2.5 has no `scheduler`",
+}
+
+
+def _facts(parameter: Parameter) -> Any:
+    return parameter.name, parameter.kind, parameter.default
+
+
+@pytest.mark.parametrize("member", [member for member in MEMBERS if str(member) not in DELIBERATE], ids=str)
+def test_what_can_be_called_there_can_be_called_here(member):
+    ours, theirs = (
+        {p.name: _facts(p) for p in member.parameters(of) if p.name != "self"}
+        for of in (member.ours, member.theirs)
+    )
+    assert [ours.get(name) for name in theirs] == list(theirs.values())
+    positional = [name for name, (_, kind, _) in ours.items() if kind == Parameter.POSITIONAL_OR_KEYWORD]
+    wanted = [name for name, (_, kind, _) in theirs.items() if kind == Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(wanted)] == wanted
+    for name in ours.keys() - theirs.keys():
+        _, kind, default = ours[name]
+        assert default is not Parameter.empty or kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def test_signatures_are_compared_and_no_reason_is_left_over():
+    assert {"ODCStrategy.save_checkpoint", "ODCFabricStrategy.clip_gradients_norm"} <= set(map(str, MEMBERS))
+    assert DELIBERATE.keys() <= set(map(str, MEMBERS))
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+
+class Foreign(Sgd):
+    """An optimizer without a single parameter of the model."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(torch.nn.Linear(4, 5).parameters(), lr=1.0)
+
+
+class Watched(Sgd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed_in: set[torch.dtype] = set()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.computed_in.add(self.net.head.weight.dtype)
+        return self.mean_loss(batch)
+
+
+def _train(rank: int) -> Any:
+    foreign, before = Foreign(), full_parameters(Foreign())
+    with mock.patch("torch.distributed.init_process_group", wraps=dist.init_process_group) as init:
+        trainer(2, timeout=timedelta(seconds=77)).fit(foreign, _batches(rank))
+    unchanged = all(torch.equal(value, before[name]) for name, value in full_parameters(foreign).items())
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    watched, strategy = Watched(), ODCStrategy(mixed_precision=mixed, hang_report_after=None)
+    trainer(2, strategy=strategy).fit(watched, _batches(rank))
+    return init.call_args.kwargs["timeout"], unchanged, watched.computed_in
+
+
+def test_options_reach_what_they_are_for():
+    for timeout, unchanged, dtypes in run_ranks(_train):
+        assert timeout == timedelta(seconds=77)
+        assert unchanged
+        assert dtypes == {torch.bfloat16}
+
+
+class Placed(Watched):
+    def on_train_start(self) -> None:
+        (group,) = self.trainer.optimizers[0].param_groups
+        weight = self.net.head.weight
+        assert isinstance(weight, DTensor) and any(parameter is weight for parameter in group["params"])
+        self.placed = weight.device.type, weight.dtype
+
+
+def _init_modules(rank: int) -> Any:
+    found = {}
+    for precision, dtype in (
+        ("32-true", torch.float32),
+        ("16-true", torch.float16),
+        ("bf16-true", torch.bfloat16),
+    ):
+        for empty in (False, True):
+            t = Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=ODCStrategy(),
+                precision=precision,
+                max_steps=1,
+                barebones=True,
+            )
+            with t.init_module(empty_init=empty):
+                module = Placed()
+            device = module.net.head.weight.device.type
+            assert module.net.head.weight.dtype == dtype
+            t.fit(module, _batches(rank))
+            finite = all(bool(value.isfinite().all()) for value in full_parameters(module).values())
+            found[precision, empty] = device, module.placed, module.computed_in, finite
+    return found
+
+
+def test_modules_made_in_the_trainers_context():
+    for found in run_ranks(_init_modules):
+        assert len(found) == 6
+        for (precision, empty), (device, placed, computed_in, finite) in found.items():
+            dtype = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}[
+                precision.split("-")[0]
+            ]
+            assert device == ("meta" if empty else "cpu")
+            assert placed == ("cpu", dtype) and computed_in == {dtype}
+            assert finite
+
+
+class MadeInPlace(Placed):
+    """Makes its net in ``configure_model``, which Lightning calls in the trainer's context, and may compile a block."""
+
+    def __init__(self, device: str | None, compiled: bool) -> None:
+        super().__init__()
+        self.device_of_net, self.compiled, self.is_made = device, compiled, False
+        del self.net
+
+    def configure_model(self) -> None:
+        if not self.is_made:
+            self.is_made = True
+            with nullcontext() if self.device_of_net is None else torch.device(self.device_of_net):
+                self.net = Net()
+            self.made = self.net.head.weight.device.type, self.net.head.weight.dtype
+            if self.compiled:
+                self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")  # type: ignore[assignment]
+
+
+def _configure(rank: int) -> Any:
+    found = {}
+    for precision in ("32-true", "16-true", "bf16-true"):
+        for device in (None, "meta"):
+            module = MadeInPlace(device, compiled=precision == "bf16-true")
+            trainer(2, precision=precision, max_steps=1).fit(module, _batches(rank))
+            finite = all(bool(value.isfinite().all()) for value in full_parameters(module).values())
+            found[precision, device] = module.made, module.placed, module.computed_in, finite
+    return found
+
+
+def test_modules_made_in_configure_model():
+    dtypes = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+    for found in run_ranks(_configure):
+        assert len(found) == 6
+        for (precision, device), (made, placed, computed_in, finite) in found.items():
+            dtype = dtypes[precision]
+            assert made == (device or "cpu", dtype)
+            assert placed == ("cpu", dtype) and computed_in == {dtype}
+            assert finite
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------
+
+
+class Extra:
+    """An object that ``torch.load(weights_only=True)`` does not trust."""
+
+
+class WithObject(TokenModule):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["extra"] = Extra()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert isinstance(checkpoint["extra"], Extra)
+        self.has_loaded = True
+
+
+class LoadsStrictly(TokenModule):
+    """``Trainer.validate(weights_only=True)`` does not get this far: Lightning 2.6.6 drops it for such strategies."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("mean")
+        self.path = path
+
+    def on_validation_start(self) -> None:
+        with pytest.raises(pickle.UnpicklingError) as caught:
+            self.trainer.strategy.load_checkpoint(self.path, weights_only=True)
+        self.refusal = str(caught.value)
+
+
+def _load_objects(rank: int, directory: str) -> Any:
+    found = {}
+    Path(f"{directory}/sharded").mkdir(exist_ok=True)
+    Path(f"{directory}/sharded/notes.txt").touch()
+    for kind, path in (("full", "full"), ("full", f"file://{directory}/url"), ("sharded", "sharded")):
+        t = trainer(2, state_dict_type=kind)
+        t.fit(WithObject("mean"), _batches(rank))
+        path = path if "://" in path else f"{directory}/{path}"
+        t.save_checkpoint(path)
+        module, maps = WithObject("mean"), []
+        with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
+            trainer(2).validate(module, _batches(rank), ckpt_path=path, verbose=False)
+        strict = LoadsStrictly(path)
+        trainer(2).validate(strict, _batches(rank), verbose=False)
+        found[kind, path] = module.has_loaded, maps, strict.refusal
+    return list(found.values())
+
+
+def _noting(load: Any, maps: list[bool]) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        maps.append(bool(kwargs.get("mmap")))
+        return load(*args, **kwargs)
+
+    return noting
+
+
+def test_objects_are_trusted_unless_the_user_says_otherwise(tmp_path):
+    for found in run_ranks(_load_objects, str(tmp_path)):
+        assert [has_loaded for has_loaded, _, _ in found] == [True] * 3
+        assert [any(maps) for _, maps, _ in found] == [
+            True,
+            False,
+            False,
+        ]  # a file is mapped, not read as a whole
+        for _, _, refusal in found:
+            assert "Weights only load failed" in refusal
+    assert (tmp_path / "sharded" / "notes.txt").exists()
+
+
+# -- the table --------------------------------------------------------------------------------------------------
+
+
+def _rows() -> list[list[str]]:
+    lines = [
+        line
+        for line in TABLE.read_text().splitlines()
+        if line.startswith("|") and not set(line) <= set("|- ")
+    ]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    return [row for row in rows if row[1]]  # without the headings in between
+
+
+def _state(row: list[str]) -> str:
+    return next(state for state in STATES if row[1].startswith(state))
+
+
+def test_every_test_that_the_table_names_exists():
+    named = [name for row in _rows() for name in re.findall(r"`([\w/]*test_\w+)::(\w+)`", row[2])]
+    assert len(named) > 30
+    for module, name in named:
+        assert f"def {name}(" in (TESTS / f"{module}.py").read_text(), f"{module}::{name}"
+
+
+def test_every_row_of_the_table_has_a_state_and_its_reason_or_test():
+    for row in _rows():
+        assert len(row) == 3, row
+        assert _state(row) in ("not applicable", "needs a GPU") or "::" in row[2], row
+
+
+def test_the_count_of_the_table_is_right():
+    counts = Counter(_state(row) for row in _rows())
+    makes_sense = counts["works"] + counts["refused"]
+    assert f"**{counts['works']} of {makes_sense}**" in TABLE.read_text()
+    for state in STATES:
+        assert f"{counts[state]} {state}" in TABLE.read_text()

@@ -1,0 +1,538 @@
+"""The kinds of models that people train: each ends in the same parameters on demand as under stock collectives.
+
+With two ranks and plain batches both sum two fp32 gradients per parameter; a sum of two numbers has no order, so
+equal means bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from lightning_odc import Minibatch
+from tests.support.models import Block, Net, full_parameters, summed_loss, token_batches
+from tests.support.modules import TokenModule, loader, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+VOCAB = 32
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+
+
+def causal_lm(kind: str = "Llama", tied: bool = False) -> Any:
+    """A small model of Hugging Face's, from a config."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def with_lora() -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(causal_lm(), config)
+
+
+class Compiled(TokenModule):
+    """Its blocks are compiled, each on its own, so that a unit is around a compiled block."""
+
+    def __init__(self, backend: Any, depth: int) -> None:
+        super().__init__()
+        for index, block in enumerate(self.net.blocks[:depth]):
+            self.net.blocks[index] = torch.compile(block, backend=backend, dynamic=True)  # type: ignore[assignment]
+
+
+class Counts:
+    """A backend that does not compile, and counts the graphs that it could."""
+
+    graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        Counts.graphs += 1
+        return aot_eager(graph, inputs)
+
+
+def sharded_by_hand() -> nn.Module:
+    model = causal_lm()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return model
+
+
+def is_decoder_layer(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or type(module).__name__ == "LlamaDecoderLayer"
+
+
+def decoder_layer() -> type[nn.Module]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return LlamaDecoderLayer
+
+
+class Watch(Callback):
+    """Notes what was read from peers, and in how many units."""
+
+    reads = steps = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        self.reads, self.steps = engine.traffic.reads, trainer.global_step
+
+
+class CausalLM(LightningModule):
+    """Makes its model in ``configure_model``."""
+
+    def __init__(self, make: Callable[[], nn.Module], meta: bool = False) -> None:
+        super().__init__()
+        self.make, self.meta = make, meta
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            with torch.device("meta" if self.meta else "cpu"):
+                self.net = self.make()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def fit(rank: int, module: LightningModule, communication: str = "on_demand", **options: Any) -> Any:
+    """Two steps; the parameters, and the reads from peers per step."""
+    watch = Watch()
+    t = trainer(2, communication=communication, callbacks=[watch], **options)
+    t.fit(module, loader(token_batches([6, 9], seed=rank, vocab=11)))
+    return full_parameters(module), watch.reads / watch.steps
+
+
+#: How the model is made, options of the strategy, and reads per step: forward and backward pass of every block, one of
+#: the root unit, each from one peer.
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int]] = {
+    "Llama, default policy": (causal_lm, dict, 5),
+    "Llama, tied": (partial(causal_lm, tied=True), dict, 5),
+    "Qwen2": (partial(causal_lm, "Qwen2"), dict, 5),
+    "LoRA": (with_lora, dict, 5),
+    "by hand": (sharded_by_hand, dict, 5),
+    "set": (causal_lm, lambda: {"auto_wrap_policy": {decoder_layer()}}, 5),
+    "callable": (causal_lm, lambda: {"auto_wrap_policy": is_decoder_layer}, 5),
+    "policy object": (causal_lm, lambda: {"auto_wrap_policy": ModuleWrapPolicy({decoder_layer()})}, 5),
+    "checkpointing, set": (causal_lm, lambda: {"activation_checkpointing_policy": {decoder_layer()}}, 5),
+    "checkpointing, callable": (
+        causal_lm,
+        lambda: {"activation_checkpointing_policy": is_decoder_layer},
+        5,
+    ),
+    "offloaded": (causal_lm, lambda: {"cpu_offload": True}, 5),
+}
+
+
+def _fits(rank: int, kinds: list[str]) -> dict[str, Any]:
+    results = {}
+    for kind in kinds:
+        make, options, _ = KINDS[kind]
+        ours, reads = fit(rank, CausalLM(make), **options())
+        stock, none = fit(rank, CausalLM(make), "collective", **options())
+        assert none == 0
+        assert ours.keys() == stock.keys()
+        results[kind] = (max((ours[n] - stock[n]).abs().max().item() for n in stock), reads)
+    return results
+
+
+def test_equal_to_collectives():
+    kinds = [kind for kind in KINDS if kind != "LoRA" or HAS_PEFT]
+    for results in run_ranks(_fits, kinds):
+        assert results == {kind: (0.0, KINDS[kind][2]) for kind in kinds}
+    if not HAS_PEFT:
+        pytest.skip("all but LoRA passed: peft is not installed")
+
+
+class Samples(CausalLM):
+    """Samples 4 tokens on rank 0 and 24 on rank 1, in every step of training and of an uneven validation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(causal_lm)
+        self.options = options
+        self.passes: list[int] = []
+
+    def sample(self, prompt: Tensor) -> None:
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        handle = self.net.register_forward_pre_hook(count)
+        tokens = (4, 24)[self.global_rank]
+        answer = self.net.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **self.options)
+        handle.remove()
+        assert answer.shape[1] == prompt.shape[1] + tokens
+        self.passes.append(passes)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.sample(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.options:  # ranks that wait for each other need equally many batches
+            self.sample(batch)
+
+
+def _samples(rank: int) -> Any:
+    from transformers.integrations import is_fsdp_managed_module
+
+    found = []
+    for communication, options in (
+        ("on_demand", {}),
+        ("on_demand", {"synced_gpus": True}),
+        ("collective", {}),
+    ):
+        module = Samples(**options)
+        t = trainer(2, communication=communication, timeout=timedelta(seconds=30), num_sanity_val_steps=0)
+        uneven = [1, 3][rank] if communication == "on_demand" else 0
+        batches = token_batches([6], seed=rank, vocab=11)
+        t.fit(module, loader(batches), loader(batches * uneven) if uneven else None)
+        assert is_fsdp_managed_module(module.net)  # as fully_shard left it
+        found.append(module.passes)
+    return found
+
+
+def test_generate_of_hugging_face_ends_on_every_rank_by_itself():
+    first, second = run_ranks(_samples)
+    assert first == [
+        [4, 4],
+        [24],
+        [24],
+    ]  # one pass per token; all wait for the longest if told so, or collectively
+    assert second == [[24] * 4, [24], [24]]
+
+
+def _compiles(rank: int, backend: str, depth: int, **options: Any) -> tuple[float, float, int]:
+    ours, reads = fit(rank, Compiled(Counts() if backend == "counts" else backend, depth), **options)
+    stock, _ = fit(rank, TokenModule(), "collective")
+    names = {name: name.replace("_orig_mod.", "") for name in ours}
+    return max((ours[n] - stock[names[n]]).abs().max().item() for n in ours), reads, Counts.graphs
+
+
+def test_compiled_blocks_equal_the_others_under_collectives():
+    for difference, reads, graphs in run_ranks(_compiles, "counts", 3):
+        assert difference == 0  # the same kernels
+        assert reads == 7  # three blocks, twice, and the root unit
+        assert graphs > 0
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's own compiler for CPUs needs a C++ compiler")
+def test_blocks_compiled_to_cpp():
+    for difference, reads, _ in run_ranks(partial(_compiles, auto_wrap_policy={Block}), "inductor", 1):
+        # Fused kernels round otherwise: see the tolerances in test_parity, with a ten times larger step here.
+        assert difference <= 1e-4
+        assert reads == 7
+
+
+# -- made on the meta device -----------------------------------------------------------------------------------
+
+
+class OnMeta(TokenModule):
+    """Its net, and other things, are made on the meta device."""
+
+    def __init__(self, extra: Callable[[], nn.Module] | None = None, **net: Any) -> None:
+        super().__init__("items")
+        self.options, self.extra, self.is_made = net, extra, False
+        del self.net
+
+    def configure_model(self) -> None:
+        if not self.is_made:
+            self.is_made = True
+            torch.manual_seed(0)
+            with torch.device("meta"):
+                self.net = Net(**self.options)
+                if self.extra is not None:
+                    self.net.blocks[1].extra = self.extra()
+
+
+class Table(nn.Module):
+    """Has a buffer that no checkpoint holds, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class Param(nn.Module):
+    """Has a parameter that only a checkpoint can fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class HalfReset(Table):
+    """Its reset forgets the buffer."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+class Reset(HalfReset):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.angles.copy_(torch.arange(3.0))
+
+
+def layers() -> nn.Module:
+    return nn.ModuleList(
+        [nn.MultiheadAttention(4, 2), nn.BatchNorm1d(3), nn.LSTM(2, 3), nn.Conv1d(2, 3, 2), Reset()]
+    )
+
+
+class Begins(Callback):
+    """The full parameters before the first step; stops there."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.parameters = full_parameters(pl_module)
+
+
+def _begins(rank: int, module: LightningModule, **options: Any) -> dict[str, Tensor]:
+    begins = Begins()
+    t = trainer(2, callbacks=[begins], **options)
+    t.fit(module, loader(token_batches([6], seed=rank)))
+    return begins.parameters
+
+
+def _refused(rank: int, module: LightningModule, **options: Any) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        _begins(rank, module, **options)
+    return str(error.value)
+
+
+def _materializes(rank: int, root: Path) -> list[str]:
+    for net in ({}, {"tied": True}):
+        torch.manual_seed(0)
+        expected = dict(Net(**net).named_parameters())
+        module = OnMeta(**net)
+        found = _begins(rank, module)
+        assert {name: torch.equal(found[f"net.{name}"], p) for name, p in expected.items()} == dict.fromkeys(
+            expected, True
+        )
+        if net:
+            assert module.net.head.weight is module.net.embed.weight
+    module = OnMeta(layers)
+    found = _begins(rank, module)
+    assert all(value.isfinite().all() for value in found.values())
+    assert module.net.blocks[1].extra[-1].angles.tolist() == [0, 1, 2]
+
+    lm = CausalLM(causal_lm, meta=True)
+    found = _begins(rank, lm)
+    reference = causal_lm()
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(dict(lm.net.named_buffers())[name], buffer), name
+    for name, parameter in reference.named_parameters():
+        value = found[f"net.{name}"]
+        # At least 128 draws of a normal distribution: their spread is known to 1 / sqrt(256), 6 percent.
+        assert value.std().item() == pytest.approx(parameter.std().item(), rel=0.3, abs=0), name
+        if value.dim() == 2:
+            half = len(value) // 2
+            assert not torch.equal(value[:half], value[half : 2 * half]), name
+
+    refused = [_refused(rank, OnMeta(kind)) for kind in (Table, HalfReset, Param)]
+    if HAS_PEFT:
+        refused.append(_refused(rank, CausalLM(with_lora, meta=True)))
+    saved = TokenModule("items")
+    saved.net.blocks[1].extra = Param()
+    batches = token_batches([6, 6], seed=rank)
+    first, path = trainer(2, max_steps=1), root / "whole.ckpt"
+    first.fit(saved, loader(batches))
+    first.save_checkpoint(path)
+    module = OnMeta(Param)  # whose parameter the checkpoint has
+    begins = Begins()
+    trainer(2, max_epochs=2, callbacks=[begins]).fit(module, loader(batches), ckpt_path=path)
+    assert torch.equal(begins.parameters["net.blocks.1.extra.scale"], torch.ones(3))
+    return refused
+
+
+def test_models_made_on_the_meta_device_begin_as_on_the_cpu(tmp_path):
+    for table, half, parameter, *lora in run_ranks(_materializes, tmp_path):
+        assert "'angles' of 'net.blocks.1.extra' (Table)" in table
+        assert "'scale' of 'net.blocks.1.extra' (Param)" in parameter
+        assert "'angles' of 'net.blocks.1.extra' (HalfReset)" in half
+        assert "a `reset_parameters()` method" in table
+        assert len(lora) == HAS_PEFT
+        assert all("adapters of PEFT on the meta device" in message for message in lora)
+
+
+# -- blocks that a rank skips ------------------------------------------------------------------------------------
+
+
+class Routed(TokenModule):
+    """A batch of ``n`` tokens goes through the blocks that its entry says."""
+
+    skips: ClassVar = {5: (0,), 9: (1, 2), 4: (0, 1), 7: (), 6: (0, 1, 2), 8: (0,)}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = summed_loss(self.net, batch, skip=self.skips[batch.shape[1]])
+        return {"loss": loss, "num_items": batch.numel() - 1}
+
+
+def _routes(rank: int, sizes: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
+    module = Routed(lr=0.01)
+    t = trainer(len(sizes))
+    t.fit(module, loader([Minibatch(token_batches(step)) for step in sizes[rank]]))
+    return full_parameters(module)
+
+
+def test_blocks_may_be_skipped_by_a_rank_or_by_all():
+    # Block 0 is never run by rank 0; in the second step nobody runs block 1.
+    ours = run_ranks(_routes, [[[5, 4], [6, 8]], [[7, 9, 7], [5]]][::1][:2])
+    # The same microbatches (they are drawn per share) in one process, in plain torch. Tolerance: see test_parity.
+    module = Routed(lr=0.01)
+    optimizer = module.configure_optimizers()
+    for shares in zip([[5, 4], [6, 8]], [[7, 9, 7], [5]], strict=True):
+        batches = [batch for share in shares for batch in token_batches(share)]
+        optimizer.zero_grad()
+        for batch in batches:
+            module.training_step(batch, 0)["loss"].backward()
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= sum(batch.numel() - 1 for batch in batches)
+        optimizer.step()
+    for found in ours:
+        for name, parameter in module.named_parameters():
+            assert (found[name] - parameter).abs().max() <= 1e-5, name
+
+
+# -- layers and steps that meet ----------------------------------------------------------------------------------
+
+
+class With(TokenModule):
+    """The net, and a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+def _says_no_and_what_it_chose(rank: int) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch").addHandler(handler)
+    refused = [
+        _refused(rank, With(nn.SyncBatchNorm(3))),
+        _refused(rank, TokenModule(), sync_batchnorm=True),
+        _refused(rank, With(nn.Embedding(3, 2, max_norm=1.0))),
+    ]
+    with warnings.catch_warnings(record=True) as warned:
+        for policy in (None, {Block}, {nn.LSTM}):
+            _begins(rank, TokenModule(), auto_wrap_policy=policy)
+    said = [record for record in records if record.startswith("ODCStrategy shards")]
+    messages = [str(warning.message) for warning in warned]
+    return [*refused, *said, *(message for message in messages if message.startswith("auto_wrap_policy"))]
+
+
+def test_layers_that_cannot_work_are_refused_and_the_default_policy_says_what_it_chose():
+    first, other = run_ranks(_says_no_and_what_it_chose)
+    assert (
+        len(other) == 3 and len(first) == 5
+    )  # rank 0 says it, once, when nobody chose; and if nothing was chosen
+    for sync, option, norm in (first[:3], other):
+        assert sync.startswith("'layer' is a SyncBatchNorm: it waits for all ranks in every forward pass")
+        assert option.startswith("Trainer(sync_batchnorm=True): it waits for all ranks")
+        assert norm.startswith("'layer' has max_norm=1: it scales its weights inside `forward`")
+    assert "(3 x Block) and the rest as one unit" in first[3]
+    assert "ODCStrategy(auto_wrap_policy={Block})" in first[3]
+    assert "selects no module, so the whole model is one unit" in first[4]
+
+
+class Normalizes(TokenModule):
+    """Levels its statistics before validation, as ``docs/models.md`` shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(1)
+        self.early: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.batch_norm(batch.float().T)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.early = self.batch_norm.running_mean.clone()
+        for buffer in self.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(self.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
+
+
+def _normalizes(rank: int, directory: str) -> Any:
+    module = Normalizes()
+    t = trainer(2, num_sanity_val_steps=0, limit_val_batches=1)
+    t.fit(module, loader([Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])]))
+    unlevelled = module.batch_norm.running_mean.clone(), module.batch_norm.num_batches_tracked.clone()
+    t.save_checkpoint(path := f"{directory}/full.ckpt")
+    saved = torch.load(path, weights_only=False)["state_dict"]["batch_norm.running_mean"]
+    t = trainer(2, num_sanity_val_steps=0, max_epochs=1)
+    t.validate(module, loader(token_batches([5])), verbose=False)
+    return unlevelled, saved, module.early, module.batch_norm.running_mean
+
+
+def test_statistics_are_those_of_each_rank_until_they_are_levelled(tmp_path):
+    first, second = run_ranks(_normalizes, str(tmp_path))
+    ((mean, steps), saved, early, levelled), ((other, more), other_saved, _, other_levelled) = first, second
+    assert (int(steps), int(more)) == (1, 3)
+    assert not torch.equal(mean, other)
+    assert torch.equal(saved, mean) and torch.equal(other_saved, mean)
+    assert torch.equal(levelled, other_levelled)
+    torch.testing.assert_close(levelled, (early + other) / 2)
+
+
+class Meets(TokenModule):
+    """Ranks meet in the middle of ``training_step``."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        count = torch.ones(1)
+        dist.all_reduce(count)
+        assert count == 2
+        return super().training_step(batch, batch_idx)
+
+
+def _meets(rank: int, counts: tuple[int, int]) -> float:
+    module = Meets("items")
+    share = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
+    trainer(2, timeout=timedelta(seconds=2)).fit(module, loader([share]))
+    return float(full_parameters(module)["net.head.weight"].sum())
+
+
+def test_a_collective_in_the_step_works_with_equal_counts_and_else_ends_with_a_hint():
+    one, other = run_ranks(_meets, (2, 2))
+    assert one == other
+    outcomes = try_ranks(_meets, (3, 1), timeout=60)
+    assert all(outcome.exitcode == 1 for outcome in outcomes)
+    for outcome in outcomes:
+        assert "in a collective inside `forward` or `training_step`" in outcome.error

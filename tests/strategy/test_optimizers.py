@@ -1,0 +1,253 @@
+"""Styles of optimisation end where plain Lightning on one device does: several optimizers, schedulers, accumulation."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_odc import _compat
+from lightning_odc.sharding.initialize import materialize
+from lightning_odc.sharding.optimizers import ParameterNames
+from tests.strategy.test_gradients import Manual, Sgd, _mean_over_rows
+from tests.support.models import Block, Net, init_gloo
+from tests.support.modules import full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks
+
+BATCHES = [[batch[:, :4] for batch in token_batches([4] * 5, seed=rank)] for rank in range(2)]
+
+
+class OnRows(Sgd):
+    """On one device, a batch has a row for each rank; the loss is the mean of their means."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.5)
+        self.rates: list[float] = []
+        self.steps: list[int] = []
+
+    def mean_loss(self, batch: Tensor) -> Tensor:
+        return _mean_over_rows(self, batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return self.mean_loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(self.trainer.global_step)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.mean_loss(batch), sync_dist=True, batch_size=1)
+
+
+class Scheduled(OnRows):
+    interval = "step"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval, "frequency": 2},
+        }
+
+
+class ScheduledByEpoch(Scheduled):
+    interval = "epoch"
+
+
+class Plateau(OnRows):
+    """A scheduler that follows a value of the validation, which must be the same on every rank."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class LogsNorm(OnRows):
+    """Logs the norm of the gradients, before they are clipped."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **more: Any) -> None:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()])  # right on one device
+        self.clip_gradients(optimizer, *limits, **more)
+        self.log("norm", getattr(self.trainer.precision_plugin, "gradient_norm", norm))
+
+
+class Adversaries(Manual):
+    """Two optimizers that freeze each other's parameters, drop nothing, and step at different times.
+
+    The gradients of the second one must not contain what the first one's losses would have given its parameters.
+    """
+
+    mean_loss = OnRows.mean_loss
+    validation_step = OnRows.validation_step
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        blocks, others = self.optimizers()  # type: ignore[misc]
+        for optimizer, factor in ((blocks, 1.0), (others, -0.1), (blocks, 1.0)):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(factor * self.mean_loss(batch))
+            self.untoggle_optimizer(optimizer)
+        blocks.step()
+        blocks.zero_grad()
+        if batch_idx % 2:
+            others.step()
+            others.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.net.blocks.parameters())
+        others = [p for name, p in self.net.named_parameters() if "blocks" not in name]
+        return [torch.optim.SGD(blocks, lr=0.1), torch.optim.SGD(others, lr=0.1)]
+
+
+def _with_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """As if it had been loaded: every element has another first and second moment."""
+    state = optimizer.state_dict()
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        moment = torch.linspace(0.5, 1.0, parameter.numel()).reshape(parameter.shape)
+        state["state"][number] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": -moment,
+            "exp_avg_sq": moment.square(),
+        }
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+class Early(OnRows):
+    """Makes its optimizer and scheduler before the model is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = {"params": list(self.net.blocks.parameters()), "lr": 0.01}
+        others = {"params": [p for name, p in self.net.named_parameters() if "blocks" not in name]}
+        self.optimizer = _with_state(torch.optim.Adam([others, blocks], lr=0.02))
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def configure_optimizers(self) -> Any:
+        return [self.optimizer], [{"scheduler": self.scheduler, "interval": "step", "frequency": 2}]
+
+
+class EarlyByHand(Early):
+    """Shards its blocks itself."""
+
+    def configure_model(self) -> None:
+        if self.trainer.world_size > 1:
+            for block in self.net.blocks:
+                fully_shard(block, mesh=self.trainer.strategy.shard_mesh)  # type: ignore[attr-defined]
+
+
+STYLES: dict[str, tuple[type[Sgd], dict[str, Any]]] = {
+    "scheduler by step": (Scheduled, {}),
+    "scheduler by epoch": (ScheduledByEpoch, {"max_epochs": 4}),
+    "scheduler on a plateau": (Plateau, {"max_epochs": 3}),
+    "accumulation, last window incomplete": (OnRows, {"accumulate_grad_batches": 2}),
+    "accumulation that changes": (OnRows, {"max_epochs": 3, "scheduling": {0: 1, 1: 3, 2: 2}}),
+    "overfit": (OnRows, {"overfit_batches": 2, "max_epochs": 2}),
+    "fast development run": (OnRows, {"fast_dev_run": 3}),
+    "sanity check": (OnRows, {"num_sanity_val_steps": 2, "val_check_interval": 2}),
+    "limited batches": (OnRows, {"limit_train_batches": 3, "max_epochs": 2}),
+    "clipping by norm": (LogsNorm, {"gradient_clip_val": 0.1}),
+    "watching the norm": (LogsNorm, {"gradient_clip_val": float("inf")}),
+    "clipping by value": (OnRows, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "optimizers in turns": (Adversaries, {}),
+    "made in __init__": (Early, {"activation_checkpointing_policy": {Block}}),
+    "made in __init__, validated before": (Early, {"validated_before": True}),
+    "made in __init__, sharded by hand": (EarlyByHand, {}),
+}
+
+
+def _make(name: str, world_size: int) -> tuple[Sgd, Trainer]:
+    make, options = STYLES[name]
+    options = {"num_sanity_val_steps": 0, **options}
+    options.pop("validated_before", None)
+    if "scheduling" in options:
+        options["callbacks"] = [GradientAccumulationScheduler(options.pop("scheduling"))]
+    if world_size == 1:
+        options |= {"strategy": "auto"}
+    return make(), trainer(world_size, **options)
+
+
+def _outcome(module: Sgd, t: Trainer) -> Any:
+    values = {name: float(value) for name, value in t.callback_metrics.items()}
+    values["global_step"] = t.global_step
+    parameters = {_compat.checkpoint_name(name): p for name, p in full_parameters(module).items()}
+    return parameters, (getattr(module, "rates", []), getattr(module, "steps", [])), values
+
+
+def _fit_all(rank: int, world_size: int) -> Any:
+    batches = BATCHES[rank] if world_size == 2 else [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
+    outcomes = {}
+    for name in STYLES:
+        module, t = _make(name, world_size)
+        if "validated_before" in STYLES[name][1]:
+            t.validate(module, loader(batches[:2]), verbose=False)
+        t.fit(module, loader(batches), loader(batches[:2]))
+        outcomes[name] = _outcome(module, t)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Any]:
+    """Of one device without this package, then of two ranks."""
+    return run_ranks(_fit_all, 1, world_size=1) + run_ranks(_fit_all, 2)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_as_plain_lightning_on_one_device(outcomes, name):
+    (parameters, course, values), *ranks = (found[name] for found in outcomes)
+    start = full_parameters(STYLES[name][0]())
+    assert sum((parameters[key] - start[key]).abs().sum().item() for key in start) > 1e-2
+    assert values["global_step"] > 0
+    assert len(ranks) == 2
+    for found in ranks:
+        assert found[1] == course
+        assert found[2] == pytest.approx(values, rel=1e-4)
+        for key in start:  # sums of two fp32 gradients in another order, carried through up to 15 steps
+            torch.testing.assert_close(found[0][key], parameters[key], rtol=1e-3, atol=1e-4)
+
+
+def _follow(rank: int) -> list[str]:
+    """What optimizers hold after sharding, besides what is trained above."""
+    init_gloo(rank)
+    names, mine = ParameterNames(), nn.Linear(2, 3)
+    with torch.device("meta"):
+        model = Net()
+    optimizer = torch.optim.LBFGS([*model.parameters(), *mine.parameters()])
+    with names.recorded(model):
+        fully_shard(model)
+        materialize(model, torch.device("cpu"))
+    with names.recorded(model):
+        pass
+    model.to(torch.float64)  # torch refuses it for shards with weak references
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for is_trained in (True, False):
+            mine.requires_grad_(is_trained)
+            names.follow(model, [optimizer])
+    (group,) = optimizer.param_groups
+    wanted = [*model.parameters(), *mine.parameters()]
+    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in wanted]
+    assert optimizer._params is group["params"]  # LBFGS keeps the list that it was made with
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(5)
+    with names.recorded(model):
+        fully_shard(model)
+    with pytest.raises(ValueError, match=r"state of shape \[5\] for a parameter of shape \[11, 7\]"):
+        names.follow(model, [optimizer])
+    assert not pickle.loads(pickle.dumps(names))._names
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_is_not_the_models_stays_with_a_warning():
+    (said,) = run_ranks(_follow, world_size=1)
+    assert len(said) == 1  # and none for parameters that are not trained
+    assert "LBFGS has 2 parameters that are not the model's" in said[0]

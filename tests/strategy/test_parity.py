@@ -1,0 +1,493 @@
+"""The law: on demand ends in the same parameters as stock ``fully_shard`` and as one process.
+
+Tolerances. fp32: the gradient of a parameter is the same sum of at most 12 microbatch terms in another order, so it
+differs by about 12 * 2^-24 = 7e-7 relative. AdamW divides by the root of its own second moment, which passes relative
+differences on unchanged, but where a gradient is nearly zero the step is still about ``lr``: one sign of such a
+gradient may differ. With lr = 0.01 and 4 steps, 1e-5 absolute leaves room for the amplification of the first kind and
+catches every error of weighting, layout or order, which is of the size of ``lr`` (1e-2). bf16: activations are rounded
+to 2^-8, equally on all sides; gradients may differ by the order of sums in fp32 as above.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
+from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
+from tests.support.ranks import run_ranks
+
+STEPS = 4
+LR = 0.01
+TOLERANCE = 1e-5
+#: Lengths of the microbatches of each step, over all ranks.
+LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [4, 4, 4, 4, 4, 4], [30, 2, 2, 3, 9, 5]]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.1)
+
+
+def minibatch(step: int) -> list[Tensor]:
+    return token_batches(LENGTHS[step], seed=step)
+
+
+def one_process(net: dict[str, Any], skips: list[list[int]] | None = None) -> dict[str, Tensor]:
+    """The reference: one process on the whole minibatch."""
+    torch.manual_seed(0)
+    model = Net(**net)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        batches = minibatch(step)
+        optimizer.zero_grad()
+        for index, tokens in enumerate(batches):
+            summed_loss(model, tokens, skip=skips[index] if skips else ()).backward()
+        items = sum(tokens.numel() - 1 for tokens in batches)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= items
+        optimizer.step()
+    return full_parameters(model)
+
+
+def make_engine(communication: str, rank: int, **options: Any) -> Engine:
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    world = dist.get_world_size()
+    if communication == "collective":
+        return CollectiveEngine(world, rendezvous)
+    lockstep = communication == "lockstep"
+    make = lambda: SharedMemoryTransport(rank, world, rendezvous)  # noqa: E731
+    return OnDemandEngine(make, rendezvous, timeout=30, lockstep=lockstep, **options)
+
+
+def checkpointed(model: nn.Module) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for index, block in enumerate(model.blocks):  # type: ignore[arg-type, union-attr]
+        model.blocks[index] = checkpoint_wrapper(block)  # type: ignore[index, operator]
+
+
+def train(
+    rank: int,
+    communication: str,
+    counts: tuple[int, ...],
+    net: dict[str, Any],
+    precision: torch.dtype | None = None,
+    skips: list[list[int]] | None = None,
+    checkpointing: bool = False,
+    reshard: bool | int = True,
+    looks: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train sharded; rank r runs ``counts[r]`` of the six microbatches of every step.
+
+    If it ``looks``, every rank also runs the model at the end of the step without going backward.
+    """
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net(**net)
+    if checkpointing:
+        checkpointed(model)
+    policy = precision_policy(precision, torch.float32 if precision else None, communication != "collective")
+    shard_model(model, mesh_for("cpu", len(counts)), mixed_precision=policy, reshard_after_forward=reshard)
+    engine = make_engine(communication, rank, **options)
+    engine.attach(model)
+    optimizer = optimizer_of(model)
+    start, losses = sum(counts[:rank]), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        engine.begin_minibatch(counts[rank], plan=f"step {step}")
+        for index, tokens in list(enumerate(minibatch(step)))[start : start + counts[rank]]:
+            engine.ledger.add(tokens.numel() - 1)
+            loss = summed_loss(model, tokens, skip=skips[index] if skips else ())
+            with engine.backward():
+                loss.backward()
+            losses.append(loss.item())
+        if looks:
+            with engine.backward():  # as that of the zero loss which Lightning gets
+                summed_loss(model, minibatch(step)[0])
+        engine.settle([])
+        without = [name for name, p in model.named_parameters() if p.grad is None]
+        optimizer.step()
+        engine.publish()
+    traffic = engine.traffic
+    result = {
+        "parameters": full_parameters(model),
+        "losses": losses,
+        "without_grad": without,
+        "traffic": traffic,
+    }
+    engine.close()
+    return result
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    assert {name.replace("_checkpoint_wrapped_module.", "") for name in actual} == set(expected)
+    for name, value in actual.items():
+        reference = expected[name.replace("_checkpoint_wrapped_module.", "")]
+        difference = (value - reference).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference:.2e}"
+
+
+def assert_one_sided(results: list[dict[str, Any]], counts: tuple[int, ...]) -> None:
+    """Every rank that computed read from and added to every other rank, once or twice per unit and microbatch."""
+    for result, count in zip(results, counts, strict=True):
+        peers = len(counts) - 1
+        assert (result["traffic"].reads > 0) == (count > 0)
+        assert result["traffic"].reads >= peers * count * STEPS
+        assert result["traffic"].adds >= peers * count * STEPS
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (5, 1), (6, 0), (2, 1, 3), (0, 3, 1, 2)], ids=str)
+def test_fp32_equals_one_process(counts):
+    results = run_ranks(train, "on_demand", counts, {}, world_size=len(counts))
+    expected = one_process({})
+    for result in results:
+        assert_same(result["parameters"], expected)
+    assert_one_sided(results, counts)
+
+
+@pytest.mark.parametrize("communication", ["collective", "lockstep"])
+def test_even_counts_under_the_other_communications(communication):
+    results = run_ranks(train, communication, (3, 3), {})
+    assert_same(results[0]["parameters"], one_process({}))
+    assert bool(results[0]["traffic"].reads) == (communication == "lockstep")
+
+
+NETS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "frozen": {"frozen": True},
+}
+
+
+@pytest.mark.parametrize("net", NETS.values(), ids=NETS)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_equals_stock_fully_shard(net, precision):
+    stock = run_ranks(stock_fully_shard, net, precision)
+    ours = run_ranks(train, "on_demand", (3, 3), net, precision)
+    assert_same(ours[0]["parameters"], stock[0][0])
+    for rank in range(2):
+        # The first step's losses come from the same parameters: equal bit for bit, whoever gathered them.
+        assert ours[rank]["losses"][:3] == stock[rank][1][:3]
+        assert ours[rank]["losses"] == pytest.approx(stock[rank][1], rel=1e-5 if precision is None else 1e-2)
+    assert_one_sided(ours, (3, 3))
+
+
+def stock_fully_shard(
+    rank: int, net: dict[str, Any], precision: torch.dtype | None
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Plain torch, not a line of ours: a sum over microbatches and the mean over two ranks, then divided by items."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net(**net)
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32 if precision else None)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer, losses = optimizer_of(model), []
+    for step in range(STEPS):
+        batches = minibatch(step)
+        items = sum(tokens.numel() - 1 for tokens in batches)
+        optimizer.zero_grad()
+        for tokens in batches[3 * rank : 3 * rank + 3]:
+            loss = summed_loss(model, tokens)
+            loss.backward()
+            losses.append(loss.item())
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 2 / items
+        optimizer.step()
+    return full_parameters(model), losses
+
+
+@pytest.mark.parametrize("net", [NETS["tied"], NETS["frozen"]], ids=["tied", "frozen"])
+def test_special_parameters_with_uneven_counts(net):
+    results = run_ranks(train, "on_demand", (5, 1), net)
+    assert_same(results[1]["parameters"], one_process(net))
+
+
+def test_parameters_that_some_microbatches_skip():
+    # Block 1 is used only by microbatch 4, which rank 1 runs alone: rank 0 never touches it.
+    skips = [[1], [1], [1, 2], [1], [], [1]]
+    results = run_ranks(train, "on_demand", (4, 2), {}, None, skips)
+    assert_same(results[0]["parameters"], one_process({}, skips))
+    assert results[0]["without_grad"] == results[1]["without_grad"] == []
+
+
+def test_a_parameter_that_nobody_used_has_no_gradient():
+    # Otherwise AdamW would decay it: parity with one process, whose weight decay is 0.1, would fail.
+    skips = [[1]] * 6
+    results = run_ranks(train, "on_demand", (4, 2), {}, None, skips)
+    assert_same(results[0]["parameters"], one_process({}, skips))
+    for result in results:
+        assert result["without_grad"]
+        assert all(name.startswith("blocks.1.") for name in result["without_grad"])
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_activation_checkpointing(reshard):
+    results = run_ranks(train, "on_demand", (5, 1), {}, None, None, True, reshard)
+    assert_same(results[0]["parameters"], one_process({}))
+
+
+def test_deterministic_runs_are_bit_equal():
+    runs = [run_ranks(_deterministic, (3, 1, 2), world_size=3) for _ in range(3)]
+    for run in runs:
+        assert_same(run[0]["parameters"], runs[0][0]["parameters"], tolerance=0)
+        assert [r["losses"] for r in run] == [r["losses"] for r in runs[0]]
+    assert_same(runs[0][0]["parameters"], one_process({}))
+
+
+def _deterministic(rank: int, counts: tuple[int, ...]) -> dict[str, Any]:
+    return train(rank, "on_demand", counts, {}, deterministic=True)
+
+
+def _two_models(rank: int) -> list[dict[str, Tensor]]:
+    """Two models with units of different sizes, sharded by two engines, trained in turns."""
+    init_gloo(rank)
+    jobs = []
+    for depth in (3, 2):
+        torch.manual_seed(0)
+        model = Net(depth=depth)
+        shard_model(model, mesh_for("cpu", 2))
+        engine = make_engine("on_demand", rank)
+        engine.attach(model)
+        jobs.append((model, engine, optimizer_of(model)))
+    for step in range(STEPS):
+        for model, engine, optimizer in jobs:
+            optimizer.zero_grad()
+            for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
+                engine.ledger.add(tokens.numel() - 1)
+                summed_loss(model, tokens).backward()
+        for _, engine, optimizer in jobs:
+            engine.settle([])
+            optimizer.step()
+            engine.publish()
+    parameters = [full_parameters(model) for model, _, _ in jobs]
+    for _, engine, _ in jobs:
+        engine.close()
+    return parameters
+
+
+def test_two_models_live_in_one_process():
+    first, second = run_ranks(_two_models)[0]
+    assert_same(first, one_process({"depth": 3}))
+    assert_same(second, one_process({"depth": 2}))
+
+
+def _grouped(rank: int, order: tuple[int, int]) -> dict[str, Tensor]:
+    """``fully_shard([a, b])`` makes one unit of two modules, in this order."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net(frozen=True)
+    fully_shard(model.blocks[0])
+    fully_shard([model.blocks[index] for index in order])
+    fully_shard(model)
+    engine = make_engine("on_demand", rank)
+    engine.attach(model)
+    names = [unit.name for unit in engine._units]  # type: ignore[attr-defined]
+    assert len(names) == 3, names
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
+            engine.ledger.add(tokens.numel() - 1)
+            summed_loss(model, tokens).backward()
+        engine.settle([])
+        optimizer.step()
+        engine.publish()
+    parameters = full_parameters(model)
+    engine.close()
+    return parameters
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["in order", "in reverse"])
+def test_modules_grouped_by_hand(order):
+    assert_same(run_ranks(_grouped, order)[0], one_process({"frozen": True}))
+
+
+@pytest.mark.parametrize("net", [{}, {"frozen": True}], ids=["plain", "frozen"])
+def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(net):
+    counts = (2, 0, 1, 3)
+    run = partial(train, reshard=2, looks=True)
+    results = run_ranks(run, "on_demand", counts, net, world_size=4)
+    for result in results:
+        assert_same(result["parameters"], one_process(net))
+    assert all(result["traffic"].reads > 0 for result in results)  # every rank looks
+    assert [result["traffic"].adds > 0 for result in results] == [count > 0 for count in counts]
+
+
+class Adapted(nn.Module):
+    """A frozen bf16 base with a trainable fp32 adapter, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 9, dtype=torch.bfloat16).requires_grad_(False)
+        self.adapter = nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.base(x.bfloat16()).float()).square().mean()
+
+
+def _mixed_dtypes(rank: int, communication: str) -> list[Any]:
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Adapted()
+    shard_model(model, mesh_for("cpu", 2))
+    engine = make_engine(communication, rank)
+    engine.attach(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        engine.ledger.add(1)
+        with engine.backward():
+            model(x).backward()
+        engine.settle([])
+        optimizer.step()
+        engine.publish()
+    result = [full_parameters(model), engine.traffic.reads]
+    engine.close()
+    return result
+
+
+def test_a_unit_of_mixed_dtypes_travels_as_bytes():
+    stock, ours = run_ranks(_mixed_dtypes, "collective")[0], run_ranks(_mixed_dtypes, "on_demand")[0]
+    assert_same(ours[0], stock[0])
+    assert ours[1] > stock[1] == 0
+
+
+def _unfreezing(rank: int) -> list[Any]:
+    """Parameters unfrozen in mid-run change the layout of the accumulators."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net(frozen=True)
+    shard_model(model, mesh_for("cpu", 2))
+    engine = make_engine("on_demand", rank)
+    engine.attach(model)
+    before = engine.window_bytes
+    for step in range(2):
+        if step == 1:
+            model.requires_grad_(True)
+        engine.begin_batch(opens_window=True, kind="plain batch")
+        for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
+            engine.ledger.add(tokens.numel() - 1)
+            summed_loss(model, tokens).backward()
+        engine.settle([])
+        engine.publish()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    after = engine.window_bytes
+    engine.close()
+    return [before < after, missing]
+
+
+def test_unfreezing_in_mid_run():
+    assert run_ranks(_unfreezing) == [[True, []]] * 2
+
+
+def _dropped(rank: int, deterministic: bool) -> dict[str, Tensor]:
+    """Some gradients are set to ``None`` between backward passes of one step, all or those of one layer."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net()
+    shard_model(model, mesh_for("cpu", 2))
+    engine = make_engine("on_demand", rank, deterministic=deterministic)
+    engine.attach(model)
+
+    def backward(tokens: Tensor) -> None:
+        loss = summed_loss(model, tokens)
+        with engine.backward(manual=True):
+            loss.backward()
+
+    for tokens in minibatch(0)[3 * rank : 3 * rank + 2]:
+        backward(tokens)
+    model.zero_grad()
+    for tokens in minibatch(1)[3 * rank : 3 * rank + 2]:
+        backward(tokens)
+    model.blocks[1].up.weight.grad = None
+    backward(minibatch(1)[3 * rank + 2])
+    engine.settle([])
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    engine.close()
+    return grads
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dropped_gradients_are_gone_on_every_rank(deterministic):
+    torch.manual_seed(0)
+    model = Net()
+    for index, tokens in enumerate(minibatch(1)):
+        (summed_loss(model, tokens) / 2).backward()  # plain batches: the mean over two ranks
+        if index % 3 == 1:
+            kept = model.blocks[1].up.weight.grad
+            model.blocks[1].up.weight.grad = None
+    assert kept is not None
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    expected["blocks.1.up.weight"] = sum_of_last(model)
+    for grads in run_ranks(_dropped, deterministic):
+        assert_same(grads, expected, tolerance=1e-4)  # sums of losses of 30 tokens: 1e-6 relative
+
+
+def sum_of_last(model: Net) -> Tensor:
+    """The gradient of one layer from every rank's last microbatch alone."""
+    model.zero_grad()
+    for index in (2, 5):
+        (summed_loss(model, minibatch(1)[index]) / 2).backward()
+    grad = model.blocks[1].up.weight.grad
+    assert isinstance(grad, Tensor)
+    return grad
+
+
+def _double(rank: int, counts: tuple[int, ...], communication: str) -> dict[str, Tensor]:
+    """fp64 parameters, which ``fully_shard`` treats like fp16: it would divide before the comm object gets them."""
+    torch.set_default_dtype(torch.float64)
+    return train(rank, communication, counts, {})["parameters"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_fp64(world_size):
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = one_process({})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    counts = {2: (5, 1), 3: (2, 1, 3), 4: (0, 3, 1, 2)}[world_size]
+    for parameters in run_ranks(_double, counts, "on_demand", world_size=world_size):
+        assert_same(parameters, expected, tolerance=1e-9)
+
+
+def _handed_back(rank: int) -> list[float]:
+    """After ``close`` the model computes with stock collectives."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net()
+    shard_model(model, mesh_for("cpu", 2))
+    engine = make_engine("on_demand", rank)
+    engine.attach(model)
+    engine.close()
+    engine.close()
+    loss = summed_loss(model, minibatch(0)[0])
+    loss.backward()
+    return [loss.item(), sum(p.grad.full_tensor().abs().sum().item() for p in model.parameters())]  # type: ignore[union-attr]
+
+
+def test_a_closed_engine_hands_the_model_back():
+    first, second = run_ranks(_handed_back)
+    torch.manual_seed(0)
+    model = Net()
+    loss = summed_loss(model, minibatch(0)[0])
+    loss.backward()
+    expected = [loss.item(), sum(p.grad.abs().sum().item() for p in model.parameters())]  # type: ignore[union-attr]
+    assert first == pytest.approx(expected, rel=1e-5)
+    assert second == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,576 @@
+"""``Trainer(strategy="odc")`` on real processes: training, weighting, logging, evaluation.
+
+The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import distribute_tensor
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.errors import StaleShardError
+from tests.strategy.test_parity import assert_same
+from tests.support.models import summed_loss
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.ranks import run_ranks
+
+LR = 0.01
+LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
+
+
+def shares(rank: int, counts: tuple[int, ...], weights: str | None = None) -> list[Minibatch]:
+    """Rank r's share of every minibatch, ``counts[r]`` of the six microbatches."""
+    start = sum(counts[:rank])
+    result = []
+    for step, lengths in enumerate(LENGTHS):
+        batches = token_batches(lengths, seed=step)[start : start + counts[rank]]
+        tokens = [float(batch.numel() - 1) for batch in batches] if weights == "tokens" else None
+        result.append(Minibatch(batches, weights=tokens, plan=f"step {step}"))
+    return result
+
+
+def reference(weighting: str, **net: Any) -> dict[str, Tensor]:
+    """One process, plain torch: the mean over ``"tokens"`` or over ``"microbatches"``."""
+    module = TokenModule(lr=LR, **net)
+    optimizer = module.configure_optimizers()
+    for step, lengths in enumerate(LENGTHS):
+        optimizer.zero_grad()
+        batches = token_batches(lengths, seed=step)
+        items = sum(batch.numel() - 1 for batch in batches)
+        for batch in batches:
+            loss = summed_loss(module.net, batch)
+            (loss / items if weighting == "tokens" else loss / (batch.numel() - 1) / len(batches)).backward()
+        optimizer.step()
+    return full_parameters(module)
+
+
+class Spy(Callback):
+    """Keeps what a user would see of every training batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.metrics: list[dict[str, float]] = []
+        self.reads = 0
+        self.waits: dict[str, float] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, _: Any, outputs: Any, *__: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+        self.metrics.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+        self.reads = trainer.strategy.engine.traffic.reads  # type: ignore[attr-defined]
+        self.waits = trainer.strategy.engine.waits  # type: ignore[attr-defined]
+
+
+def fit(
+    rank: int, counts: tuple[int, ...], returns: str = "items", weights: str | None = None, **options: Any
+) -> dict[str, Any]:
+    module, spy = TokenModule(returns, lr=LR), Spy()
+    trainer(len(counts), callbacks=[spy], **options).fit(module, loader(shares(rank, counts, weights)))
+    return {"parameters": full_parameters(module), "seen": module.seen, "spy": (spy.losses, spy.reads)}
+
+
+def test_the_name_is_registered():
+    strategy = Trainer(
+        strategy="odc", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+    ).strategy
+    assert type(strategy) is ODCStrategy
+    assert strategy.communication == "on_demand"
+    assert isinstance(strategy, FSDPStrategy)
+
+
+@pytest.mark.parametrize("counts", [(6,), (3, 3), (5, 1), (6, 0), (1, 0, 2, 3)], ids=str)
+@pytest.mark.parametrize("returns", ["items", "weights", "microbatches"])
+def test_the_gradient_does_not_depend_on_who_ran_what(counts, returns):
+    if returns == "items":
+        results = run_ranks(fit, counts, "items", world_size=len(counts))
+    else:
+        weights = "tokens" if returns == "weights" else None
+        results = run_ranks(fit, counts, "mean", weights, world_size=len(counts))
+    expected = reference("microbatches" if returns == "microbatches" else "tokens")
+    for rank, result in enumerate(results):
+        assert_same(result["parameters"], expected)
+        assert len(result["seen"]) == counts[rank] * len(LENGTHS)
+        assert (result["spy"][1] > 0) == (len(counts) > 1 and counts[rank] > 0)
+
+
+@pytest.mark.parametrize("communication", ["collective", "lockstep"])
+@pytest.mark.parametrize("returns", ["items", "mean"])
+def test_other_communications_end_in_the_same_parameters(communication, returns):
+    results = run_ranks(_fit_with, communication, returns)
+    assert_same(results[0]["parameters"], reference("tokens" if returns == "items" else "microbatches"))
+
+
+def _fit_with(rank: int, communication: str, returns: str) -> dict[str, Any]:
+    return fit(rank, (3, 3), returns, communication=communication)
+
+
+def test_the_loss_of_a_step_is_that_of_the_share_not_of_its_last_microbatch():
+    results = run_ranks(_first_losses)
+    module = TokenModule(lr=LR)
+    batches = token_batches(LENGTHS[0])
+    with torch.no_grad():
+        sums = [summed_loss(module.net, batch).item() for batch in batches]
+    items = [batch.numel() - 1 for batch in batches]
+    assert results[0][0] == pytest.approx(sum(sums[:4]) / sum(items[:4]), rel=1e-6)
+    assert results[1][0] == pytest.approx(sum(sums[4:]) / sum(items[4:]), rel=1e-6)
+
+
+def _first_losses(rank: int) -> list[float]:
+    return fit(rank, (4, 2))["spy"][0]
+
+
+# -- plain batches -------------------------------------------------------------------------------------------
+
+
+def plain_reference(windows: list[list[int]], accumulate: int) -> dict[str, Tensor]:
+    """FSDP's rule: the mean over two ranks of the sum over a window of ``loss / accumulate``."""
+    module = TokenModule(lr=LR)
+    optimizer = module.configure_optimizers()
+    for window in windows:
+        optimizer.zero_grad()
+        for rank in range(2):
+            for batch in [plain_batches(rank)[index] for index in window]:
+                (summed_loss(module.net, batch) / (batch.numel() - 1) / accumulate / 2).backward()
+        optimizer.step()
+    return full_parameters(module)
+
+
+def plain_batches(rank: int) -> list[Tensor]:
+    return token_batches([5, 9, 4, 7, 12], seed=rank)
+
+
+def _fit_plain(rank: int, communication: str, accumulate: int) -> dict[str, Tensor]:
+    module = TokenModule(lr=LR)
+    options = {"communication": communication, "accumulate_grad_batches": accumulate}
+    trainer(2, **options).fit(module, loader(plain_batches(rank)))
+    return full_parameters(module)
+
+
+@pytest.mark.parametrize("communication", ["on_demand", "collective", "lockstep"])
+@pytest.mark.parametrize(
+    ("accumulate", "windows"), [(1, [[0], [1], [2], [3], [4]]), (2, [[0, 1], [2, 3], [4]])], ids=["1", "2"]
+)
+def test_plain_batches_follow_fsdps_rule(communication, accumulate, windows):
+    assert_same(run_ranks(_fit_plain, communication, accumulate)[0], plain_reference(windows, accumulate))
+
+
+def _fit_shares_accumulated(rank: int) -> dict[str, Tensor]:
+    module = TokenModule("items", lr=LR)
+    trainer(2, accumulate_grad_batches=2).fit(module, loader(shares(rank, (5, 1))))
+    return full_parameters(module)
+
+
+def test_accumulated_minibatches_are_one_minibatch():
+    module = TokenModule(lr=LR)
+    optimizer = module.configure_optimizers()
+    for steps in ([0, 1], [2]):
+        optimizer.zero_grad()
+        batches = [batch for step in steps for batch in token_batches(LENGTHS[step], seed=step)]
+        for batch in batches:
+            (summed_loss(module.net, batch) / sum(b.numel() - 1 for b in batches)).backward()
+        optimizer.step()
+    assert_same(run_ranks(_fit_shares_accumulated)[0], full_parameters(module))
+
+
+# -- precision, clipping, styles ------------------------------------------------------------------------------
+
+
+def _fit_precision(rank: int, communication: str) -> list[Any]:
+    module = TokenModule("items", lr=LR)
+    dtypes: list[torch.dtype] = []
+    module.net.head.register_forward_hook(lambda _, args, out: dtypes.append(module.net.head.weight.dtype))
+    t = trainer(2, communication=communication, precision="bf16-mixed")
+    t.fit(module, loader(shares(rank, (3, 3))))
+    spec = getattr(t.strategy, "spec", None)
+    return [full_parameters(module), set(dtypes), spec]
+
+
+def test_bf16_mixed_computes_in_bf16_and_keeps_fp32():
+    stock, ours = run_ranks(_fit_precision, "collective")[0], run_ranks(_fit_precision, "on_demand")[0]
+    assert stock[1] == ours[1] == {torch.bfloat16}
+    assert all(value.dtype == torch.float32 for value in ours[0].values())
+    assert_same(ours[0], stock[0])
+
+
+def _fit_clipped(rank: int, world_size: int, algorithm: str) -> dict[str, Tensor]:
+    module = TokenModule("items", lr=LR)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[method-assign]
+    t = trainer(world_size, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
+    t.fit(module, loader(shares(rank, (4, 2) if world_size == 2 else (6,))))
+    return full_parameters(module)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_equals_one_process(algorithm):
+    one = run_ranks(_fit_clipped, 1, algorithm, world_size=1)[0]
+    assert_same(run_ranks(_fit_clipped, 2, algorithm)[0], one, tolerance=1e-5)
+    start = full_parameters(TokenModule())
+    moved = torch.cat([(one[name] - start[name]).flatten() for name in one])
+    assert 0 < moved.norm() <= (0.0301 if algorithm == "norm" else 0.0301 * moved.numel() ** 0.5)
+
+
+class Manual(TokenModule):
+    """Manual optimisation with two optimizers that step in turns."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()[batch_idx % 2]  # type: ignore[index]
+        optimizer.zero_grad()
+        self.manual_backward(summed_loss(self.net, batch) / (batch.numel() - 1))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        blocks = list(self.net.blocks.parameters())
+        others = [p for name, p in self.net.named_parameters() if "blocks" not in name]
+        return [torch.optim.AdamW(blocks, lr=LR), torch.optim.AdamW(others, lr=LR)]
+
+
+def _fit_manual(rank: int) -> dict[str, Tensor]:
+    module = Manual()
+    trainer(2).fit(module, loader(plain_batches(rank)))
+    return full_parameters(module)
+
+
+def test_manual_optimisation_with_two_optimizers():
+    module = Manual()
+    optimizers = module.configure_optimizers()
+    for step in range(5):
+        optimizers[step % 2].zero_grad()
+        for rank in range(2):
+            batch = plain_batches(rank)[step]
+            (summed_loss(module.net, batch) / (batch.numel() - 1) / 2).backward()
+        optimizers[step % 2].step()
+    assert_same(run_ranks(_fit_manual)[0], full_parameters(module))
+
+
+def _fit_shard_grad_op(rank: int) -> list[Any]:
+    module, spy = TokenModule("items", lr=LR), Spy()
+    trainer(2, sharding_strategy="SHARD_GRAD_OP", callbacks=[spy]).fit(module, loader(shares(rank, (4, 2))))
+    return [full_parameters(module), spy.reads]
+
+
+def test_shard_grad_op_reads_once_per_microbatch():
+    full, kept = run_ranks(fit, (4, 2)), run_ranks(_fit_shard_grad_op)
+    assert_same(kept[0][0], reference("tokens"))
+    # Per microbatch: 3 blocks and the root once, against 3 blocks twice and the root once.
+    assert (kept[0][1], full[0]["spy"][1]) == (4 * 4 * 3, 4 * 7 * 3)
+
+
+# -- logging --------------------------------------------------------------------------------------------------
+
+
+class Logging(TokenModule):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        length = float(batch.shape[1])
+        self.log("one", 1.0, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("length", length, sync_dist=True)
+        self.log_dict({"longest": torch.tensor(length)}, sync_dist=True, reduce_fx="max")
+        self.log("total", length, sync_dist=True, reduce_fx="sum")
+        self.log("own_length", length)
+        return output
+
+
+def _fit_logging(rank: int, counts: tuple[int, ...], communication: str) -> list[dict[str, float]]:
+    module, spy = Logging("items"), Spy()
+    t = trainer(len(counts), communication=communication, callbacks=[spy])
+    t.fit(module, loader(shares(rank, counts)))
+    return [*spy.metrics, {name: value.item() for name, value in t.callback_metrics.items()}]
+
+
+@pytest.mark.parametrize(
+    ("counts", "communication"),
+    [((3, 3), "collective"), ((4, 2), "on_demand"), ((6, 0), "on_demand"), ((6,), "on_demand")],
+    ids=str,
+)
+def test_logged_values_are_the_minibatchs(counts, communication):
+    for rank, metrics in enumerate(run_ranks(_fit_logging, counts, communication, world_size=len(counts))):
+        for step, lengths in enumerate(LENGTHS):
+            seen = metrics[step]
+            assert seen["one"] == seen["one_step"] == 1.0
+            assert seen["longest"] == max(lengths)
+            assert seen["total"] == sum(lengths)
+            expected = sum(n * (n - 1) for n in lengths) / sum(n - 1 for n in lengths)
+            assert seen["length"] == pytest.approx(expected, rel=1e-6)
+            start = sum(counts[:rank])
+            own = lengths[start : start + counts[rank]]
+            if own:
+                expected = sum(n * (n - 1) for n in own) / sum(n - 1 for n in own)
+                assert seen["own_length"] == pytest.approx(expected, rel=1e-6)
+            else:
+                assert "own_length" not in seen
+        assert metrics[-1]["one_epoch"] == 1.0
+
+
+# -- evaluation -----------------------------------------------------------------------------------------------
+
+EVALUATIONS: dict[str, Any] = {
+    "plain": lambda rank: token_batches([5, 9, 4] if rank == 0 else [7, 12, 3, 8, 6], seed=rank),
+    "minibatches": lambda rank: (
+        [Minibatch(token_batches([5, 9])), Minibatch([])]
+        if rank == 0
+        else [Minibatch(token_batches([7])), Minibatch(token_batches([12, 3])), Minibatch(token_batches([8]))]
+    ),
+    "nothing on rank 0": lambda rank: [Minibatch([] if rank == 0 else token_batches([7, 3])), Minibatch([])],
+}
+
+
+def _evaluate(rank: int, kind: str, communication: str) -> list[Any]:
+    module = TokenModule(lr=LR)
+    module.test_step = lambda batch: module.validation_step(batch, 0)  # type: ignore[method-assign, misc]
+    module.predict_step = lambda batch, batch_idx: batch.shape[1]  # type: ignore[method-assign]
+    data = EVALUATIONS[kind](rank)
+    t = trainer(2, communication=communication)
+    t.fit(module, loader(shares(rank, (1, 1))), loader(data))
+    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
+    validated = t.validate(module, loader(data), verbose=False)[0]
+    tested = t.test(module, loader(data), verbose=False)[0]
+    predicted = t.predict(module, loader(data))
+    again = t.validate(module, loader(data), verbose=False)[0]
+    return [fitted, validated, tested, predicted, again, reference_val_loss(module, kind)]
+
+
+def reference_val_loss(module: TokenModule, kind: str) -> float:
+    """The mean over all evaluation microbatches of all ranks, by stock collectives on the trained module."""
+    batches = []
+    for rank in range(2):
+        for batch in EVALUATIONS[kind](rank):
+            batches += list(batch) if isinstance(batch, Minibatch) else [batch]
+    model = TokenModule(lr=LR)
+    model.load_state_dict(full_parameters(module))
+    with torch.no_grad():
+        return sum(summed_loss(model.net, b).item() / (b.numel() - 1) for b in batches) / len(batches)
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind):
+    results = run_ranks(_evaluate, kind, "on_demand")
+    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(results):
+        for values in (fitted, validated, tested, again):
+            assert values["val_one"] == 1.0
+        for values in (validated, tested, again):
+            assert values["val_loss"] == pytest.approx(loss, rel=1e-5)
+        expected = [
+            [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1]
+            for batch in EVALUATIONS[kind](rank)
+        ]
+        assert predicted == expected
+
+
+def test_evaluation_at_world_size_one():
+    fitted, validated, *_ = run_ranks(_evaluate_alone, world_size=1)[0]
+    assert fitted["val_one"] == validated["val_one"] == 1.0
+
+
+def _evaluate_alone(rank: int) -> list[Any]:
+    module, t = TokenModule(lr=LR), trainer(1)
+    data = [Minibatch(token_batches([5, 9])), Minibatch([])]
+    t.fit(module, loader(shares(rank, (6,))), loader(data))
+    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
+    return [fitted, t.validate(module, loader(data), verbose=False)[0]]
+
+
+# -- parameters changed outside the step; checkpoints ----------------------------------------------------------
+
+
+class Edits(Callback):
+    def __init__(self, publish: bool) -> None:
+        self.publish = publish
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            with torch.no_grad():
+                module.net.head.weight.mul_(2)
+            if self.publish:
+                trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
+
+
+class EditsWherePublished(Callback):
+    """Changes parameters in hooks after which the strategy publishes by itself."""
+
+    def edit(self, module: Any) -> None:
+        with torch.no_grad():
+            module.net.head.weight.mul_(1.25)
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:  # a validation comes next
+            self.edit(module)
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+    def on_test_start(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+    def on_predict_start(self, trainer: Trainer, module: Any) -> None:
+        self.edit(module)
+
+
+def _fit_editing_where_published(rank: int, world_size: int) -> list[Any]:
+    module = TokenModule("items", lr=LR)
+    module.test_step = module.validation_step  # type: ignore[method-assign]
+    module.predict_step = lambda batch, batch_idx: module.net(batch).sum().item()  # type: ignore[method-assign]
+    counts = (6,) if world_size == 1 else (4, 2)
+    t = trainer(world_size, callbacks=[EditsWherePublished()], val_check_interval=2, num_sanity_val_steps=1)
+    data = loader(token_batches([5, 9]))
+    t.fit(module, loader(shares(rank, counts)), data)
+    tested = t.test(module, data, verbose=False)
+    return [full_parameters(module), tested[0]["val_loss"], t.predict(module, data)]
+
+
+def test_edits_before_the_strategy_publishes_by_itself_reach_every_rank():
+    (parameters, loss, predicted) = run_ranks(_fit_editing_where_published, 1, world_size=1)[0]
+    for found in run_ranks(_fit_editing_where_published, 2):
+        assert_same(found[0], parameters)
+        assert found[1:] == [pytest.approx(loss, rel=1e-3), pytest.approx(predicted, rel=1e-3)]
+
+
+def _fit_editing(rank: int, publish: bool) -> Any:
+    module = TokenModule("items", lr=LR)
+    t = trainer(2, callbacks=[Edits(publish)])
+    if not publish:
+        with pytest.raises(
+            StaleShardError, match=r"'net.head.weight' changed after it was published"
+        ) as error:
+            t.fit(module, loader(shares(rank, (3, 3))))
+        return str(error.value)
+    t.fit(module, loader(shares(rank, (3, 3))))
+    return full_parameters(module)
+
+
+def test_an_edit_without_publishing_is_refused_never_silently_stale():
+    for message in run_ranks(_fit_editing, False):
+        assert "trainer.strategy.publish_parameters()" in message
+
+
+def test_an_edit_with_publishing_reaches_every_rank():
+    one = run_ranks(_fit_editing_alone, world_size=1)[0]
+    assert_same(run_ranks(_fit_editing, True)[0], one)
+
+
+def _fit_editing_alone(rank: int) -> Any:
+    module = TokenModule("items", lr=LR)
+    trainer(1, callbacks=[Edits(True)]).fit(module, loader(shares(rank, (6,))))
+    return full_parameters(module)
+
+
+def _save_and_resume(rank: int, directory: str, kind: str) -> list[dict[str, Tensor]]:
+    options = {"state_dict_type": kind, "deterministic": True}
+    straight = TokenModule("items", lr=LR)
+    trainer(2, max_epochs=2, **options).fit(straight, loader(shares(rank, (4, 2))))
+    first, path = TokenModule("items", lr=LR), str(Path(directory) / "one.ckpt")
+    t = trainer(2, **options)
+    t.fit(first, loader(shares(rank, (4, 2))))
+    t.save_checkpoint(path)
+    second = TokenModule("items", lr=LR, depth=3)
+    with torch.no_grad():
+        second.net.head.weight.zero_()
+    trainer(2, max_epochs=2, **options).fit(second, loader(shares(rank, (4, 2))), ckpt_path=path)
+    return [full_parameters(straight), full_parameters(second)]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_resumed_run_is_bit_equal(tmp_path, kind):
+    straight, resumed = run_ranks(_save_and_resume, str(tmp_path), kind)[0]
+    assert_same(resumed, straight, tolerance=0)
+
+
+def test_a_full_checkpoint_is_an_ordinary_one(tmp_path):
+    straight, _ = run_ranks(_save_and_resume, str(tmp_path), "full")[0]
+    module = TokenModule.load_from_checkpoint(tmp_path / "one.ckpt", returns="items")
+    assert set(full_parameters(module)) == set(straight)
+
+
+def _evaluate_in_lockstep(rank: int) -> list[float]:
+    module, data = TokenModule(), loader(plain_batches(rank)[: 2 + 3 * rank])
+    t = trainer(2, communication="lockstep")
+    t.fit(module, loader(plain_batches(rank)[:2]), data)
+    return [t.callback_metrics["val_one"].item()]
+
+
+def test_lockstep_lets_evaluations_differ():
+    assert run_ranks(_evaluate_in_lockstep) == [[1.0]] * 2
+
+
+def _fit_offloaded(rank: int) -> dict[str, Tensor]:
+    module = TokenModule("items", lr=LR)
+    trainer(2, cpu_offload=True).fit(module, loader(shares(rank, (4, 2))))
+    return full_parameters(module)
+
+
+def test_offloading_on_the_cpu_changes_nothing():
+    one = reference("tokens")
+    assert_same(run_ranks(_fit_offloaded)[0], one)
+
+
+class FailsOnce(TokenModule):
+    """Fails in its second training step, before, in, or after the forward pass."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("items", lr=LR)
+        self.where = where
+        self.steps = 0
+        self.net.blocks[1].register_forward_pre_hook(lambda *_: self.fail("in"))
+
+    def fail(self, where: str) -> None:
+        if self.where == where and self.steps == 2:
+            raise ValueError("once")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.steps += 1
+        self.fail("before")
+        output = super().training_step(batch, batch_idx)
+        self.fail("after")
+        return output
+
+
+def _fit_again(rank: int, where: str) -> dict[str, Tensor]:
+    module, start = FailsOnce(where), full_parameters(TokenModule("items"))
+    with pytest.raises(ValueError, match="once"):
+        trainer(2).fit(module, loader(shares(rank, (3, 3))))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
+    trainer(2).fit(module, loader(shares(rank, (3, 3))))
+    return full_parameters(module)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot reset a failed step"
+)
+@pytest.mark.parametrize("where", ["before", "in", "after"])
+def test_a_model_can_be_fitted_again_after_a_failure(where):
+    one = reference("tokens")
+    assert_same(run_ranks(_fit_again, where)[0], one)
+
+
+class Threads(Callback):
+    def on_train_start(self, *_: Any) -> None:
+        self.threads = torch.get_num_threads()
+
+
+def _threads(rank: int) -> list[int]:
+    torch.set_num_threads(7)
+    spy = Threads()
+    trainer(2, callbacks=[spy]).fit(TokenModule(), loader(plain_batches(rank)[:1]))
+    return [spy.threads, torch.get_num_threads()]
+
+
+def test_cpu_ranks_share_the_cores():
+    share = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert run_ranks(_threads) == [[share, 7]] * 2

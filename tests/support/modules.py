@@ -1,0 +1,97 @@
+"""Lightning modules, loaders and a trainer for the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import lightning_odc
+from tests.support.models import Net, full_parameters, summed_loss, token_batches
+
+
+class ListDataset(IterableDataset[Any]):
+    """Yields the given batches, in order."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def loader(batches: Sequence[Any]) -> torch.utils.data.DataLoader[Any]:
+    """A data loader that yields ready-made batches (a ``Minibatch`` or a tensor of tokens)."""
+    return torch.utils.data.DataLoader(ListDataset(batches), batch_size=None)
+
+
+class TokenModule(LightningModule):
+    """Trains a :class:`Net` on token batches.
+
+    Args:
+        returns: ``"mean"`` (a mean loss), or ``"items"`` (a summed loss and its number of items).
+        net: options of :class:`Net`.
+    """
+
+    def __init__(self, returns: str = "mean", lr: float = 0.1, **net: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net(**net)
+        self.returns = returns
+        self.lr = lr
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen.append(batch.shape[1])
+        loss, items = summed_loss(self.net, batch), batch.numel() - 1
+        if self.returns == "items":
+            return {"loss": loss, "num_items": items}
+        return loss / items
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_one", 1.0, sync_dist=True, batch_size=1)
+        self.log("val_loss", summed_loss(self.net, batch) / (batch.numel() - 1), sync_dist=True, batch_size=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def trainer(world_size: int, **options: Any) -> Trainer:
+    """A quiet CPU trainer. ``communication`` and other strategy options go to ``ODCStrategy``."""
+    names = (
+        "communication",
+        "deterministic",
+        "timeout",
+        "hang_report_after",
+        "activation_checkpointing_policy",
+        "auto_wrap_policy",
+        "state_dict_type",
+        "sharding_strategy",
+        "accumulator_dtype",
+        "cpu_offload",
+    )
+    strategy = {name: options.pop(name) for name in names if name in options}
+    if "default_root_dir" not in options:  # reports would go to the working directory
+        strategy.setdefault("hang_report_after", None)
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world_size,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
+        "strategy": lightning_odc.ODCStrategy(**strategy),
+    }
+    return Trainer(**{**defaults, **options})
+
+
+__all__ = ["ListDataset", "TokenModule", "full_parameters", "loader", "token_batches", "trainer"]

@@ -1,0 +1,141 @@
+"""Run a function on several real processes, fast: they are forked from a server that has imported everything."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from torch.distributed import TCPStore
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(  # what is not installed is passed over
+    [
+        "pytest",
+        "lightning.pytorch",
+        "lightning_odc",
+        "transformers.models.llama.modeling_llama",
+        "peft",
+        "tests.support.models",
+        "tests.support.modules",
+    ]
+)
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: its result or its error text, exit code, and seconds from start to end."""
+
+    rank: int
+    result: Any
+    error: str
+    exitcode: int | None
+    seconds: float
+
+
+def run_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on every rank; returns the results by rank. Any failure fails the test."""
+    outcomes = try_ranks(function, *args, world_size=world_size, timeout=timeout)
+    errors = [
+        f"rank {o.rank} (exit code {o.exitcode}):\n{o.error}" for o in outcomes if o.error or o.exitcode != 0
+    ]
+    assert not errors, "\n".join(errors)
+    assert len(outcomes) == world_size
+    return [outcome.result for outcome in outcomes]
+
+
+def try_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
+) -> list[Outcome]:
+    """Like ``run_ranks``, for ranks that may fail. A rank that outlives ``timeout`` is killed and fails the test."""
+    # As `torchrun` does it: ranks that look for each other at one of them wait for its store, and then some more.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    begin = time.monotonic()
+    started = [_start(function, args, rank, world_size, store.port) for rank in range(world_size)]
+    outcomes = []
+    late = []
+    # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
+    payloads = [_receive(receiver, begin + timeout - time.monotonic()) for _, receiver in started]
+    for rank, ((process, _), payload) in enumerate(zip(started, payloads, strict=True)):
+        process.join(max(begin + timeout - time.monotonic(), 0.1))
+        if process.is_alive():
+            late.append(rank)
+            process.kill()
+            process.join()
+        result, error = payload if payload is not None else (None, "ended without a result")
+        outcomes.append(Outcome(rank, result, error, process.exitcode, time.monotonic() - begin))
+    assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
+    return outcomes
+
+
+def _start(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int
+) -> tuple[ForkServerProcess, Connection]:
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(
+        target=_child, args=(sender, function, args, rank, world_size, port), daemon=True
+    )
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _receive(receiver: Connection, timeout: float) -> tuple[Any, str] | None:
+    try:
+        return pickle.loads(receiver.recv_bytes()) if receiver.poll(max(timeout, 0)) else None
+    except EOFError:
+        return None
+
+
+def _child(
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.enable()
+    os.environ.update(torchrun_environment(rank, world_size, port))
+    torch.set_num_threads(1)
+    result, error = None, ""
+    try:
+        result = function(rank, *args)
+    except BaseException as exception:
+        notes = "".join(traceback.format_exception(exception))
+        error = notes
+    sender.send_bytes(pickle.dumps((result, error)))
+    if dist.is_initialized() and not error:
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(1 if error else 0)
+
+
+def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that ``torchrun`` sets."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
