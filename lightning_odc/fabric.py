@@ -25,7 +25,7 @@ from lightning_odc.engine.transports.choice import check_transport, make_transpo
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import arguments
-from lightning_odc.strategy.launcher import ForkLauncher, is_interactive, part_of_the_cores
+from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 
 
 class ODCFabricStrategy(ModelParallelStrategy):
@@ -101,10 +101,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
     # -- setting up ---------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if is_interactive() and not self.cluster_environment.creates_processes_externally:
-            self._launcher = ForkLauncher(self)
-        else:
+        self._launcher = interactive_launcher(self)
+        if self._launcher is None:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:

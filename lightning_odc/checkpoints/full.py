@@ -5,6 +5,7 @@ Full checkpoints are ordinary Lightning checkpoints and are dealt with here; for
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +32,7 @@ from lightning_odc import _compat
 
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
 from lightning_odc.checkpoints.checks import check_names, check_optimizers
-from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
+from lightning_odc.files import replacing
 from lightning_odc.sharding.optimizers import part_of
 
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
@@ -39,6 +40,27 @@ _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_
 
 #: Under which Lightning saves the state of our precision plugin: the name of its class.
 PRECISION_KEY = "ODCPrecision"
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoint files that are whole at every moment.
+
+    Lightning's ``TorchCheckpointIO`` writes to the directory for temporary files and moves the result. Where that is
+    another file system, as ``/tmp`` often is, moving is copying: a process that dies meanwhile leaves half a file under
+    the checkpoint's name, in the place of the one before. This one writes local files beside their place, to the disk,
+    and then renames them.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        with replacing(target) as file:
+            file.write(buffer.getbuffer())
 
 
 def model_state(model: nn.Module, full: bool) -> dict[str, Any]:

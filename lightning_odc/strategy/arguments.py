@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from lightning_odc import _compat
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import POLICIES
-from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
+from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.data.plan import Recipe
 from lightning_odc.sharding import nodes
 

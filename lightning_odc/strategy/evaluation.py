@@ -27,7 +27,7 @@ from lightning_odc import _compat
 from lightning_odc._compat import EpochValue
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
-from lightning_odc.strategy import metric_states, totals
+from lightning_odc.strategy import totals
 from lightning_odc.strategy.logbook import LogBook, flush, metric_of, ranks_of, replaced_log
 from lightning_odc.strategy.totals import METRIC, Total
 
@@ -143,5 +143,5 @@ def _total(at: EpochValue) -> Total:
         at.name, reduction, at.options, at.value, at.weight, ranks_of(at.group), at.fx, at.dataloader_idx
     )
     if at.metric is not None:
-        total.metric, total.states = at.metric, metric_states.describe(at.metric)
+        total.metric, total.states = at.metric, totals.describe_lists(at.metric)
     return total

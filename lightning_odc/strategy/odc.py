@@ -46,12 +46,12 @@ from lightning_odc.engine.transports.choice import check_transport, make_transpo
 from lightning_odc.errors import ODCError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.initialize import check_filled
-from lightning_odc.sharding.refusals import refuse_layers
-from lightning_odc.sharding.wrapping import WrapPolicy
-from lightning_odc.strategy import arguments, leftovers
+from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
+from lightning_odc.strategy import arguments
 from lightning_odc.strategy.agreement import compare_programs
 from lightning_odc.strategy.callbacks import LoopEnds, surrounded
 from lightning_odc.strategy.evaluation import Evaluation
+from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.precision import undivided
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
@@ -380,7 +380,7 @@ class ODCStrategy(ShardedStrategy):
             prefix = FOLLOWED
         self._engine.fail(prefix + text)
         if isinstance(exception, WaitTimeoutError):
-            leftovers.end_at_exit(self.launcher)
+            end_scripts_at_exit(self.launcher)
 
     def _peer_trouble(self, exception: BaseException) -> str:
         """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""

@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
+from lightning_odc.checkpoints.full import WholeCheckpointIO
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import Outcome, try_ranks
 
