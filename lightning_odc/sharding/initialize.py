@@ -1,7 +1,5 @@
 """Memory and first values for a model that was made on the meta device and sharded there.
 
-Note [Initialised whole, kept in shards]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An initialiser must see whole parameters: fans are computed from full shapes, and if every rank drew numbers for its
 shard from an equal seed, shards would be copies of each other. So the parameters of one unit at a time are made whole,
 initialised as the constructors would have done it (children before the modules around them), and cut into shards. With

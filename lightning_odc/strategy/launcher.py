@@ -1,11 +1,4 @@
-"""Ranks for an interactive session (a notebook, a console): forked, watched to their end, results brought back.
-
-Note [Forked from a fresh thread]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork: a child that is forked
-from a thread that has computed in parallel before (any larger tensor in an earlier cell) hangs at its first parallel
-region. So every rank is forked from a thread that has never computed, which becomes the main thread of the child.
-"""
+"""Ranks for an interactive session (a notebook, a console): forked, watched to their end, results brought back."""
 
 from __future__ import annotations
 
@@ -147,7 +140,11 @@ class ForkLauncher(_compat.Launcher):
     # -- in the notebook's process ------------------------------------------------------------------------
 
     def _start(self, work: Callable[[int], None]) -> None:
-        """See Note [Forked from a fresh thread]."""
+        """Fork every rank from a thread that has never computed; it becomes the main thread of the child.
+
+        The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A child of a
+        thread that has computed in parallel (any larger tensor in an earlier cell) hangs at its first parallel region.
+        """
         sys.stdout.flush()  # else every rank would print again what waits here
         sys.stderr.flush()
         context = multiprocessing.get_context("fork")
