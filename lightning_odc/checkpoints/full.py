@@ -1,6 +1,6 @@
 """Saving and loading sharded models: the half of a strategy that deals with state dicts.
 
-Full checkpoints are ordinary Lightning checkpoints and are dealt with here; for the others see `sharded_checkpoint`.
+Full checkpoints are ordinary Lightning checkpoints and are dealt with here; the others in `checkpoints.sharded`.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
     """Remove a checkpoint of the other kind where one is to be written. All ranks together.
 
     Args:
-        path: of the checkpoint to write.
-        full: it will be a file, not a directory.
-        is_first: this rank removes.
-        barrier: waits for all ranks.
+        path: The path of the checkpoint to write.
+        full: It will be a file, not a directory.
+        is_first: This rank removes.
+        barrier: A function that waits for all ranks.
 
     Raises:
         IsADirectoryError: if something else lies there.
@@ -114,7 +114,7 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
         return
     if full and path.is_dir() and not _compat.is_sharded_checkpoint(path):
         raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
-    barrier()  # so that nobody looks while something is being removed
+    barrier()  # so that no rank looks while something is being removed
     if is_first and full and path.is_dir():
         shutil.rmtree(path)
     elif is_first and not full:
@@ -135,12 +135,12 @@ def load(
     """Load the model in place; returns the rest of the checkpoint. All ranks together.
 
     Args:
-        path: of a full checkpoint (a file, or its URL) or a sharded one (a directory).
-        model: the sharded model.
-        optimizers: those that the checkpoint must have states for; none if these are not needed.
-        strict: refuse missing and unexpected parameters.
-        weights_only: as in ``torch.load``.
-        checkpoint_io: reads full checkpoints.
+        path: The path of a full checkpoint (a file, or its URL) or a sharded one (a directory).
+        model: The sharded model.
+        optimizers: Those that the checkpoint must have states for; empty if these are not needed.
+        strict: Refuse missing and unexpected parameters.
+        weights_only: The same as in ``torch.load``.
+        checkpoint_io: The plugin that reads full checkpoints.
 
     Returns:
         What else the checkpoint has. Under ``"optimizer_states"`` stands what `load_optimizers` takes.

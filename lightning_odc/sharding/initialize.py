@@ -44,9 +44,9 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool = False
     the closest module around it that has such a method, as in Hugging Face's and many other models.
 
     Args:
-        model: sharded with ``fully_shard``.
-        device: where tensors go.
-        offload: keep shards on the CPU.
+        model: The model, sharded with ``fully_shard``.
+        device: The device for the tensors.
+        offload: Keep shards on the CPU.
 
     Returns:
         What has no value yet, but may get one from a checkpoint: for `check_filled`, before the model runs.
@@ -187,7 +187,7 @@ def _marked_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether a part of a tensor has not been written. Of truth values nobody can tell."""
+    """Whether a part of a tensor has not been written. Of truth values this is not known."""
     mark = _mark(tensor.dtype)
     if mark is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
         return False

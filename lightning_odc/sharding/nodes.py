@@ -19,10 +19,10 @@ def layout_of(device_mesh: Any, num_nodes: int, world_size: int, rank: int) -> L
     """The layout under hybrid sharding.
 
     Args:
-        device_mesh: what the user passed: ``None``, ``(replicate, shard)``, or a 2-D ``DeviceMesh``.
-        num_nodes: of the trainer; how often the model is replicated if the user did not say.
-        world_size: number of ranks.
-        rank: of this process.
+        device_mesh: The argument of the user: ``None``, ``(replicate, shard)``, or a 2-D ``DeviceMesh``.
+        num_nodes: The nodes of the trainer: how often the model is replicated if the user did not say.
+        world_size: The number of ranks.
+        rank: The rank of this process.
 
     Raises:
         ValueError: the mesh does not have ``world_size`` ranks, each one once and in ascending order.

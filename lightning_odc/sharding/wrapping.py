@@ -49,13 +49,13 @@ def shard_model(
     A model that the user sharded by hand with ``fully_shard`` keeps those units.
 
     Args:
-        model: the module to shard.
-        mesh: 1-D device mesh of the ranks that share the shards.
-        wrap_policy: as in ``FSDPStrategy(auto_wrap_policy=...)``; by default the repeated blocks of the model.
-        mixed_precision: compute and reduction dtypes.
-        reshard_after_forward: free a unit's full parameters between forward and backward pass.
-        cpu_offload: keep shards on the CPU.
-        announce: say which modules were chosen, if nobody else chose.
+        model: The module to shard.
+        mesh: The 1-D device mesh of the ranks that share the shards.
+        wrap_policy: The ``auto_wrap_policy`` of ``FSDPStrategy``; by default the repeated blocks of the model.
+        mixed_precision: Compute and reduction dtypes.
+        reshard_after_forward: Free a unit's full parameters between forward and backward pass.
+        cpu_offload: Keep shards on the CPU.
+        announce: Say which modules the default policy has chosen.
 
     Raises:
         TypeError: if a module is already wrapped in FSDP1.
@@ -134,7 +134,7 @@ def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
     """The modules that become units of their own, innermost first.
 
     Args:
-        model: the module to shard.
+        model: The module to shard.
         policy: ``None`` (`default_units`), a callable in the manner of ``torch.distributed.fsdp.wrap``, or one of
             torch's policy objects.
     """
@@ -167,7 +167,7 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The outermost modules that hold a matrix themselves and can be called, without those that share a parameter.
+    """The outermost modules that hold a matrix themselves and can be called, without those that are tied.
 
     What is smaller, norms for example, is not worth reading by itself.
     """
@@ -273,8 +273,8 @@ def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.
     differ in dtype from the rest of their unit (complex layers between real ones) become units of their own.
 
     Args:
-        model: the module to shard, which becomes the root unit.
-        targets: the modules that become units in any case.
+        model: The module to shard, which becomes the root unit.
+        targets: The modules that become units in any case.
 
     Raises:
         ValueError: naming a module that itself holds trainable parameters of several dtypes.
@@ -420,7 +420,7 @@ def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
     """Refuse layers that are known to wait for all ranks, or to change parameters, in their forward pass.
 
     Args:
-        model: the module to train.
+        model: The module to train.
         sync_batchnorm: ``Trainer(sync_batchnorm=True)`` asks to put such layers in.
 
     Raises:

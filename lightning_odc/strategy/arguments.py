@@ -176,7 +176,7 @@ def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> No
 
 
 def _check_time(argument: str, value: Any, example: str) -> None:
-    """Refuse what is no time."""
+    """Reject a value that is not a duration."""
     if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
         raise ValueError(f"ODCStrategy({argument}={value!r}) is no time to wait: write {example}.")
 
@@ -207,7 +207,7 @@ def _warn_of_no_engine(given: Mapping[str, Any]) -> None:
 
 
 def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
-    """Refuse to learn from times that nobody can measure, or where runs must repeat."""
+    """Refuse to learn from times that cannot be measured, or where runs must repeat."""
     if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
         return
     if communication == "collective":
@@ -257,8 +257,8 @@ def _check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse what FSDP1 knows and this does not, and what neither knows.
 
     Args:
-        kwargs: arguments beyond the named ones.
-        known: names of the named ones.
+        kwargs: Arguments beyond the named ones.
+        known: Names of the named ones.
     """
     unknown = sorted(set(kwargs) - IGNORED)
     foreign = [name for name in unknown if name not in FSDP1]

@@ -47,7 +47,7 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
 
     Args:
         device_type: ``"cpu"``, or another one, which is left alone.
-        ranks: how many share the cores.
+        ranks: The number of ranks that share the cores.
     """
     if device_type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         yield
@@ -91,10 +91,10 @@ class ForkLauncher(_compat.Launcher):
         """Call ``function`` on every rank and wait for all of them.
 
         Args:
-            function: to call.
-            *args: for it.
-            trainer: if there is one, it and its module get what rank 0 has trained and measured.
-            **kwargs: for the function.
+            function: The function to call.
+            *args: Its arguments.
+            trainer: The trainer, if there is one: it and its module get what rank 0 has trained and measured.
+            **kwargs: Its arguments by name.
 
         Returns:
             What the function returned on rank 0.
@@ -239,7 +239,7 @@ def _leave_together() -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody waits for a rank whose notebook is gone."""
+    """End this rank when its notebook is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

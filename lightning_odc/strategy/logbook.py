@@ -69,7 +69,7 @@ class LogBook:
         self._open.clear()
 
     def take(self) -> list[Total]:
-        """The totals of this rank, then start anew."""
+        """The totals of this rank since the last call."""
         entries, self._entries = self._entries, {}
         pairs = [pair for entry in entries.values() for pair in entry.pairs]
         values = iter(_to_floats([value for value, _ in pairs]))

@@ -41,7 +41,7 @@ class LossScaler(torch.amp.GradScaler):
     maximum over ranks. So every rank skips the same steps and has the same scale.
 
     Args:
-        device_type: on which the loss is.
+        device_type: The device of the loss.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -107,8 +107,8 @@ class ODCPrecision(FSDPPrecision):
     Parameters, buffers and inputs in float64 or complex dtypes stay as they are where the precision does not name them.
 
     Args:
-        precision: one of Lightning's precision names for FSDP.
-        device_type: device on which the model computes, for autocast.
+        precision: One of Lightning's precision names for FSDP.
+        device_type: The device on which the model computes, for autocast.
 
     Attributes:
         training: The training steps that it serves, while a fit runs.

@@ -43,12 +43,12 @@ class ShardedStrategy(FSDPStrategy):
     """What `ODCStrategy` does that has nothing to do with how bytes move.
 
     Args:
-        precision_plugin: as in ``FSDPStrategy``.
-        timeout: as in ``FSDPStrategy``.
+        precision_plugin: The same as in ``FSDPStrategy``.
+        timeout: The same as in ``FSDPStrategy``.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        sharding_strategy: by its name in FSDP.
-        device_mesh: under hybrid sharding, how ranks are laid out.
-        **kwargs: other arguments of ``FSDPStrategy``.
+        sharding_strategy: One of FSDP's, or its name.
+        device_mesh: The layout of ranks under hybrid sharding.
+        **kwargs: Other arguments of ``FSDPStrategy``.
     """
 
     def __init__(

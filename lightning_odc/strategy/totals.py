@@ -1,4 +1,9 @@
-"""What a logged name adds up to, on one rank and over ranks, and how ranks tell each other."""
+"""What a logged name adds up to, on one rank and over ranks, and how ranks tell each other.
+
+A torchmetrics object adds up by itself: it sums or concatenates its states over ranks with collectives, one per state,
+whose shapes must fit together. States that are sums do, whatever a rank has seen. States that are lists have neither
+dtype nor shape while they are empty, so a rank without data must be told what the others' lists hold.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +46,16 @@ class Total:
     """The values of one name.
 
     Attributes:
-        name: that it was logged under.
+        name: The name that it was logged under.
         reduction: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or `METRIC`.
-        options: of ``self.log``.
-        value: of a mean, the sum of values times weights.
-        weight: the sum of weights.
-        ranks: that share the value; all of them if ``None``.
-        fx: the hook that logged it.
-        dataloader_idx: of the loader it belongs to, where there are several.
-        states: of a metric, what its lists hold, by `describe_lists`.
-        metric: the object; it does not travel between ranks.
+        options: The options of ``self.log``.
+        value: The value; of a mean, the sum of values times weights.
+        weight: The sum of weights.
+        ranks: The ranks that share the value; all of them if ``None``.
+        fx: The hook that logged it.
+        dataloader_idx: The index of the loader it belongs to, where there are several.
+        states: What the lists of a metric hold, by `describe_lists`.
+        metric: The object, which does not travel between ranks.
     """
 
     name: str
@@ -157,10 +162,6 @@ def _travels(key: str, option: Any) -> bool:
 
 
 # -- torchmetrics objects ---------------------------------------------------------------------------------
-#
-# A metric sums or concatenates its states over ranks with collectives, one per state, whose shapes must fit together.
-# States that are sums do, whatever a rank has seen. States that are lists have neither dtype nor shape while they are
-# empty, so a rank without data must be told what the others' lists hold.
 
 
 def describe_lists(metric: Metric) -> list[Any]:
@@ -177,8 +178,8 @@ def fit_lists(metric: Metric, described: list[Any]) -> None:
     """Make the lists of ``metric`` fit those of other ranks, without changing what they amount to.
 
     Args:
-        metric: of this rank.
-        described: its lists on the ranks that have data, by `describe_lists`.
+        metric: The metric of this rank.
+        described: Its lists on the ranks that have data, by `describe_lists`.
     """
     parts = dict(_parts(metric))
     for path, name, dtype, shape in described:
