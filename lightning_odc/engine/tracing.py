@@ -70,25 +70,9 @@ class Fanout(Tracer):
             tracer.record(kind, begin, **details)
 
 
-def joined(one: Tracer | None, other: Tracer | None) -> Tracer | None:
-    """A tracer that tells both, or the only one there is."""
-    return fanout(*_members(one), *_members(other))
-
-
-def parted(all_of_them: Tracer | None, gone: Tracer | None) -> Tracer | None:
-    """What is left when ``gone`` listens no longer."""
-    return fanout(*(tracer for tracer in _members(all_of_them) if tracer is not gone))
-
-
 def fanout(*tracers: Tracer) -> Tracer | None:
     """One tracer for all of them; nobody is ``None`` and costs nothing."""
     return Fanout(*tracers) if len(tracers) > 1 else next(iter(tracers), None)
-
-
-def _members(tracer: Tracer | None) -> tuple[Tracer, ...]:
-    if tracer is None:
-        return ()
-    return tracer.tracers if isinstance(tracer, Fanout) else (tracer,)
 
 
 class Traced:

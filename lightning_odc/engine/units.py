@@ -14,6 +14,8 @@ second is known from a hook on every unsharded parameter.
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
-from lightning_odc.engine.staleness import same_bits
-from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
+from lightning_odc.errors import DisagreementError
 
 
 @dataclass(eq=False)
@@ -89,7 +91,6 @@ class Unit:
         slots: its parameters in memory order.
         as_bytes: compute dtypes differ, so the published shard is a run of bytes.
         grad_dtype: dtype of the accumulators.
-        verified: this rank has compared its shard with the published one since that was written.
         fresh: Parameters that received a gradient since the last reduce-scatter.
         used: Parameters that received a gradient on this rank since the last settle.
         trainable: Parameters that have a place in the accumulator.
@@ -102,7 +103,6 @@ class Unit:
     slots: list[ParamSlot]
     as_bytes: bool = False
     grad_dtype: torch.dtype = torch.float32
-    verified: bool = False
     fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
     used: set[ParamSlot] = field(default_factory=set)
     trainable: list[ParamSlot] = field(default_factory=list)
@@ -152,7 +152,6 @@ class Unit:
             places.append(target.narrow(0, slot.shard_offset, local.numel()))
             values.append(local)
         torch._foreach_copy_(places, values)
-        self.verified = False
 
     def regroup(self, shards: Tensor, neighbours: int, target: Tensor) -> None:
         """Fill the all-gather buffer of a smaller mesh.
@@ -163,20 +162,14 @@ class Unit:
             target: The buffer, 1-D; one row per rank of the smaller mesh.
         """
         rows = target.view(-1, neighbours * self.shard_numel)
-        ends = [*(slot.shard_offset for slot in self.slots[1:]), self.shard_numel]
-        for slot, end in zip(self.slots, ends, strict=True):
-            start = slot.shard_offset
+        for _, start, end in self.places():
             rows[:, neighbours * start : neighbours * end] = shards[:, start:end].reshape(len(rows), -1)
 
-    def differs_from(self, published: Tensor, own: Tensor) -> str | None:
-        """Name of a parameter whose shard in ``own`` is not, bit for bit, the one in ``published``, if there is one."""
-        if not same_bits(published, own):
-            for slot in self.slots:
-                width = slot.compute_dtype.itemsize if self.as_bytes else 1
-                start, end = slot.shard_offset, slot.shard_offset + slot.local.numel() * width
-                if not same_bits(published[start:end], own[start:end]):
-                    return slot.name
-        return None
+    def places(self) -> Iterator[tuple[ParamSlot, int, int]]:
+        """Its parameters, and where each begins and ends in the published shard, padding included."""
+        ends = [*(slot.shard_offset for slot in self.slots[1:]), self.shard_numel]
+        for slot, end in zip(self.slots, ends, strict=True):
+            yield slot, slot.shard_offset, end
 
     @property
     def is_gathered(self) -> bool:
@@ -284,6 +277,21 @@ def find_units(model: nn.Module) -> list[Unit]:
             if slots:
                 units.append(Unit(len(units), names.get(id(modules[0])) or "(root)", list(modules), slots))
     return units
+
+
+def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
+    """Raise on every rank, naming the first difference, if the ranks sharded different models."""
+    lines = [line for unit in units for line in [f"unit {unit.name}", *unit.describe()]]
+    digests = rendezvous(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    for rank, other in enumerate(rendezvous(lines)):
+        for mine, theirs in itertools.zip_longest(lines, other, fillvalue="nothing"):
+            if mine != theirs:
+                raise DisagreementError(
+                    f"The ranks built different models. The first difference: this rank has\n  {mine}\nwhere rank "
+                    f"{rank} has\n  {theirs}\nBuild the same modules in the same order on every rank."
+                )
 
 
 def class_names(modules: Iterable[nn.Module]) -> str:

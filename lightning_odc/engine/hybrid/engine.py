@@ -28,7 +28,7 @@ from lightning_odc.engine.hybrid.replica_link import Column
 from lightning_odc.engine.hybrid.replicas import Replicas, checksums
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Activity
-from lightning_odc.engine.protocol import Protocol, Record
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.waiting import Cause
 
@@ -79,14 +79,14 @@ class HybridProtocol(Protocol):
         super().fail(message)
         self._column.fail(message)
 
-    def end_version(self, record: Record) -> list[Record]:
-        records = super().end_version(record)
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        items = super().end_version(kind, item)
         with self.traced("begin_sum_over_nodes"):
             for index, spec in enumerate(self._specs):
                 if spec.grad_numel:
                     self._sums[index] = self._replicas.begin_sum(self.windows[index].summed())
                     self.traffic.bytes_reduced += spec.grad_bytes
-        return records
+        return items
 
     def total(self, unit: int) -> Tensor:
         if unit not in self._sums:
@@ -98,19 +98,19 @@ class HybridProtocol(Protocol):
     def _ranks(self) -> Sequence[int]:
         return range(self._layout.world_size)
 
-    def _exchange(self, record: Record) -> list[Record]:
-        rows = super()._exchange({"kind": record["kind"], "column": self._meet_column(record)})
-        return self._layout.by_rank([row["column"] for row in rows])
+    def _exchange(self, kind: str, record: Any) -> list[Any]:
+        by_column = super()._exchange(kind, self._meet_column(kind, record))
+        return self._layout.by_rank(by_column)
 
-    def _meet_column(self, record: Record) -> list[Record]:
+    def _meet_column(self, kind: str, record: Any) -> list[Any]:
+        """The records of this rank's column, in its order."""
         self.peers.begin(Activity.MEET)
         self._column.begin(record)
         self.waiter.until(
             self._column.complete,
             Cause.SETTLE,
             lambda: (
-                f"waiting for {self._column.missing()} on other nodes at meeting {self._meetings + 1} "
-                f"({record['kind']})"
+                f"waiting for {self._column.missing()} on other nodes at meeting {self._meetings + 1} ({kind})"
             ),
             check=self.peers.check_none_past,
         )

@@ -164,7 +164,7 @@ class Column:
 
     # -- meeting ------------------------------------------------------------------------------------------
 
-    def begin(self, record: dict[str, Any]) -> None:
+    def begin(self, record: Any) -> None:
         """Say this rank's record; `complete` tells when everybody's has come."""
         self._own, self._all = json.dumps(record).encode(), None
         if self.rank != self._first:

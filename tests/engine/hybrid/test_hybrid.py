@@ -366,7 +366,7 @@ def test_a_neighbour_that_has_gone_on_is_named_by_those_that_wait_for_another_no
     first.transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
     second.come_to_end()
     with pytest.raises(DisagreementError, match=r"Rank 3 has ended a batch .* in which rank 2 waits for it"):
-        first.meet({"kind": "step"})
+        first.meet("step")
 
 
 def test_a_layout_has_rows_and_columns():

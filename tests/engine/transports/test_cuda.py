@@ -78,11 +78,11 @@ class Play:
             counts = [(rank + step) % self.world for rank in range(self.world)]
             for _ in range(counts[self.rank]):
                 self.microbatch()
-            self.protocol.end_version({"kind": "step"})
+            self.protocol.end_version("step")
             self.take(sum((rank + 1) * count for rank, count in enumerate(counts)))
             self.protocol.next_version()
             self.publish()
-        self.protocol.meet({"kind": "end"})
+        self.protocol.meet("end")
         self.protocol.close()
         return self.wrong
 
