@@ -3,7 +3,7 @@
 Note [Who divides]
 ~~~~~~~~~~~~~~~~~~
 The gradient of a minibatch is ``sum_m w_m grad L_m / sum_m w_m`` over the microbatches ``m`` of all ranks. No rank
-knows the denominator before all ran, so nobody divides early: every rank backpropagates ``w_m L_m``, accumulators
+knows the denominator before all ran, so no rank divides early: every rank backpropagates ``w_m L_m``, accumulators
 hold plain sums, and the division happens once, when the engine settles. A plain batch is FSDP's case, the mean
 over ranks: the denominator is then the world size.
 
@@ -122,7 +122,7 @@ class Ledger:
         self.is_weighted = True
         weight = weight.detach() if isinstance(weight, Tensor) else weight
         self.weight = self.weight + weight
-        # On a device nobody waits for it now: it is looked at when the step settles.
+        # On a device it is not waited for now: it is looked at when the step settles.
         if isinstance(weight, Tensor):
             self.least = weight.float().clamp(max=self.least)
         else:
@@ -256,7 +256,7 @@ class Engine(Traced, ABC):
         """A training batch begins, on every rank.
 
         Args:
-            opens_window: it is the first one of an optimizer step: gradients that nobody stepped on are discarded.
+            opens_window: it is the first one of an optimizer step: gradients without an optimizer step are discarded.
             kind: ``"Minibatch"`` or ``"plain batch"``.
             is_last: this rank has no more of them in this epoch.
         """
@@ -274,7 +274,7 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
-        """A rank is about to run its share of a minibatch.
+        """A rank is about to run its part of a minibatch.
 
         Raises:
             ValueError: this engine needs equal numbers of microbatches and they are not.
@@ -340,7 +340,7 @@ class Engine(Traced, ABC):
         """Give the model back to stock communication and release everything. Idempotent."""
 
     def listen(self, tracer: Tracer) -> None:
-        """Let somebody trace what this rank does, beside those who do so already."""
+        """Trace what this rank does, beside the tracers that listen already."""
         self._listeners.append(tracer)
         self._let_trace(fanout(*self._listeners))
 
@@ -353,7 +353,7 @@ class Engine(Traced, ABC):
         self.tracer = tracer
 
     def peer_trouble(self) -> str:
-        """Which peer has failed or died, and why; empty if none has, or nobody knows."""
+        """Which peer has failed or died, and why; empty if none has, or it is not known."""
         return ""
 
     @property

@@ -41,7 +41,7 @@ class Placeholder(DTensor):
 
     Attributes:
         parameter_name: The name of the parameter.
-        zeroed: Somebody emptied it.
+        zeroed: The user emptied it.
     """
 
     parameter_name: str
@@ -105,7 +105,7 @@ class Placeholders:
             self._laid[slot] = grad
 
     def forget(self) -> None:
-        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a share.
+        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a minibatch.
 
         Placeholders that are still there keep their class; `lay` finds them again, since the parameters are in use.
         """
@@ -118,10 +118,10 @@ class Placeholders:
         self._laid.clear()
 
     def emptied(self) -> set[ParamSlot]:
-        """The parameters of which somebody emptied the gradient.
+        """The parameters of which the user emptied the gradient.
 
         Raises:
-            ODCError: somebody replaced a gradient.
+            ODCError: the user replaced a gradient.
         """
         gone = set()
         for slot, placeholder in self._laid.items():

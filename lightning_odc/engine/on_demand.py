@@ -125,7 +125,7 @@ class OnDemandEngine(Engine):
         return Protocol(transport, units, **options)
 
     def _before_publishing(self) -> None:
-        """The ranks have the same model, and nobody has read any of its shards yet."""
+        """The ranks have the same model, and no peer has read any of its shards yet."""
 
     # -- lifecycle ----------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class OnDemandEngine(Engine):
             self._late_hooks.hold(slot.home)
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
-        if sum(part.numel for part in segments) * self.protocol.transport.world_size != chunks.numel():
+        if sum(segment.numel for segment in segments) * self.protocol.transport.world_size != chunks.numel():
             raise self._unexpected_gradient(unit)
         window.accumulate(chunks, segments)
 
@@ -281,7 +281,7 @@ class OnDemandEngine(Engine):
             self._drop(emptied)
 
     def _drop(self, slots: set[ParamSlot]) -> None:
-        """Empty own accumulators of some parameters, after everybody has added to them and before anybody does anew."""
+        """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again."""
         self.exchange("discard gradients", None)
         for unit in self._units:
             for slot in slots.intersection(unit.trainable):

@@ -24,11 +24,11 @@ Note [Meetings are at most one ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank posts its record of meeting ``m`` into mailbox ``m % 2``. It can post ``m + 2`` over it only after meeting
 ``m + 1``, to which every peer came, and a peer comes to ``m + 1`` only after it has read all records of ``m``. So two
-mailboxes are enough, and nobody reads a record that is being overwritten.
+mailboxes are enough, and no rank reads a record that is being overwritten.
 
-A record that is longer than a mailbox takes several meetings in a row, one for each part. Its length comes first, so
-after the first of them every rank knows the longest record and with it how many more meetings all come to; a rank with
-nothing left to say posts nothing into its mailbox.
+A record that is longer than a mailbox takes several meetings in a row, one for each mailbox that it fills. Its length
+comes first, so after the first of them every rank knows the longest record and with it how many more meetings all come
+to; a rank with nothing left to say posts nothing into its mailbox.
 
 Note [When the host waits for its device]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -138,7 +138,7 @@ class Protocol(RankState):
         return self._spec.total_bytes
 
     def listen(self, tracer: Tracer | None) -> None:
-        """Let somebody trace what this rank does, or nobody."""
+        """Trace what this rank does; ``None`` ends that."""
         self.tracer = self.waiter.tracer = tracer
 
     def open(self) -> None:

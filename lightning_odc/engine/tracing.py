@@ -1,4 +1,4 @@
-"""What this rank did when: spans of work and waiting, in bounded memory, and nothing at all when nobody listens."""
+"""What this rank did when: spans of work and waiting, in bounded memory, and nothing at all without a listener."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tracer:
             self.dropped += 1
 
     def take(self) -> list[Span]:
-        """The spans so far; then start anew."""
+        """The spans so far; later ones begin a new list."""
         spans, self.spans = self.spans, []
         return spans
 
@@ -71,7 +71,7 @@ class Fanout(Tracer):
 
 
 def fanout(*tracers: Tracer) -> Tracer | None:
-    """One tracer for all of them; nobody is ``None`` and costs nothing."""
+    """One tracer for all of them; ``None`` if there is none, which costs nothing."""
     return Fanout(*tracers) if len(tracers) > 1 else next(iter(tracers), None)
 
 

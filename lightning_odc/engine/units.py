@@ -9,6 +9,17 @@ compute dtypes differ). The reduce-scatter buffer has one row per owner with the
 parameters that received a gradient since the last reduce-scatter. The first is derived here and compared with what
 ``fully_shard`` really passes, bit for bit, when the engine attaches (shards hold distinct numbers meanwhile). The
 second is known from a hook on every unsharded parameter.
+
+Two ranks, a weight ``w`` of shape ``[3, 2]`` and a bias ``b`` of shape ``[3]``: each rank has 2 rows, rank 1 one of
+padding, so ``shard_numel`` is 4 + 2::
+
+    part of rank 0    w00 w01 w10 w11   b0 b1      offsets 0 (w) and 4 (b)
+    part of rank 1    w20 w21  0   0    b2  0
+
+The all-gather buffer is both parts in a row, 12 numbers. The reduce-scatter buffer of a backward pass that reached both
+is laid out alike, and row ``r`` is added to the accumulator of rank ``r`` as one segment,
+``Segment(target=0, source=0, numel=6)``. If it reached ``b`` alone, the buffer has 2 rows of 2 numbers, and the segment
+is ``Segment(target=4, source=0, numel=2)``.
 """
 
 from __future__ import annotations
@@ -160,6 +171,10 @@ class Unit:
             shards: The shards of all ranks, shape ``[world_size, shard_numel]``.
             neighbours: How many ranks' shards each rank of the smaller mesh holds, parameter by parameter.
             target: The buffer, 1-D; one row per rank of the smaller mesh.
+
+        With 4 ranks, 2 neighbours, parameters ``w`` and ``b``, of which rank ``r`` has ``wr`` and ``br``: the rows of
+        ``shards`` are ``w0 b0``, ``w1 b1``, ``w2 b2``, ``w3 b3``, those of ``target`` ``w0 w1 b0 b1`` and
+        ``w2 w3 b2 b3``.
         """
         rows = target.view(-1, neighbours * self.shard_numel)
         for _, start, end in self.places():
@@ -178,12 +193,12 @@ class Unit:
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The parameters of a gathered unit: name, this rank's part of it, and its shard, which should be the same."""
+        """The parameters of a gathered unit: name, this rank's slice of it, and its shard, which should be the same."""
         for slot in self.slots:
             whole, shard = slot.current, slot.home.to_local()
             if shard.numel() and shard.dim():
-                part = _part_of(whole.detach(), slot.home, shard)
-                yield slot.name, part.reshape(-1), shard.to(part.device, part.dtype).reshape(-1)
+                own = _own_slice(whole.detach(), slot.home, shard)
+                yield slot.name, own.reshape(-1), shard.to(own.device, own.dtype).reshape(-1)
 
     @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
@@ -235,11 +250,13 @@ class Unit:
             if not was_used or slot.grad_offset < 0:
                 continue
             parameter, local = slot.sharded, slot.local
-            part = total.narrow(0, slot.grad_offset, local.numel()).view(local.shape)
+            gradient = total.narrow(0, slot.grad_offset, local.numel()).view(
+                local.shape
+            )  # without the padding
             if parameter.grad is not None:
-                cast(DTensor, parameter.grad).to_local().add_(part, alpha=scale)
+                cast(DTensor, parameter.grad).to_local().add_(gradient, alpha=scale)
                 continue
-            parameter.grad = _sharded_like(parameter, (part * scale).to(local.dtype))
+            parameter.grad = _sharded_like(parameter, (gradient * scale).to(local.dtype))
 
     def describe(self) -> list[str]:
         """One line per parameter, for comparing ranks."""
@@ -251,6 +268,7 @@ class Unit:
 
 
 def _joined(fresh: list[ParamSlot]) -> list[Segment]:
+    """Of parameters of 4, 2 and 3 numbers, of which the second has no gradient, ``(0, 0, 4)`` and ``(6, 4, 3)``."""
     segments: list[Segment] = []
     source = 0
     for slot in fresh:
@@ -322,8 +340,8 @@ def filled_like(parameter: DTensor, local: Tensor) -> DTensor:
     return whole
 
 
-def _part_of(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:
-    """The part of a gathered parameter that belongs to this rank, shaped as its shard."""
+def _own_slice(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:
+    """The slice of a gathered parameter that belongs to this rank, shaped as its shard."""
     dim = _sharded_dim(home)
     start = home.device_mesh.get_local_rank() * math.ceil(home.shape[dim] / home.device_mesh.size())
     return whole.narrow(dim, start, shard.size(dim))

@@ -455,9 +455,7 @@ def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
 
 def test_ranks_that_meet_for_different_reasons_disagree():
     _, (first, second) = pair(timeout=20)
-    errors = together(
-        lambda: first.meet("optimizer step"), lambda: second.meet("validation")
-    )
+    errors = together(lambda: first.meet("optimizer step"), lambda: second.meet("validation"))
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
 

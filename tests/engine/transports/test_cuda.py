@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.announcer import Announcer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
-from lightning_odc.engine.transports.cuda import CudaTransport
+from lightning_odc.engine.transports.cuda import Announcer, CudaTransport
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.units import filled_like
 from lightning_odc.errors import ODCError, StaleShardError, WindowError
