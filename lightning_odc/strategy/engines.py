@@ -15,7 +15,7 @@ from lightning_odc.engine.collective import CollectiveEngine, process_group_rend
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.hybrid.engine import HybridEngine
 from lightning_odc.engine.hybrid.layout import Layout
-from lightning_odc.engine.hybrid.replica_link import Column
+from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Rendezvous
@@ -63,21 +63,21 @@ def _make_hybrid_engine(
     device, rank, row, group = strategy.root_device, layout.rank, layout.row, strategy.shard_mesh.get_group()
     within = process_group_rendezvous(group)
     silence, stall = min(SILENCE, options["timeout"] / 4), min(STALL, options["timeout"] / 4)
-    columns: list[Column] = []
+    links: list[ReplicaLink] = []
 
-    def make_column() -> Column:
+    def make_link() -> ReplicaLink:
         address = strategy.cluster_environment.main_address
-        columns[:] = [Column(rank, layout.column, rendezvous, address, layout.main_row, silence)]
-        return columns[0]
+        links[:] = [ReplicaLink(rank, layout.column, rendezvous, address, layout.main_row, silence)]
+        return links[0]
 
     def trouble() -> str:
-        return next((column.trouble() for column in columns), "")
+        return next((link.trouble() for link in links), "")
 
     return HybridEngine(
         partial(make_transport, device, row.index(rank), len(row), within, group, row),
         rendezvous,
         layout=layout,
-        make_column=make_column,
+        make_link=make_link,
         replicas=Replicas(layout, device, timedelta(seconds=stall), trouble),
         **options,
     )

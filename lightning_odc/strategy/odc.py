@@ -84,7 +84,7 @@ class ODCStrategy(ShardedStrategy):
         transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
-        balance: The policy that levels work over ranks: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
+        balance: The policy that levels the work: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
             ``None`` to leave the loader alone. Turns the training ``DataLoader`` into a
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] of ``batch_size`` samples per rank on average.
         max_tokens: The most tokens in a microbatch; by default as many as the longest sample has.
