@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import Minibatch
 from lightning_odc.errors import DisagreementError
-from tests.support.modules import TokenModule, loader, token_batches, trainer
+from tests.strategy.test_strategy import LR, shares
+from tests.support.models import summed_loss
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
 SOON = timedelta(seconds=20)
@@ -353,3 +355,71 @@ def _validate_failing(rank: int) -> list[bool]:
 
 def test_an_evaluation_that_fails_leaves_no_trace():
     assert run_ranks(_validate_failing) == [[False] * 4] * 2
+
+
+# -- beside training ------------------------------------------------------------------------------------------
+
+EVALUATIONS: dict[str, Any] = {
+    "plain": lambda rank: token_batches([5, 9, 4] if rank == 0 else [7, 12, 3, 8, 6], seed=rank),
+    "minibatches": lambda rank: (
+        [Minibatch(token_batches([5, 9])), Minibatch([])]
+        if rank == 0
+        else [Minibatch(token_batches([7])), Minibatch(token_batches([12, 3])), Minibatch(token_batches([8]))]
+    ),
+    "nothing on rank 0": lambda rank: [Minibatch([] if rank == 0 else token_batches([7, 3])), Minibatch([])],
+}
+
+
+def _evaluate(rank: int, kind: str, communication: str) -> list[Any]:
+    module = TokenModule(lr=LR)
+    module.test_step = lambda batch: module.validation_step(batch, 0)  # type: ignore[method-assign, misc]
+    module.predict_step = lambda batch, batch_idx: batch.shape[1]  # type: ignore[method-assign]
+    data = EVALUATIONS[kind](rank)
+    t = trainer(2, communication=communication)
+    t.fit(module, loader(shares(rank, (1, 1))), loader(data))
+    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
+    validated = t.validate(module, loader(data), verbose=False)[0]
+    tested = t.test(module, loader(data), verbose=False)[0]
+    predicted = t.predict(module, loader(data))
+    again = t.validate(module, loader(data), verbose=False)[0]
+    return [fitted, validated, tested, predicted, again, reference_val_loss(module, kind)]
+
+
+def reference_val_loss(module: TokenModule, kind: str) -> float:
+    """The mean over all evaluation microbatches of all ranks, by stock collectives on the trained module."""
+    batches = []
+    for rank in range(2):
+        for batch in EVALUATIONS[kind](rank):
+            batches += list(batch) if isinstance(batch, Minibatch) else [batch]
+    model = TokenModule(lr=LR)
+    model.load_state_dict(full_parameters(module))
+    with torch.no_grad():
+        return sum(summed_loss(model.net, b).item() / (b.numel() - 1) for b in batches) / len(batches)
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind):
+    results = run_ranks(_evaluate, kind, "on_demand")
+    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(results):
+        for values in (fitted, validated, tested, again):
+            assert values["val_one"] == 1.0
+        for values in (validated, tested, again):
+            assert values["val_loss"] == pytest.approx(loss, rel=1e-5)
+        expected = [
+            [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1]
+            for batch in EVALUATIONS[kind](rank)
+        ]
+        assert predicted == expected
+
+
+def test_evaluation_at_world_size_one():
+    fitted, validated, *_ = run_ranks(_evaluate_alone, world_size=1)[0]
+    assert fitted["val_one"] == validated["val_one"] == 1.0
+
+
+def _evaluate_alone(rank: int) -> list[Any]:
+    module, t = TokenModule(lr=LR), trainer(1)
+    data = [Minibatch(token_batches([5, 9])), Minibatch([])]
+    t.fit(module, loader(shares(rank, (6,))), loader(data))
+    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
+    return [fitted, t.validate(module, loader(data), verbose=False)[0]]

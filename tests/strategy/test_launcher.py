@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy
 
 import lightning_odc
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.strategy import launcher
 from lightning_odc.strategy.launcher import ForkLauncher
-from tests.support.ranks import torchrun_environment
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+from tests.support.ranks import run_ranks, torchrun_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,6 +199,23 @@ def test_interactive_sessions_fork_and_scripts_do_not(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     assert chosen(TorchElasticEnvironment()) is None
     assert hasattr(FSDPStrategy, "_configure_launcher")
+
+
+class Threads(Callback):
+    def on_train_start(self, *_: Any) -> None:
+        self.threads = torch.get_num_threads()
+
+
+def _threads(rank: int) -> list[int]:
+    torch.set_num_threads(7)
+    spy = Threads()
+    trainer(2, callbacks=[spy]).fit(TokenModule(), loader(token_batches([5])))
+    return [spy.threads, torch.get_num_threads()]
+
+
+def test_cpu_ranks_share_the_cores():
+    share = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert run_ranks(_threads) == [[share, 7]] * 2
 
 
 # -- ranks that Lightning's script launcher has started

@@ -5,7 +5,6 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def _fit_with(rank: int, communication: str, returns: str) -> dict[str, Any]:
     return fit(rank, (3, 3), returns, communication=communication)
 
 
-def test_the_loss_of_a_step_is_that_of_the_share_not_of_its_last_microbatch():
+def test_the_loss_of_a_step_is_that_of_the_minibatch_not_of_its_last_microbatch():
     results = run_ranks(_first_losses)
     module = TokenModule(lr=LR)
     batches = token_batches(LENGTHS[0])
@@ -314,74 +313,6 @@ def test_logged_values_are_the_minibatchs(counts, communication):
         assert metrics[-1]["one_epoch"] == 1.0
 
 
-# -- evaluation -----------------------------------------------------------------------------------------------
-
-EVALUATIONS: dict[str, Any] = {
-    "plain": lambda rank: token_batches([5, 9, 4] if rank == 0 else [7, 12, 3, 8, 6], seed=rank),
-    "minibatches": lambda rank: (
-        [Minibatch(token_batches([5, 9])), Minibatch([])]
-        if rank == 0
-        else [Minibatch(token_batches([7])), Minibatch(token_batches([12, 3])), Minibatch(token_batches([8]))]
-    ),
-    "nothing on rank 0": lambda rank: [Minibatch([] if rank == 0 else token_batches([7, 3])), Minibatch([])],
-}
-
-
-def _evaluate(rank: int, kind: str, communication: str) -> list[Any]:
-    module = TokenModule(lr=LR)
-    module.test_step = lambda batch: module.validation_step(batch, 0)  # type: ignore[method-assign, misc]
-    module.predict_step = lambda batch, batch_idx: batch.shape[1]  # type: ignore[method-assign]
-    data = EVALUATIONS[kind](rank)
-    t = trainer(2, communication=communication)
-    t.fit(module, loader(shares(rank, (1, 1))), loader(data))
-    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
-    validated = t.validate(module, loader(data), verbose=False)[0]
-    tested = t.test(module, loader(data), verbose=False)[0]
-    predicted = t.predict(module, loader(data))
-    again = t.validate(module, loader(data), verbose=False)[0]
-    return [fitted, validated, tested, predicted, again, reference_val_loss(module, kind)]
-
-
-def reference_val_loss(module: TokenModule, kind: str) -> float:
-    """The mean over all evaluation microbatches of all ranks, by stock collectives on the trained module."""
-    batches = []
-    for rank in range(2):
-        for batch in EVALUATIONS[kind](rank):
-            batches += list(batch) if isinstance(batch, Minibatch) else [batch]
-    model = TokenModule(lr=LR)
-    model.load_state_dict(full_parameters(module))
-    with torch.no_grad():
-        return sum(summed_loss(model.net, b).item() / (b.numel() - 1) for b in batches) / len(batches)
-
-
-@pytest.mark.parametrize("kind", EVALUATIONS)
-def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind):
-    results = run_ranks(_evaluate, kind, "on_demand")
-    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(results):
-        for values in (fitted, validated, tested, again):
-            assert values["val_one"] == 1.0
-        for values in (validated, tested, again):
-            assert values["val_loss"] == pytest.approx(loss, rel=1e-5)
-        expected = [
-            [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1]
-            for batch in EVALUATIONS[kind](rank)
-        ]
-        assert predicted == expected
-
-
-def test_evaluation_at_world_size_one():
-    fitted, validated, *_ = run_ranks(_evaluate_alone, world_size=1)[0]
-    assert fitted["val_one"] == validated["val_one"] == 1.0
-
-
-def _evaluate_alone(rank: int) -> list[Any]:
-    module, t = TokenModule(lr=LR), trainer(1)
-    data = [Minibatch(token_batches([5, 9])), Minibatch([])]
-    t.fit(module, loader(shares(rank, (6,))), loader(data))
-    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
-    return [fitted, t.validate(module, loader(data), verbose=False)[0]]
-
-
 # -- parameters changed outside the step; checkpoints ----------------------------------------------------------
 
 
@@ -557,20 +488,3 @@ def _fit_again(rank: int, where: str) -> dict[str, Tensor]:
 def test_a_model_can_be_fitted_again_after_a_failure(where):
     one = reference("tokens")
     assert_same(run_ranks(_fit_again, where)[0], one)
-
-
-class Threads(Callback):
-    def on_train_start(self, *_: Any) -> None:
-        self.threads = torch.get_num_threads()
-
-
-def _threads(rank: int) -> list[int]:
-    torch.set_num_threads(7)
-    spy = Threads()
-    trainer(2, callbacks=[spy]).fit(TokenModule(), loader(plain_batches(rank)[:1]))
-    return [spy.threads, torch.get_num_threads()]
-
-
-def test_cpu_ranks_share_the_cores():
-    share = max(len(os.sched_getaffinity(0)) // 2, 1)
-    assert run_ranks(_threads) == [[share, 7]] * 2
