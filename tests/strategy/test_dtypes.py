@@ -86,17 +86,17 @@ def _one_process(module: Any, steps: list[list[Tensor]], clip: float = math.inf)
 
 
 CLIP = 0.5
-OTHER_SHARES = [[tokens[:2], tokens[2:]] for tokens in (token_batches([5, 9, 4], seed=s) for s in range(3))]
+OTHER_STEPS = [[tokens[:2], tokens[2:]] for tokens in (token_batches([5, 9, 4], seed=s) for s in range(3))]
 
 
 def _fit_mixed_dtypes(rank: int, directory: str) -> Any:
     found = {}
-    shares = [Minibatch(ranks[rank]) for ranks in OTHER_SHARES]
-    single = [Minibatch(ranks[rank][:1]) for ranks in OTHER_SHARES]
+    minibatches = [Minibatch(ranks[rank]) for ranks in OTHER_STEPS]
+    single = [Minibatch(ranks[rank][:1]) for ranks in OTHER_STEPS]
     for communication, batches, options in (
         (
             "on_demand",
-            shares,
+            minibatches,
             {"activation_checkpointing_policy": {MixedBlock}, "accumulator_dtype": torch.float64},
         ),
         ("collective", single, {}),
@@ -126,7 +126,7 @@ def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(tmp_pat
             torch.testing.assert_close(value, found["collective"][-1][name], rtol=1e-5, atol=1e-6)
         for communication, (parameters, same_dtypes, since, mixed) in found.items():
             count = None if communication == "on_demand" else 1
-            steps = [[batch for share in ranks for batch in share[:count]] for ranks in OTHER_SHARES]
+            steps = [[batch for minibatch in ranks for batch in minibatch[:count]] for ranks in OTHER_STEPS]
             expected = _one_process(MixedDtypes(), steps, CLIP)
             assert same_dtypes
             assert since == SINCE
@@ -153,13 +153,13 @@ class Double(Sgd):
 
 def _fit_double(rank: int) -> Any:
     found = {}
-    shares = [
-        Minibatch(batches) for ranks in OTHER_SHARES for batches in (ranks[rank][:1], ranks[rank][1:], [])
+    minibatches = [
+        Minibatch(batches) for ranks in OTHER_STEPS for batches in (ranks[rank][:1], ranks[rank][1:], [])
     ]
-    single = [ranks[rank][0] for ranks in OTHER_SHARES]
+    single = [ranks[rank][0] for ranks in OTHER_STEPS]
     for name, returns, batches, options in (
-        ("shares", "items", shares, {}),
-        ("in order", "items", shares, {"deterministic": True}),
+        ("minibatches", "items", minibatches, {}),
+        ("in order", "items", minibatches, {"deterministic": True}),
         ("plain", "mean", single, {}),
         ("collective", "items", single, {"communication": "collective"}),
     ):
@@ -171,13 +171,15 @@ def _fit_double(rank: int) -> Any:
 
 def test_a_model_in_fp64_has_the_precision_of_fp64():
     references = {
-        "shares": _one_process(Double("items"), [[b for r in ranks for b in r] for ranks in OTHER_SHARES]),
-        "plain": _one_process(Double(), [[ranks[r][0] for ranks in OTHER_SHARES for r in range(2)]]),
+        "minibatches": _one_process(
+            Double("items"), [[b for r in ranks for b in r] for ranks in OTHER_STEPS]
+        ),
+        "plain": _one_process(Double(), [[ranks[r][0] for ranks in OTHER_STEPS for r in range(2)]]),
         "collective": _one_process(
-            Double("items"), [[ranks[r][0] for ranks in OTHER_SHARES for r in range(2)]]
+            Double("items"), [[ranks[r][0] for ranks in OTHER_STEPS for r in range(2)]]
         ),
     }
-    references["in order"] = references["shares"]
+    references["in order"] = references["minibatches"]
     for found in run_ranks(_fit_double):
         for name, (parameters, dtype, _) in found.items():
             assert dtype == torch.float64

@@ -298,11 +298,11 @@ def _routes(rank: int, sizes: Sequence[Sequence[Sequence[int]]]) -> dict[str, Te
 def test_blocks_may_be_skipped_by_a_rank_or_by_all():
     # Block 0 is never run by rank 0; in the second step nobody runs block 1.
     ours = run_ranks(_routes, [[[5, 4], [6, 8]], [[7, 9, 7], [5]]][::1][:2])
-    # The same microbatches (they are drawn per share) in one process, in plain torch. Tolerance: see test_parity.
+    # The same microbatches (they are drawn per minibatch) in one process, in plain torch. Tolerance: see test_parity.
     module = Routed(lr=0.01)
     optimizer = module.configure_optimizers()
-    for shares in zip([[5, 4], [6, 8]], [[7, 9, 7], [5]], strict=True):
-        batches = [batch for share in shares for batch in token_batches(share)]
+    for minibatches in zip([[5, 4], [6, 8]], [[7, 9, 7], [5]], strict=True):
+        batches = [batch for minibatch in minibatches for batch in token_batches(minibatch)]
         optimizer.zero_grad()
         for batch in batches:
             module.training_step(batch, 0)["loss"].backward()
@@ -411,8 +411,8 @@ class Meets(TokenModule):
 
 def _meets(rank: int, counts: tuple[int, int]) -> float:
     module = Meets("items")
-    share = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
-    trainer(2, timeout=timedelta(seconds=2)).fit(module, loader([share]))
+    minibatch = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
+    trainer(2, timeout=timedelta(seconds=2)).fit(module, loader([minibatch]))
     return float(full_parameters(module)["net.head.weight"].sum())
 
 

@@ -214,14 +214,14 @@ def _fit_weighted(rank: int, communication: str, precision: str) -> Any:
     """By weight of the microbatches: the number of skipped steps (each halves the scale), and the last parameters."""
     found = {}
     for weight in WEIGHTS:
-        shares = []
+        minibatches = []
         for step in range(STEPS):
             count = 2 if communication == "collective" else [[2, 0], [1, 2], [2, 1]][step % 3][rank]
             batches = token_batches([5, 9][:count], seed=2 * step + rank)
-            shares.append(Minibatch(batches, weights=[weight] * count))
+            minibatches.append(Minibatch(batches, weights=[weight] * count))
         module = Sgd(lr=LR)
         t = trainer(2, precision=precision, communication=communication, deterministic=True)
-        t.fit(module, loader(shares))
+        t.fit(module, loader(minibatches))
         scaler = t.precision_plugin.scaler
         skipped = None if scaler is None else round(math.log2(FULL / scaler.get_scale()))
         found[weight] = (skipped, full_parameters(module))
@@ -260,12 +260,17 @@ class OfItems(Sgd):
 def _fit_items(rank: int) -> Any:
     found = {}
     for per_token in (0.25, 4096.0):
-        for kind in ("plain", "shares"):
+        for kind in ("plain", "minibatches"):
             batches = token_batches([5, 9, 4, 6], seed=rank)
-            shares = [Minibatch(batches[:rank]), Minibatch(batches), Minibatch([]), Minibatch(batches[rank:])]
+            minibatches = [
+                Minibatch(batches[:rank]),
+                Minibatch(batches),
+                Minibatch([]),
+                Minibatch(batches[rank:]),
+            ]
             module = OfItems(per_token)
             t = trainer(2, precision="16-mixed", deterministic=True, accumulate_grad_batches=2)
-            t.fit(module, loader(batches if kind == "plain" else shares))
+            t.fit(module, loader(batches if kind == "plain" else minibatches))
             found[kind, per_token] = t.precision_plugin.scaler.get_scale(), full_parameters(module)
     return found
 
@@ -273,7 +278,7 @@ def _fit_items(rank: int) -> Any:
 def test_sums_do_not_count_against_the_range_of_fp16():
     start = full_parameters(Sgd(lr=LR))
     for found in run_ranks(_fit_items):
-        for kind in ("plain", "shares"):
+        for kind in ("plain", "minibatches"):
             (scale, small), (other, large) = found[kind, 0.25], found[kind, 4096.0]
             assert scale == other >= FULL / 2  # at most one of two steps was skipped
             assert all(torch.equal(large[name], value) for name, value in small.items())

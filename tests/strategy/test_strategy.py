@@ -27,8 +27,8 @@ LR = 0.01
 LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
 
 
-def shares(rank: int, counts: tuple[int, ...], weights: str | None = None) -> list[Minibatch]:
-    """Rank r's share of every minibatch, ``counts[r]`` of the six microbatches."""
+def minibatches(rank: int, counts: tuple[int, ...], weights: str | None = None) -> list[Minibatch]:
+    """Rank r's part of every minibatch, ``counts[r]`` of the six microbatches."""
     start = sum(counts[:rank])
     result = []
     for step, lengths in enumerate(LENGTHS):
@@ -73,7 +73,7 @@ def fit(
     rank: int, counts: tuple[int, ...], returns: str = "items", weights: str | None = None, **options: Any
 ) -> dict[str, Any]:
     module, spy = TokenModule(returns, lr=LR), Spy()
-    trainer(len(counts), callbacks=[spy], **options).fit(module, loader(shares(rank, counts, weights)))
+    trainer(len(counts), callbacks=[spy], **options).fit(module, loader(minibatches(rank, counts, weights)))
     return {"parameters": full_parameters(module), "seen": module.seen, "spy": (spy.losses, spy.reads)}
 
 
@@ -164,7 +164,7 @@ def test_plain_batches_follow_fsdps_rule(communication, accumulate, windows):
 
 def _fit_shares_accumulated(rank: int) -> dict[str, Tensor]:
     module = TokenModule("items", lr=LR)
-    trainer(2, accumulate_grad_batches=2).fit(module, loader(shares(rank, (5, 1))))
+    trainer(2, accumulate_grad_batches=2).fit(module, loader(minibatches(rank, (5, 1))))
     return full_parameters(module)
 
 
@@ -188,7 +188,7 @@ def _fit_precision(rank: int, communication: str) -> list[Any]:
     dtypes: list[torch.dtype] = []
     module.net.head.register_forward_hook(lambda _, args, out: dtypes.append(module.net.head.weight.dtype))
     t = trainer(2, communication=communication, precision="bf16-mixed")
-    t.fit(module, loader(shares(rank, (3, 3))))
+    t.fit(module, loader(minibatches(rank, (3, 3))))
     spec = getattr(t.strategy, "spec", None)
     return [full_parameters(module), set(dtypes), spec]
 
@@ -204,7 +204,7 @@ def _fit_clipped(rank: int, world_size: int, algorithm: str) -> dict[str, Tensor
     module = TokenModule("items", lr=LR)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[method-assign]
     t = trainer(world_size, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
-    t.fit(module, loader(shares(rank, (4, 2) if world_size == 2 else (6,))))
+    t.fit(module, loader(minibatches(rank, (4, 2) if world_size == 2 else (6,))))
     return full_parameters(module)
 
 
@@ -256,7 +256,9 @@ def test_manual_optimisation_with_two_optimizers():
 
 def _fit_shard_grad_op(rank: int) -> list[Any]:
     module, spy = TokenModule("items", lr=LR), Spy()
-    trainer(2, sharding_strategy="SHARD_GRAD_OP", callbacks=[spy]).fit(module, loader(shares(rank, (4, 2))))
+    trainer(2, sharding_strategy="SHARD_GRAD_OP", callbacks=[spy]).fit(
+        module, loader(minibatches(rank, (4, 2)))
+    )
     return [full_parameters(module), spy.reads]
 
 
@@ -285,7 +287,7 @@ class Logging(TokenModule):
 def _fit_logging(rank: int, counts: tuple[int, ...], communication: str) -> list[dict[str, float]]:
     module, spy = Logging("items"), Spy()
     t = trainer(len(counts), communication=communication, callbacks=[spy])
-    t.fit(module, loader(shares(rank, counts)))
+    t.fit(module, loader(minibatches(rank, counts)))
     return [*spy.metrics, {name: value.item() for name, value in t.callback_metrics.items()}]
 
 
@@ -359,7 +361,7 @@ def _fit_editing_where_published(rank: int, world_size: int) -> list[Any]:
     counts = (6,) if world_size == 1 else (4, 2)
     t = trainer(world_size, callbacks=[EditsWherePublished()], val_check_interval=2, num_sanity_val_steps=1)
     data = loader(token_batches([5, 9]))
-    t.fit(module, loader(shares(rank, counts)), data)
+    t.fit(module, loader(minibatches(rank, counts)), data)
     tested = t.test(module, data, verbose=False)
     return [full_parameters(module), tested[0]["val_loss"], t.predict(module, data)]
 
@@ -378,9 +380,9 @@ def _fit_editing(rank: int, publish: bool) -> Any:
         with pytest.raises(
             StaleShardError, match=r"'net.head.weight' changed after it was published"
         ) as error:
-            t.fit(module, loader(shares(rank, (3, 3))))
+            t.fit(module, loader(minibatches(rank, (3, 3))))
         return str(error.value)
-    t.fit(module, loader(shares(rank, (3, 3))))
+    t.fit(module, loader(minibatches(rank, (3, 3))))
     return full_parameters(module)
 
 
@@ -396,22 +398,22 @@ def test_an_edit_with_publishing_reaches_every_rank():
 
 def _fit_editing_alone(rank: int) -> Any:
     module = TokenModule("items", lr=LR)
-    trainer(1, callbacks=[Edits(True)]).fit(module, loader(shares(rank, (6,))))
+    trainer(1, callbacks=[Edits(True)]).fit(module, loader(minibatches(rank, (6,))))
     return full_parameters(module)
 
 
 def _save_and_resume(rank: int, directory: str, kind: str) -> list[dict[str, Tensor]]:
     options = {"state_dict_type": kind, "deterministic": True}
     straight = TokenModule("items", lr=LR)
-    trainer(2, max_epochs=2, **options).fit(straight, loader(shares(rank, (4, 2))))
+    trainer(2, max_epochs=2, **options).fit(straight, loader(minibatches(rank, (4, 2))))
     first, path = TokenModule("items", lr=LR), str(Path(directory) / "one.ckpt")
     t = trainer(2, **options)
-    t.fit(first, loader(shares(rank, (4, 2))))
+    t.fit(first, loader(minibatches(rank, (4, 2))))
     t.save_checkpoint(path)
     second = TokenModule("items", lr=LR, depth=3)
     with torch.no_grad():
         second.net.head.weight.zero_()
-    trainer(2, max_epochs=2, **options).fit(second, loader(shares(rank, (4, 2))), ckpt_path=path)
+    trainer(2, max_epochs=2, **options).fit(second, loader(minibatches(rank, (4, 2))), ckpt_path=path)
     return [full_parameters(straight), full_parameters(second)]
 
 
@@ -440,7 +442,7 @@ def test_lockstep_lets_evaluations_differ():
 
 def _fit_offloaded(rank: int) -> dict[str, Tensor]:
     module = TokenModule("items", lr=LR)
-    trainer(2, cpu_offload=True).fit(module, loader(shares(rank, (4, 2))))
+    trainer(2, cpu_offload=True).fit(module, loader(minibatches(rank, (4, 2))))
     return full_parameters(module)
 
 
@@ -473,11 +475,11 @@ class FailsOnce(TokenModule):
 def _fit_again(rank: int, where: str) -> dict[str, Tensor]:
     module, start = FailsOnce(where), full_parameters(TokenModule("items"))
     with pytest.raises(ValueError, match="once"):
-        trainer(2).fit(module, loader(shares(rank, (3, 3))))
+        trainer(2).fit(module, loader(minibatches(rank, (3, 3))))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
-    trainer(2).fit(module, loader(shares(rank, (3, 3))))
+    trainer(2).fit(module, loader(minibatches(rank, (3, 3))))
     return full_parameters(module)
 
 
