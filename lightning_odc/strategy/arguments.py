@@ -28,13 +28,13 @@ _CHOICES = {
     "transport": ("auto", "shared_memory", "cuda"),
     "state_dict_type": STATE_DICT_TYPES,
 }
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
-#: How to balance where nothing is said.
-BALANCE_DEFAULTS = {"max_tokens": None, "cost": "quadratic", "length_fn": None, "weighting": "token"}
+_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
+#: Balancing where nothing is said.
+_BALANCE_DEFAULTS = {"max_tokens": None, "cost": "quadratic", "length_fn": None, "weighting": "token"}
 #: Arguments of FSDP1.
-FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
+_FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
 #: Those of them that mean nothing here but do no harm.
-IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
+_IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
 
 
 def check_strategy(given: Mapping[str, Any]) -> None:
@@ -82,6 +82,85 @@ def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
 
 
+def check_nodes(sharding_strategy: str, num_nodes: int, communication: str) -> None:
+    """Refuse to read shards of another host.
+
+    Raises:
+        ValueError: on demand, sharded over several nodes.
+    """
+    if num_nodes > 1 and sharding_strategy not in nodes.WITHIN_NODE and communication != "collective":
+        raise ValueError(
+            f"Trainer(num_nodes={num_nodes}) with sharding_strategy={sharding_strategy!r} would read shards of other "
+            "hosts on demand, which this version cannot. Write "
+            'ODCStrategy(sharding_strategy="HYBRID_SHARD"): on demand inside every node, one sum of gradients over '
+            'nodes per minibatch. Or ODCStrategy(communication="collective").'
+        )
+
+
+def check_row(layout: Layout, communication: str) -> None:
+    """Refuse rows of one rank, which have nothing to read on demand.
+
+    Raises:
+        ValueError: a row has one rank.
+    """
+    if len(layout.row) == 1 and len(layout.rows) > 1 and communication != "collective":
+        raise ValueError(
+            f"Hybrid sharding over {len(layout.rows)} x 1 ranks shards nothing: every rank holds the whole model, and "
+            "there is nothing to read on demand. Use several ranks per node (Trainer(devices=...), or "
+            'device_mesh=(nodes, ranks per node)), or Trainer(strategy="ddp").'
+        )
+
+
+def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
+    """Refuse a plugin that would not be used."""
+    if state_dict_type == "sharded" and type(checkpoint_io) is not WholeCheckpointIO:
+        raise ValueError(
+            'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
+            f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "
+            'write ODCStrategy(state_dict_type="full").'
+        )
+
+
+def check_loader(recipe: Recipe, communication: str, deterministic: bool, world_size: int) -> None:
+    """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
+    _check_cost(recipe.cost, communication, deterministic)
+    if world_size > 1:
+        _check_policy("policy", recipe.policy, communication, deterministic)
+
+
+def _check_policy(argument: str, policy: str, communication: str, deterministic: bool) -> None:
+    if communication != "on_demand" and policy not in COLLECTIVE_SAFE:
+        raise ValueError(
+            f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
+            f'ODCStrategy(communication="{communication}") cannot run: use communication="on_demand", or '
+            f'{argument}="lb_micro".'
+        )
+    if deterministic and policy == "steal":
+        raise ValueError(
+            f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
+            f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
+            "deterministic=True (the same plan without stealing), or drop deterministic=True."
+        )
+
+
+def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
+    """Refuse to learn from times that cannot be measured, or where runs must repeat."""
+    if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
+        return
+    if communication == "collective":
+        raise ValueError(
+            f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
+            'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="quadratic", or '
+            "cost=fitted.snapshot() of a FittedCost that has learnt before."
+        )
+    if deterministic:
+        raise ValueError(
+            f"cost={cost!r} places samples by measured times, which no run repeats, and deterministic=True promises "
+            "that runs are bit-equal: use deterministic=False, or cost=fitted.snapshot() of a FittedCost that has "
+            "learnt before."
+        )
+
+
 def _check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
     """Refuse ways of sharding that are not here."""
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
@@ -90,7 +169,7 @@ def _check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
             'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
             'sharding_strategy="FULL_SHARD".'
         )
-    check_choice("sharding_strategy", name, SHARDING_STRATEGIES)
+    check_choice("sharding_strategy", name, _SHARDING_STRATEGIES)
     if device_mesh is None:
         return
     _check_mesh(device_mesh)
@@ -133,48 +212,6 @@ def _check_wrapping(argument: str, policy: Any) -> None:
     )
 
 
-def check_loader(recipe: Recipe, communication: str, deterministic: bool, world_size: int) -> None:
-    """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
-    _check_cost(recipe.cost, communication, deterministic)
-    if world_size > 1:
-        _check_policy("policy", recipe.policy, communication, deterministic)
-
-
-def _check_policy(argument: str, policy: str, communication: str, deterministic: bool) -> None:
-    if communication != "on_demand" and policy not in COLLECTIVE_SAFE:
-        raise ValueError(
-            f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
-            f'ODCStrategy(communication="{communication}") cannot run: use communication="on_demand", or '
-            f'{argument}="lb_micro".'
-        )
-    if deterministic and policy == "steal":
-        raise ValueError(
-            f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
-            f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
-            "deterministic=True (the same plan without stealing), or drop deterministic=True."
-        )
-
-
-def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
-    """Say which options of balancing were given although nothing is balanced."""
-    names = ", ".join(f"{name}=..." for name, value in BALANCE_DEFAULTS.items() if given[name] != value)
-    if names:
-        rank_zero_warn(
-            f"ODCStrategy({names}) has no effect without a policy: write "
-            f'ODCStrategy(balance="lb_mini", {names}). What a BalancedDataLoader needs to know, it is told itself.'
-        )
-
-
-def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
-    """Refuse a plugin that would not be used."""
-    if state_dict_type == "sharded" and type(checkpoint_io) is not WholeCheckpointIO:
-        raise ValueError(
-            'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
-            f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "
-            'write ODCStrategy(state_dict_type="full").'
-        )
-
-
 def _check_time(argument: str, value: Any, example: str) -> None:
     """Reject a value that is not a duration."""
     if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
@@ -196,63 +233,6 @@ def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
         )
 
 
-def _warn_of_no_engine(given: Mapping[str, Any]) -> None:
-    """Say which options of the engine were given although stock collectives do its work."""
-    names = [f"{n}={given[n]!r}" for n in ("deterministic", "accumulator_dtype") if given[n]]
-    if names:
-        rank_zero_warn(
-            f'ODCStrategy({", ".join(names)}) has no effect under communication="collective", where PyTorch\'s '
-            "collectives do the work."
-        )
-
-
-def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
-    """Refuse to learn from times that cannot be measured, or where runs must repeat."""
-    if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
-        return
-    if communication == "collective":
-        raise ValueError(
-            f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
-            'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="quadratic", or '
-            "cost=fitted.snapshot() of a FittedCost that has learnt before."
-        )
-    if deterministic:
-        raise ValueError(
-            f"cost={cost!r} places samples by measured times, which no run repeats, and deterministic=True promises "
-            "that runs are bit-equal: use deterministic=False, or cost=fitted.snapshot() of a FittedCost that has "
-            "learnt before."
-        )
-
-
-def check_nodes(sharding_strategy: str, num_nodes: int, communication: str) -> None:
-    """Refuse to read shards of another host.
-
-    Raises:
-        ValueError: on demand, sharded over several nodes.
-    """
-    if num_nodes > 1 and sharding_strategy not in nodes.WITHIN_NODE and communication != "collective":
-        raise ValueError(
-            f"Trainer(num_nodes={num_nodes}) with sharding_strategy={sharding_strategy!r} would read shards of other "
-            "hosts on demand, which this version cannot. Write "
-            'ODCStrategy(sharding_strategy="HYBRID_SHARD"): on demand inside every node, one sum of gradients over '
-            'nodes per minibatch. Or ODCStrategy(communication="collective").'
-        )
-
-
-def check_row(layout: Layout, communication: str) -> None:
-    """Refuse rows of one rank, which have nothing to read on demand.
-
-    Raises:
-        ValueError: a row has one rank.
-    """
-    if len(layout.row) == 1 and len(layout.rows) > 1 and communication != "collective":
-        raise ValueError(
-            f"Hybrid sharding over {len(layout.rows)} x 1 ranks shards nothing: every rank holds the whole model, and "
-            "there is nothing to read on demand. Use several ranks per node (Trainer(devices=...), or "
-            'device_mesh=(nodes, ranks per node)), or Trainer(strategy="ddp").'
-        )
-
-
 def _check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse what FSDP1 knows and this does not, and what neither knows.
 
@@ -260,8 +240,8 @@ def _check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
         kwargs: Arguments beyond the named ones.
         known: Names of the named ones.
     """
-    unknown = sorted(set(kwargs) - IGNORED)
-    foreign = [name for name in unknown if name not in FSDP1]
+    unknown = sorted(set(kwargs) - _IGNORED)
+    foreign = [name for name in unknown if name not in _FSDP1]
     if foreign:
         raise TypeError(" ".join(_meant(name, known) for name in foreign))
     if unknown:
@@ -276,3 +256,23 @@ def _meant(name: str, known: Sequence[str]) -> str:
     if close:
         return f"ODCStrategy does not know {name}=: did you mean {close[0]}=?"
     return f"ODCStrategy does not know {name}=. Its arguments are {', '.join(known)}."
+
+
+def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
+    """Say which options of balancing were given although nothing is balanced."""
+    names = ", ".join(f"{name}=..." for name, value in _BALANCE_DEFAULTS.items() if given[name] != value)
+    if names:
+        rank_zero_warn(
+            f"ODCStrategy({names}) has no effect without a policy: write "
+            f'ODCStrategy(balance="lb_mini", {names}). What a BalancedDataLoader needs to know, it is told itself.'
+        )
+
+
+def _warn_of_no_engine(given: Mapping[str, Any]) -> None:
+    """Say which options of the engine were given although stock collectives do its work."""
+    names = [f"{n}={given[n]!r}" for n in ("deterministic", "accumulator_dtype") if given[n]]
+    if names:
+        rank_zero_warn(
+            f'ODCStrategy({", ".join(names)}) has no effect under communication="collective", where PyTorch\'s '
+            "collectives do the work."
+        )
