@@ -327,11 +327,11 @@ class OnDemandEngine(Engine):
         self.protocol.begin_microbatch(index)
 
     def tasks(self, share: Minibatch) -> Iterator[Task]:
-        if share.all_shares is None or self._lockstep or self.world_size == 1:
+        if share.all_ranks is None or self._lockstep or self.world_size == 1:
             yield from super().tasks(share)
             return
         self._queues_opened += 1
-        work = Stealing(self.protocol, self._queues_opened, share, share.all_shares)
+        work = Stealing(self.protocol, self._queues_opened, share, share.all_ranks)
         for index, task in enumerate(work):
             self.begin_microbatch(index)
             yield task

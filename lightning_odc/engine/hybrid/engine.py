@@ -154,10 +154,10 @@ class HybridEngine(OnDemandEngine):
 
     def tasks(self, share: Minibatch) -> Iterator[Task]:
         """As in `OnDemandEngine`; work is stolen within the row, whose windows are at hand."""
-        if share.all_shares is not None:
-            everybody = share.all_shares
+        if share.all_ranks is not None:
+            everybody = share.all_ranks
             share = share.map(lambda microbatch: microbatch)
-            share.all_shares = everybody.of(self._layout.row)
+            share.all_ranks = everybody.of(self._layout.row)
         yield from super().tasks(share)
 
     def refresh(self) -> None:
