@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
+from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.plan import Weighting
-from lightning_odc.data.reading import WorkerOptions
 
 
 def balanced_from(

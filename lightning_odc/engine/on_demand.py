@@ -300,11 +300,11 @@ class OnDemandEngine(Engine):
         self.protocol.begin_microbatch(index)
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
-        if minibatch.all_shares is None or self._lockstep or self.world_size == 1:
+        if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
             yield from super().tasks(minibatch)
             return
         self._queues_opened += 1
-        work = Stealing(self.protocol, self._queues_opened, minibatch, minibatch.all_shares)
+        work = Stealing(self.protocol, self._queues_opened, minibatch, minibatch.all_ranks)
         for index, task in enumerate(work):
             self.begin_microbatch(index)
             yield task

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_odc.data.minibatch import AllShares, Minibatch, Task
+from lightning_odc.data.minibatch import AllRanks, Minibatch, Task
 from lightning_odc.engine.peers import Word
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.waiting import Cause
@@ -201,7 +201,7 @@ class Stealing:
         stolen: microbatches of peers that were handed out so far.
     """
 
-    def __init__(self, protocol: Protocol, number: int, own: Minibatch, everybody: AllShares) -> None:
+    def __init__(self, protocol: Protocol, number: int, own: Minibatch, everybody: AllRanks) -> None:
         self.stolen = 0
         self._own = own
         self._everybody = everybody

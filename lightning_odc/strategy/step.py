@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat
-from lightning_odc.data.learning import Learning, Measurement
+from lightning_odc.data.lagged_cost import LaggedCost, Measurement
 from lightning_odc.data.minibatch import Detail, Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Counting, Engine
@@ -70,7 +70,7 @@ class Stopwatch:
     def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
         self._waits = waits
         self._device = device
-        self._learning: Learning | None = None
+        self._cost: LaggedCost | None = None
         self._number = 0
         self._measured: list[tuple[int, list[int], float]] = []
         self._is_set = False
@@ -79,12 +79,12 @@ class Stopwatch:
         """The microbatches of this minibatch come next."""
         self._is_set = False
         origin = minibatch.origin
-        if origin is not None and origin.learning is not None:
-            self._learning, self._number = origin.learning, origin.number
+        if origin is not None and origin.cost is not None:
+            self._cost, self._number = origin.cost, origin.number
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
-        self._is_set = self._learning is not None and detail is not None
+        self._is_set = self._cost is not None and detail is not None
         if self._is_set and detail is not None:
             self._measured.append((self._number, detail.lengths, 0.0))
 
@@ -108,8 +108,8 @@ class Stopwatch:
 
     def report(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
         """Tell the loader what all ranks measured."""
-        if self._learning is not None:
-            self._learning.observe(by_rank)
+        if self._cost is not None:
+            self._cost.observe(by_rank)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -309,7 +309,7 @@ class Training:
                 if item is not None:
                     self._engine.ledger.add(item.weight / self._accumulated, item.counting)
                     sums.add(item)
-                if pending is not None and minibatch.all_shares is not None:
+                if pending is not None and minibatch.all_ranks is not None:
                     # A rank may help others only when its own work is done: nothing is left for Lightning.
                     self._backward(pending)
                     pending = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_odc import Minibatch
-from lightning_odc.data.minibatch import AllShares
+from lightning_odc.data.minibatch import AllRanks
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues
 from lightning_odc.engine.transports.base import Lock
@@ -163,7 +163,7 @@ def shares(rank: int, counts: tuple[int, ...]) -> list[Minibatch]:
         share = Minibatch(by_rank[rank], weights=[b.numel() - 1 for b in by_rank[rank]], plan=f"step {step}")
         costs = [[float(batch.numel()) for batch in own] for own in by_rank]
         weights = [[float(batch.numel() - 1) for batch in own] for own in by_rank]
-        share.all_shares = AllShares(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
+        share.all_ranks = AllRanks(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
         result.append(share)
     return result
 
@@ -230,7 +230,7 @@ def _count(rank: int) -> list[tuple[dict[str, Tensor], list[int], float]]:
         t = trainer(2, deterministic=slow_rank is None)
         planned = shares(rank, (3, 3))
         for share in planned:
-            share.all_shares = None if slow_rank is None else share.all_shares
+            share.all_ranks = None if slow_rank is None else share.all_ranks
         t.fit(module, loader(planned))
         results.append((full_parameters(module), module.seen, t.callback_metrics["tokens"].item()))
     return results

@@ -166,10 +166,10 @@ class HybridEngine(OnDemandEngine):
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
         """As in `OnDemandEngine`; work is stolen within the row, whose windows are at hand."""
-        if minibatch.all_shares is not None:
-            everybody = minibatch.all_shares
+        if minibatch.all_ranks is not None:
+            everybody = minibatch.all_ranks
             minibatch = minibatch.map(lambda microbatch: microbatch)
-            minibatch.all_shares = everybody.of(self._layout.row)
+            minibatch.all_ranks = everybody.of(self._layout.row)
         yield from super().tasks(minibatch)
 
     def refresh(self) -> None:
