@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_odc.bench.planner_table import Column, Table, put_into
+from benchmarks.tables import Column, Table, put_into
 from lightning_odc.bench.policies_report import (
     COMBINATIONS,
     Combination,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_odc.bench.gpu import main, summarize
-from lightning_odc.bench.gpu_primitives import MIB, fractions, time_primitives
-from lightning_odc.bench.gpu_report import figures
+from benchmarks.gpu.__main__ import main, summarize
+from benchmarks.gpu.primitives import MIB, fractions, time_primitives
+from benchmarks.gpu.report import figures
 from lightning_odc.engine.transports.base import Transport
 from tests.engine.transports.test_contract import in_threads
 from tests.support.fake_device import fake_cuda

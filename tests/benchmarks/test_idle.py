@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from lightning_odc.bench.idle import main
-from lightning_odc.bench.idle_overhead import VARIANTS, summarize, table
+from benchmarks.idle.__main__ import main
+from benchmarks.idle.overhead import VARIANTS, summarize, table
+from benchmarks.idle.own_time import seconds_in
+from benchmarks.idle.truth import compare, expected
 from lightning_odc.bench.idle_table import estimated_idle
-from lightning_odc.bench.idle_truth import compare, expected
-from lightning_odc.bench.own_time import seconds_in
 
 CPU = [(1.0, 1.0), (1.04, 1.0), (1.0, 1.0), (1.0, 1.1)]  # seconds of both ranks, by variant
 

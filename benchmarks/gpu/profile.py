@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_odc.bench.gpu_primitives import MIB, device_seconds
+from benchmarks.gpu.primitives import MIB, device_seconds
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.sharding.wrapping import mesh_for, shard_model

@@ -1,6 +1,6 @@
 """Whether reported idle time is true, what measuring costs, and how idle ranks are under what.
 
-``python -m lightning_odc.bench.idle`` prints three Markdown tables; ``python -m lightning_odc.bench.idle truth`` (or
+``python -m benchmarks.idle`` prints three Markdown tables; ``python -m benchmarks.idle truth`` (or
 ``overhead``, or ``table``) one of them. Run it on a machine with nothing else to do.
 """
 
@@ -11,13 +11,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.bench import idle_overhead, idle_table, idle_truth
+from benchmarks.idle import overhead as idle_overhead
+from benchmarks.idle import truth as idle_truth
+from lightning_odc.bench import idle_table
 
 PARTS = ("truth", "overhead", "table")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.idle``."""
+    """Entry point of ``python -m benchmarks.idle``."""
     options = _parser().parse_args(arguments)
     parts = options.parts or list(PARTS)
     unknown = sorted(set(parts) - set(PARTS))
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.idle", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.idle", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("parts", nargs="*", help=f"among {', '.join(PARTS)}; by default all")
     parser.add_argument(

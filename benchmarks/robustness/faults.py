@@ -1,6 +1,6 @@
 """Breaks one rank of a running training on purpose, at a given place and step, and watches how all ranks end.
 
-``python -m tests.benchmarks.faults`` tries every fault at every place and prints the table of ``docs/robustness.md``.
+``python -m benchmarks.robustness.faults`` tries every fault at every place and prints the table of ``docs/robustness.md``.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def _cell(result: Result | None) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Try everything; print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.robustness.faults", description=__doc__)
     known = (*FAULTS, DISK_FULL[0])
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=known, metavar="FAULT")
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, metavar="PLACE")

@@ -1,6 +1,6 @@
 """What on-demand communication adds to a rank's memory: by formula, and measured beside collectives.
 
-``python -m lightning_odc.bench.memory`` prints a Markdown table. The model is a stack of linear blocks. Measured are
+``python -m benchmarks.memory`` prints a Markdown table. The model is a stack of linear blocks. Measured are
 the window (its pages, as the kernel counts them) and the peak of private memory, sampled every millisecond.
 """
 
@@ -131,9 +131,9 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.memory``."""
+    """Entry point of ``python -m benchmarks.memory``."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.memory", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.memory", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
         "--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes, one rank each"

@@ -1,6 +1,6 @@
 """Hybrid sharding over two hosts against stock ``fully_shard``: bytes over the link and time per minibatch.
 
-``python -m lightning_odc.bench.hybrid`` makes two hosts of network namespaces (it needs root and ``ip``), with two
+``python -m benchmarks.hybrid`` makes two hosts of network namespaces (it needs root and ``ip``), with two
 ranks each and a link of limited speed, trains a model on samples of very different lengths, the variants in turns, and
 prints a Markdown table. Computing is sleeping, for a time that grows with the square of the length, forward and
 backward and layer by layer: four ranks on few cores would measure how they share them. What moves is real.
@@ -26,9 +26,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from benchmarks.hosts import Hosts, two_hosts
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import PolynomialCost
-from lightning_odc.bench.hosts import Hosts, two_hosts
 from lightning_odc.bench.processes import run_ranks
 
 _RANKS = 4
@@ -219,9 +219,9 @@ def _prepare(hosts: Hosts, rank: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.hybrid``."""
+    """Entry point of ``python -m benchmarks.hybrid``."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.hybrid", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.hybrid", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--minibatches", type=int, metavar="N", default=8, help="timed ones per run")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Kills a training at a random moment and takes it up again, until it is through: is the end the one without crashes?
 
-``python -m tests.benchmarks.resume_trials --crashes 20`` is what ``docs/robustness.md`` reports. Every process of the
+``python -m benchmarks.robustness.resume_trials --crashes 20`` is what ``docs/robustness.md`` reports. Every process of the
 job is killed with SIGKILL (as by a machine that goes down), or one of them alone; a new job goes on with the last
 checkpoint.
 """
@@ -27,8 +27,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.robustness.faults import digest
 from lightning_odc import ODCStrategy
-from tests.benchmarks.faults import digest
 from tests.strategy.test_balance import Padded
 from tests.support.modules import full_parameters, trainer
 from tests.support.ranks import try_ranks
@@ -188,7 +188,7 @@ def every_sample_once(folder: Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Crash, resume, compare; print what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.resume_trials", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.robustness.resume_trials", description=__doc__)
     parser.add_argument("--crashes", type=int, default=20, help="in all")
     parser.add_argument("--per-run", type=int, default=4, help="in one training")
     parser.add_argument("--json", type=Path, metavar="FILE")

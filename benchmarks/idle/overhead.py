@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_odc.bench.own_time import seconds_in
+from benchmarks.idle.own_time import seconds_in
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.demo.corpus import plan_minibatches, read_corpus

@@ -1,6 +1,6 @@
 """Stops one rank of a running training for a while, or for good, or slows its loader, and watches the others.
 
-``python -m tests.benchmarks.stalls`` tries everything and prints the table of ``docs/robustness.md``.
+``python -m benchmarks.robustness.stalls`` tries everything and prints the table of ``docs/robustness.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from tests.benchmarks.faults import PLACES, WORLD_SIZE, train, victim_of
+from benchmarks.robustness.faults import PLACES, WORLD_SIZE, train, victim_of
 from tests.support.ranks import run_ranks, try_ranks
 
 #: With deterministic sums nobody takes a lock, so here the sums are in arrival order.
@@ -140,7 +140,7 @@ def table(stalls: list[Stall]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Try everything; print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.stalls", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.robustness.stalls", description=__doc__)
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, metavar="PLACE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all that is known here")
     options = parser.parse_args(arguments)

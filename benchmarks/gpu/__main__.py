@@ -1,4 +1,4 @@
-"""What the CUDA transport costs on GPUs: ``python -m lightning_odc.bench.gpu``, or ``make bench-gpu``.
+"""What the CUDA transport costs on GPUs: ``python -m benchmarks.gpu``, or ``make bench-gpu``.
 
 Prints tables and writes them to ``docs/data/gpu-bench.json``, from where the documentation takes them. Where there are
 fewer GPUs than ranks, ranks share one: then a "peer" is the same memory, and bandwidths say what the transport itself
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_odc.bench import gpu_profile
-from lightning_odc.bench.gpu_primitives import fractions, time_primitives
-from lightning_odc.bench.gpu_report import bench_tables
+from benchmarks.gpu import profile as gpu_profile
+from benchmarks.gpu.primitives import fractions, time_primitives
+from benchmarks.gpu.report import bench_tables
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -92,9 +92,9 @@ def run(world_size: int, mib: list[int]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.gpu``."""
+    """Entry point of ``python -m benchmarks.gpu``."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.gpu", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes")
     parser.add_argument("--mib", type=int, metavar="N", nargs="+", default=[16, 64, 256], help="sizes in MiB")
