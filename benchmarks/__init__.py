@@ -1,1 +1,1 @@
-"""Experiments that renew figures of the documentation: ``make bench NAME=planner``. Not part of the installed package."""
+"""Experiments that renew figures of the documentation: ``make bench NAME=planner``. They are not installed."""

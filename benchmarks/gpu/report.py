@@ -1,14 +1,18 @@
-"""What GPU tests and benchmarks found, as Markdown; "not measured yet" where nobody has run them."""
+"""What GPU tests and benchmarks found, as Markdown for ``docs/gpus.md``."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-PLACE = "<!-- gpu figures -->"
-_NOTHING = "**Not measured yet.** Nobody has run `make {target}` on a machine with a GPU; its result would stand here."
+import torch
+
+from lightning_odc.bench.tables import markdown
 
 _FRACTIONS = {
     "read GiB/s": "{:.0f}",
@@ -20,53 +24,54 @@ _FRACTIONS = {
 }
 
 
-def figures(folder: Path) -> str:
-    """The part of a page that says what was run on GPUs, from ``gpu-tests.json`` and ``gpu-bench.json``.
+def machine() -> dict[str, Any]:
+    """What was measured on."""
+    return {
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
-    Args:
-        folder: where these files are, or are not.
-    """
-    tests, bench = folder / "gpu-tests.json", folder / "gpu-bench.json"
-    return "\n\n".join(
-        [
-            "### Tests",
-            test_summary(json.loads(tests.read_text()))
-            if tests.exists()
-            else _NOTHING.format(target="test-gpu"),
-            "### Measurements",
-            bench_tables(json.loads(bench.read_text()))
-            if bench.exists()
-            else _NOTHING.format(target="bench-gpu"),
-        ]
-    )
+
+def write(file: Path, result: dict[str, Any], text: str) -> None:
+    """Write the result as JSON, and its text beside it, with the ending ``.md``; the page includes the text."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    file.with_suffix(".md").write_text(text + "\n")
 
 
 def test_summary(result: dict[str, Any]) -> str:
     """How many tests passed on which machine, and which did not."""
     counts = Counter(result["tests"].values())
-    lines = [f"{_machine(result['machine'])}: {counts['passed']} passed, {counts['failed']} failed."]
+    lines = [f"{_line(result['machine'])}: {counts['passed']} passed, {counts['failed']} failed."]
     others = [f"- {outcome}: `{name}`" for name, outcome in result["tests"].items() if outcome != "passed"]
     return "\n".join([*lines, "", *others]).strip()
 
 
 def bench_tables(results: dict[str, Any]) -> str:
     """Bandwidths as fractions of plain operations, what reading does, and how often the host waits."""
-    parts = [f"{_machine(results['machine'])}."]
+    parts = [f"{_line(results['machine'])}."]
     for run in results["runs"]:
         parts += [_size_table(run), _profile_lines(run)]
     return "\n\n".join(parts)
 
 
+def _line(machine: dict[str, Any]) -> str:
+    devices = ", ".join(f"{count} x {name}" for name, count in Counter(machine["devices"]).items())
+    return f"{devices}, torch {machine['torch']}, CUDA {machine['cuda']}, {machine['date']}"
+
+
 def _size_table(run: dict[str, Any]) -> str:
-    lines = [
-        f"| {run['ranks']} ranks | " + " | ".join(_FRACTIONS) + " |",
-        "| --- |" + " --- |" * len(_FRACTIONS),
+    rows = [
+        [f"{size['mib']} MiB, {how}", *(form.format(size[how][name]) for name, form in _FRACTIONS.items())]
+        for size in run["sizes"]
+        for how in ("alone", "together")
     ]
-    for size in run["sizes"]:
-        for how in ("alone", "together"):
-            cells = [form.format(size[how][name]) for name, form in _FRACTIONS.items()]
-            lines.append(f"| {size['mib']} MiB, {how} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown([f"{run['ranks']} ranks", *_FRACTIONS], rows)
 
 
 def _profile_lines(run: dict[str, Any]) -> str:
@@ -79,9 +84,3 @@ def _profile_lines(run: dict[str, Any]) -> str:
         f"- The host waited for its device {waits['waits per minibatch']:g} times per minibatch (all calls of CUDA "
         f"that synchronize: {waits['synchronizing calls per minibatch']:g})."
     )
-
-
-def _machine(machine: dict[str, Any]) -> str:
-    names = Counter(machine["devices"])
-    devices = ", ".join(f"{count} x {name}" for name, count in names.items())
-    return f"{devices}, torch {machine['torch']}, CUDA {machine['cuda']}, {machine['date']}"

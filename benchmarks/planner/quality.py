@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner.oracle import optimum
 from benchmarks.planner.rivals import (
     KINDS,
     PAPER_1_5B,
     cost_for,
     draw_lengths,
     karmarkar_karp_with_swaps,
+    optimum,
 )
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import (

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.robustness.faults import PLACES, WORLD_SIZE, train, victim_of
+from lightning_odc.bench.tables import markdown
 from tests.support.ranks import run_ranks, try_ranks
 
 #: With deterministic sums nobody takes a lock, so here the sums are in arrival order.
@@ -121,21 +122,20 @@ def reports(folder: str, place: str) -> list[str]:
 
 def table(stalls: list[Stall]) -> str:
     """The results as Markdown."""
-    lines = [
-        "| stalled | where | others that reported | training went on and ended bit-equal | gave up after |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for stall in stalls:
-        went_on = (
-            f"yes, {stall.seconds:.1f} s later"
-            if stall.same and stall.seconds
-            else "yes"
-            if stall.same
-            else ""
-        )
-        gave_up = "" if stall.gave_up is None else f"{stall.gave_up:.1f} s"
-        lines.append(f"| {stall.fault} | {stall.place} | {stall.reports} of 2 | {went_on} | {gave_up} |")
-    return "\n".join(lines)
+    head = (
+        "stalled",
+        "where",
+        "others that reported",
+        "training went on and ended bit-equal",
+        "gave up after",
+    )
+    return markdown(head, map(_cells, stalls))
+
+
+def _cells(stall: Stall) -> list[str]:
+    went_on = f"yes, {stall.seconds:.1f} s later" if stall.seconds else "yes"
+    gave_up = "" if stall.gave_up is None else f"{stall.gave_up:.1f} s"
+    return [stall.fault, stall.place, f"{stall.reports} of 2", went_on if stall.same else "", gave_up]
 
 
 def main(arguments: list[str] | None = None) -> int:

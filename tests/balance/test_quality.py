@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.oracle import optimum
-from benchmarks.planner.rivals import KINDS, cost_for, draw_lengths, karmarkar_karp_with_swaps
+from benchmarks.planner.rivals import KINDS, cost_for, draw_lengths, karmarkar_karp_with_swaps, optimum
 from lightning_odc.balance import (
     PolynomialCost,
     collective_cost,

@@ -1,6 +1,6 @@
 """One rank breaks at a place; the others end within seconds, name it, and leave complete checkpoints only.
 
-``python -m benchmarks.robustness.faults`` tries all faults at all places; here, each place and each fault at least once.
+``python -m benchmarks.robustness.faults`` tries all faults at all places; here, each of both at least once.
 """
 
 from __future__ import annotations
