@@ -36,7 +36,7 @@ SHORTEST_MINIBATCH, LONGEST_MINIBATCH = 1.0, 20.0
 
 
 class Pause(torch.autograd.Function):
-    """Sleeps in both directions, twice as long in the backward pass."""
+    """Sleeps a third of the seconds in the forward pass and the rest in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
