@@ -2,8 +2,8 @@
 
 Note [Not a DataLoader]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Lightning replaces every ``torch.utils.data.DataLoader`` by one with a distributed sampler of its own, and replaces
-the sampler of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
+Lightning replaces every ``torch.utils.data.DataLoader`` by one with a distributed sampler of its own, and the sampler
+of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
 It has what Lightning looks for otherwise: ``__len__``; ``state_dict`` and ``load_state_dict``, saved with the loops;
 ``batch_sampler.sampler.set_epoch``, called when an epoch starts; and ``_iterator``, whose workers are stopped when
 training ends. Lightning calls ``iter`` before it loads the state and before it sets the epoch, so a pass begins when
@@ -79,7 +79,7 @@ class BalancedDataLoader:
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
         shuffle: a new order every epoch.
-        seed: The seed of the order, and of random numbers in the data set; by default that of ``seed_everything``, or 0.
+        seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
         drop_last: leave out the samples that do not fill a last minibatch; otherwise it is smaller.
         unroll: yield every `Microbatch` by itself, for strategies that do not know a `Minibatch`.
         window: how many minibatches of an ``IterableDataset`` are read ahead, and shuffled if ``shuffle``.
