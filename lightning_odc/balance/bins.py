@@ -104,7 +104,7 @@ def pack_exact_count(sizes: Sequence[int], costs: Sequence[float], cap: int, cou
         sizes: ``[k]`` tokens, ``k >= count``.
         costs: ``[k]``, what to even out.
         cap: most tokens of a bin.
-        count: at least as many as `pack_bins` makes.
+        count: The number of bins, at least as many as `pack_bins` makes.
     """
     falling = sorted(range(len(sizes)), key=lambda position: -costs[position])
     bins = spread(sizes, falling, costs, cap, count)
@@ -306,7 +306,7 @@ def align(ranks: Sequence[RankSamples], packed: list[Bins], cap: int) -> list[Bi
 
     Args:
         ranks: the samples of every rank.
-        packed: for every rank equally many bins of positions in its samples, none empty; otherwise returned as it is.
+        packed: Equally many bins for every rank, none empty; otherwise returned as it is.
         cap: most tokens of a bin.
 
     Returns:
@@ -391,7 +391,7 @@ def partition_with_pairs(work: Workload, sizes: list[int], pairs: list[tuple[int
     Args:
         work: the workload.
         sizes: how many samples every rank gets; as many of the largest size as there are pairs.
-        pairs: of samples, numbered as the caller does.
+        pairs: Pairs of samples, numbered as the caller does.
 
     Returns:
         For every rank its samples, numbered as the caller does.

@@ -104,7 +104,7 @@ From the cost that the paper fitted to its 1.5B model, ``1.982122 x^2 + 2.611821
 """
 
 MICROBATCH = 64.0
-"""What a microbatch costs besides its samples if nobody says, in tokens of a short sample: below so many tokens, matrix
+"""What a microbatch costs besides its samples by default, in tokens of a short sample: below so many tokens, matrix
 products are no faster. `FittedCost` finds out.
 """
 
@@ -167,7 +167,7 @@ class FunctionCost:
     """Any function of the lengths.
 
     Attributes:
-        function: from lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
+        function: Maps lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
         constant: cost of a microbatch besides its samples.
     """
 
@@ -187,7 +187,7 @@ class SpeedCost:
     """Another cost on ranks of different speeds.
 
     Attributes:
-        cost: at speed 1.
+        cost: The cost at speed 1.
         speeds: one per rank; a rank of speed 0.5 takes twice as long.
     """
 

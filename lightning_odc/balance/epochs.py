@@ -93,14 +93,13 @@ def stream_plans(
     **options: Any,
 ) -> Iterator[Plan]:
     """Deprecated: ``BalancedDataLoader(...).plan(step)``. The plans of an epoch from minibatch ``start`` on."""
+    _warn("stream_plans")
     array, size = as_lengths(lengths), check_count("minibatch_size", minibatch_size)
     order = epoch_order(len(array), seed, epoch) if shuffle else np.arange(len(array))
     order = order[: size * num_minibatches(len(array), size, drop_last)]
     order = order[size * (check_count("start", start, least=0) - start % check_count("window", window)) :]
-    cap = check_cap(array, max_tokens)
-    plans = plan_window(
-        array[order], num_ranks, min(size, len(array)), max_tokens=cap, window=window, **options
-    )
+    planner = Planner(num_ranks, check_cap(array, max_tokens), **options)
+    plans = _plans(iter(array[order].tolist()), planner, min(size, len(array)), window, drop_last=False)
     return (_renumbered(plan, order) for plan in islice(plans, start % window, None))
 
 
@@ -118,29 +117,32 @@ def plan_window(
 
     The indices of a plan count the samples from the beginning of the stream.
     """
-    warnings.warn(
-        "stream_plans and plan_window will be removed: write BalancedDataLoader(dataset, ...).plan(step), or "
-        "plan_minibatch(lengths, num_ranks) for each minibatch of epoch_order(...) or regroup(...).",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    _warn("plan_window")
     planner = Planner(num_ranks, max_tokens, **options)
     planner.check_feasible(check_count("minibatch_size", minibatch_size))
-    size, ahead = minibatch_size, minibatch_size * check_count("window", window)
-    return _planned(iter(lengths), planner, size, ahead, drop_last)
+    return _plans(iter(lengths), planner, minibatch_size, check_count("window", window), drop_last)
 
 
-def _planned(
-    lengths: Iterator[int], planner: Planner, size: int, ahead: int, drop_last: bool
+def _warn(name: str) -> None:
+    warnings.warn(
+        f"{name} will be removed: write BalancedDataLoader(dataset, ...).plan(step), or plan_minibatch(lengths, "
+        "num_ranks) for each minibatch of epoch_order(...) or regroup(...).",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
+def _plans(
+    lengths: Iterator[int], planner: Planner, size: int, window: int, drop_last: bool
 ) -> Iterator[Plan]:
     first = 0
-    while len(read := list(islice(lengths, ahead))) >= (size if drop_last else 1):
+    while len(read := list(islice(lengths, window * size))) >= (size if drop_last else 1):
         array = as_lengths(read)
-        cap = check_cap(array, planner.max_tokens)
+        of_window = replace(planner, max_tokens=check_cap(array, planner.max_tokens))
         costs = terms_of(resolve_cost(planner.cost), array, planner.num_ranks).samples.mean(0)
         for own in regroup(costs, planner.num_ranks, size):
             if len(own) == size or not drop_last:
-                yield _renumbered(replace(planner, max_tokens=cap).plan(array[own]), own + first)
+                yield _renumbered(of_window.plan(array[own]), own + first)
         first += len(array)
 
 

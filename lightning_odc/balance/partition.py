@@ -15,16 +15,16 @@ one partner after each round; an *attack* tries the heaviest rank against all ot
 Neither makes the larger load of a pair larger, so the largest load never grows. Several partitions are improved side
 by side in the same arrays: a few hundred numbers cost numpy as much as one.
 
-Example: three alike ranks hold the costs ``{9, 7}``, ``{8}`` and ``{3}``. Samples have numbers by falling cost, so 9, 8,
-7, 3 are samples 0 to 3, and 4 is the number of no sample. Each rank has two slots::
+Example: three alike ranks hold the costs ``{9, 7}``, ``{8}`` and ``{3}``. Samples are numbered by falling cost, so 9,
+8, 7, 3 are samples 0 to 3, and 4 is the number of no sample. Each rank has two slots::
 
     members = [[0, 2],     loads = [16,
                [1, 4],               8,
                [3, 4]]               3]
 
-The first round pairs rank 0 with rank 2. The sets of two slots are none, the first, the second and both. The sums over
-them are 0, 9, 7, 16 on the heavy rank and 0, 3, 0, 3 on the light one, whose second slot is empty. The larger load after
-giving a set (rows) and taking one (columns)::
+The first round pairs rank 0 with rank 2. The sets of two slots are none, the first, the second and both. The sums
+over them are 0, 9, 7, 16 on the heavy rank and 0, 3, 0, 3 on the light one, whose second slot is empty. The larger
+load after giving a set (rows) and taking one (columns)::
 
                {}    {3}   {}    {3}
     {}         16    19    16    19      heavy: 16 - given + taken

@@ -199,7 +199,7 @@ def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
     are the results in sample order.
 
     Args:
-        plan: with every index from 0 to ``n - 1`` once, as `plan_minibatch` returns it.
+        plan: A plan with every index from 0 to ``n - 1`` once, as `plan_minibatch` returns it.
 
     Raises:
         ValueError: the plan's indices are not those.

@@ -168,7 +168,7 @@ def check_single(loaders: Any, balance: str | None) -> None:
 
     Args:
         loaders: what the trainer trains on: one loader, or a collection of them.
-        balance: of the strategy.
+        balance: The strategy's ``balance``.
 
     Raises:
         ValueError: it is a collection with a loader that yields `Minibatch`es.

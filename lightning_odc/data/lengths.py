@@ -79,7 +79,7 @@ def find_lengths(
         dataset: a map-style data set.
         lengths: one positive whole number per sample, in anything that numpy takes for an array.
         length_fn: the length of a sample.
-        cache_dir: where to remember scanned lengths, see :func:`remembered`; ``False``: nowhere.
+        cache_dir: The folder for scanned lengths, see :func:`remembered`; ``False``: they are not remembered.
 
     Raises:
         LengthsUnknownError: none of the five applies.

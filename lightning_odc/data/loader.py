@@ -2,8 +2,8 @@
 
 Note [Not a DataLoader]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Lightning builds every ``torch.utils.data.DataLoader`` anew, with a distributed sampler of its own, and replaces the
-sampler of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
+Lightning replaces every ``torch.utils.data.DataLoader`` by one with a distributed sampler of its own, and the sampler
+of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
 It has what Lightning looks for otherwise: ``__len__``; ``state_dict`` and ``load_state_dict``, saved with the loops;
 ``batch_sampler.sampler.set_epoch``, called when an epoch starts; and ``_iterator``, whose workers are stopped when
 training ends. Lightning calls ``iter`` before it loads the state and before it sets the epoch, so a pass begins when
@@ -49,7 +49,7 @@ class Microbatch(NamedTuple):
 
     Attributes:
         batch: what ``collate_fn`` returned.
-        weight: to multiply its mean loss with; 1 on average over the microbatches of a minibatch on all ranks, and 0
+        weight: The factor of its mean loss; 1 on average over the microbatches of a minibatch on all ranks, and 0
             for one that only keeps the ranks together.
         last: whether it ends its minibatch.
     """
@@ -79,7 +79,7 @@ class BalancedDataLoader:
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
         shuffle: a new order every epoch.
-        seed: of the order, and of random numbers in the data set; by default what ``seed_everything`` was given, or 0.
+        seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
         drop_last: leave out the samples that do not fill a last minibatch; otherwise it is smaller.
         unroll: yield every `Microbatch` by itself, for strategies that do not know a `Minibatch`.
         window: how many minibatches of an ``IterableDataset`` are read ahead, and shuffled if ``shuffle``.
@@ -87,7 +87,7 @@ class BalancedDataLoader:
             them; see :func:`lightning_odc.balance.regroup`. For map-style data sets, too.
         num_replicas: how many ranks share the data; by default those of the process group.
         rank: which of them this is.
-        cache_dir: where to remember lengths that took a look at every sample; ``False``: nowhere.
+        cache_dir: The folder for lengths that took a look at every sample; ``False``: they are not remembered.
         **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
 

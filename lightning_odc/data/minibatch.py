@@ -22,15 +22,15 @@ _TEACH = (
 
 
 class NotUnrolledError(TypeError):
-    """A `Minibatch` came to where nobody unrolls it."""
+    """A `Minibatch` came to code that does not unroll it."""
 
 
 class Detail(NamedTuple):
     """What a loader knows about a microbatch besides its content.
 
     Attributes:
-        lengths: of its samples.
-        seed: of the random numbers that belong to it, see Note [Random numbers follow the sample].
+        lengths: The lengths of its samples.
+        seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
     """
 
     lengths: list[int]
@@ -41,9 +41,9 @@ class Task(NamedTuple):
     """A microbatch to run.
 
     Attributes:
-        microbatch: what ``training_step`` gets.
-        weight: in the gradient.
-        detail: what its loader knows about it, if it does.
+        microbatch: What ``training_step`` gets.
+        weight: Its weight in the gradient.
+        detail: What its loader knows about it, if it does.
     """
 
     microbatch: Any
@@ -82,10 +82,10 @@ class AllRanks:
     (Not a dataclass: Lightning's collection helpers would look for tensors inside.)
 
     Args:
-        costs: by rank, the planned cost of every microbatch, in any unit.
-        weights: by rank, the weight of every microbatch.
-        fetch: makes a microbatch of a rank, by its number, just as that rank's loader would.
-        details: by rank, what the loader knows about every microbatch.
+        costs: The planned cost of every microbatch by rank, in any unit.
+        weights: The weight of every microbatch by rank.
+        fetch: Makes a microbatch of a rank, by its number, just as that rank's loader would.
+        details: What the loader knows about every microbatch, by rank.
     """
 
     def __init__(

@@ -42,12 +42,12 @@ class Recipe:
     Attributes:
         minibatch_size: samples per rank and minibatch, on average over ranks.
         max_tokens: the most tokens in a microbatch; ``None``: as many as the longest sample has.
-        policy: as in `lightning_odc.balance.Planner`.
-        cost: as in `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training.
+        policy: One of those of `lightning_odc.balance.Planner`.
+        cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training.
         weighting: what a sample counts in the gradient: its tokens, those that a causal model predicts (one less),
             one, or a function of the array of lengths.
         shuffle: a new order every epoch.
-        seed: of the order.
+        seed: The seed of the order.
         drop_last: leave out the samples that do not fill a last minibatch.
         window: how many consecutive minibatches are looked at together.
         regroup: let the minibatches of a window exchange samples, so that large ones meet.

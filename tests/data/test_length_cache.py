@@ -226,16 +226,16 @@ def test_waiting_for_another_process_ends(tmp_path, monkeypatch):
 def test_where_it_lies(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("LIGHTNING_ODC_CACHE", raising=False)
-    assert cache_folder() == tmp_path / "xdg" / "lightning-odc" / "lengths"
+    assert cache_folder(None) == tmp_path / "xdg" / "lightning-odc" / "lengths"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/invalid")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "lightning-odc" / "lengths"
+    assert cache_folder(None) == tmp_path / ".cache" / "lightning-odc" / "lengths"
     monkeypatch.setenv("LIGHTNING_ODC_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own" / "lengths"
+    assert cache_folder(None) == tmp_path / "own" / "lengths"
     assert cache_folder(tmp_path / "argument") == tmp_path / "argument" / "lengths"
     assert cache_folder(False) is None
     monkeypatch.setenv("LIGHTNING_ODC_CACHE", "off")
-    assert cache_folder() is None
+    assert cache_folder(None) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert remembered("ab", 3, Count()).tolist() == [3, 1, 4]
