@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.units import Unit
@@ -55,8 +54,10 @@ class StalenessGuard:
 
     def before_gather(self, unit: Unit, own: Tensor) -> None:
         """Compare this rank's shard, as ``fully_shard`` passes it, if it was not compared since it was published."""
-        first = unit.index not in self._compared or not cast(nn.Module, unit.modules[0]).training
-        if first and not self._deferred:
+        # What `fully_shard` made of a module is a module still: it has `training`.
+        if unit.index in self._compared and unit.modules[0].training:  # type: ignore[attr-defined]
+            return
+        if not self._deferred:
             self._compare_shard(unit, own)
 
     def after_last_backward(self) -> None:
