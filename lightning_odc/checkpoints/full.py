@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
 from lightning_odc.checkpoints.checks import check_names, check_optimizers
 from lightning_odc.files import replacing
