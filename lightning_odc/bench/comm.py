@@ -27,15 +27,15 @@ from rich.console import Console
 from rich.progress import track
 
 from lightning_odc.bench.options import CommOptions
-from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
-from lightning_odc.demo.options import OptionError, prepare_output
+from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.tables import markdown
+from lightning_odc.demo.options import prepare_output
 from lightning_odc.demo.report import write_atomically, write_json
 from lightning_odc.demo.result import quartiles
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
-from lightning_odc.engine.transports.host import available_memory, gib
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 
 OPERATIONS = (
@@ -156,8 +156,8 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
     moved = {"copy_": copied, "add_": unit_bytes, "accumulate": unit_bytes, "settle": unit_bytes / world_size}
     moved["gather"] = unit_bytes * (world_size - 1) / world_size
     for ours, theirs, plain in OPERATIONS:
-        share = moved[ours] / moved[plain]
-        of_copy = [share * copy / own for copy, own in zip(rounds[plain], rounds[ours], strict=True)]
+        bytes_ratio = moved[ours] / moved[plain]
+        of_copy = [bytes_ratio * copy / own for copy, own in zip(rounds[plain], rounds[ours], strict=True)]
         faster = [other / own for other, own in zip(rounds[theirs], rounds[ours], strict=True)]
         results.append(
             Result(
@@ -177,20 +177,22 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
 
 def table(results: Sequence[Result]) -> str:
     """The results as Markdown."""
-    lines = [
-        "| ranks | unit | operation | time | bytes/s | of a plain copy's | the group's "
-        "| faster than the group [quartiles] |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["ranks", "unit", "operation", "time", "bytes/s", "of a plain copy's", "the group's"]
     names = {ours: theirs for ours, theirs, _ in OPERATIONS}
-    for one in results:
-        low, middle, high = one.faster
-        lines.append(
-            f"| {one.ranks} | {show_size(one.unit_bytes)} | {one.operation} | {1e3 * one.ours[1]:.3f} ms "
-            f"| {one.rate / 2**30:.2f} GiB/s | {100 * one.of_copy:.0f} % "
-            f"| {names[one.operation]} {1e3 * one.theirs[1]:.3f} ms | {middle:.2f}x [{low:.2f}, {high:.2f}] |"
+    rows = [
+        (
+            one.ranks,
+            show_size(one.unit_bytes),
+            one.operation,
+            f"{1e3 * one.ours[1]:.3f} ms",
+            f"{one.rate / 2**30:.2f} GiB/s",
+            f"{100 * one.of_copy:.0f} %",
+            f"{names[one.operation]} {1e3 * one.theirs[1]:.3f} ms",
+            "{1:.2f}x [{0:.2f}, {2:.2f}]".format(*one.faster),
         )
-    return "\n".join(lines)
+        for one in results
+    ]
+    return markdown([*head, "faster than the group [quartiles]"], rows)
 
 
 def show_size(size: int) -> str:
@@ -205,27 +207,23 @@ def run_comm(options: CommOptions) -> int:
         OptionError: the output folder cannot be written to, or memory does not suffice.
     """
     for ranks in options.ranks:
-        _check_memory(ranks, max(options.sizes))
+        size = max(options.sizes)
+        # Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit.
+        needed = ranks * (_BUFFERS * size + PROCESS_BYTES) + 2 * size
+        what = f"{ranks} ranks and a unit of {show_size(size)}"
+        check_memory(needed, what, "fewer --ranks or smaller --sizes")
     if options.output is not None:
         prepare_output(options.output)
-    console, errors = (
-        Console(stderr=error, highlight=False, soft_wrap=True, markup=False) for error in (False, True)
-    )
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     results: list[Result] = []
-    load, code = os.getloadavg()[0], 0
-    try:
+    load = os.getloadavg()[0]
+    with CutShort() as cut:
         for world_size in options.ranks:
             with Ranks(world_size, ["lightning_odc.bench.comm"]) as processes:
-                title = f"{world_size} rank(s)"
+                title, errors = f"{world_size} rank(s)", Console(stderr=True)
                 for size in track(options.sizes, title, console=errors, transient=True, auto_refresh=False):
                     by_rank = processes.call(time_unit, size, options.rounds, options.skew)
                     results += summarize(by_rank, size, options.skew)
-    except RankFailedError as error:
-        errors.print(f"lightning-odc: {error}; what was measured before is kept")
-        code = 1
-    except KeyboardInterrupt:
-        errors.print("lightning-odc: interrupted; what was measured before is kept")
-        code = 130
     console.print(table(results) if results else "Nothing was measured.")
     if options.output is not None and results:
         from lightning_odc.bench.report import machine
@@ -235,15 +233,4 @@ def run_comm(options: CommOptions) -> int:
         write_json(options.output / "comm.json", record)
         write_atomically(options.output / "comm.md", f"{table(results)}\n".encode())
         console.print(f"files in {options.output}/: comm.json, comm.md")
-    return code
-
-
-def _check_memory(ranks: int, size: int) -> None:
-    """Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit."""
-    needed = ranks * (_BUFFERS * size + PROCESS_BYTES) + 2 * size
-    free = available_memory()
-    if needed > free:
-        raise OptionError(
-            f"{ranks} ranks and a unit of {show_size(size)} need about {gib(needed)} GiB, and {gib(free)} GiB are "
-            "free: use fewer --ranks or smaller --sizes"
-        )
+    return cut.code

@@ -83,7 +83,8 @@ def _add_train(kinds: Any) -> None:
         "--runs",
         nargs="+",
         metavar="C+P",
-        help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}",
+        help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}; a second plus "
+        "and a cost stand for another --cost",
     )
     train.add_argument(
         "--emulate",

@@ -3,7 +3,7 @@
 Note [Emulated devices]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Processes, Lightning, ``fully_shard``, engine, transport, protocol and plans are the real ones; parameters are few, and
-a layer's forward pass sleeps a third of its share of the microbatch's time, its backward pass two thirds. A sleeping
+a layer's forward pass sleeps a third of its part of the microbatch's time, its backward pass two thirds. A sleeping
 rank needs no core, so many ranks fit on few cores, and the protocol decides who waits for whom, not a formula.
 
 What is real *and* takes processor time (Python, the bytes of the small shards) is not sped up with the devices, and the
@@ -31,12 +31,12 @@ from lightning_odc.bench.models import BenchModule
 
 LAYERS = 3
 WIDTH = 64
-OVERHEAD_SHARE = 0.02
+OVERHEAD_FRACTION = 0.02
 SHORTEST_MINIBATCH, LONGEST_MINIBATCH = 1.0, 20.0
 
 
-class _Pause(torch.autograd.Function):
-    """Sleeps in both directions, twice as long in the backward pass."""
+class Pause(torch.autograd.Function):
+    """Sleeps a third of the seconds in the forward pass and the rest in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -59,7 +59,7 @@ class SleepingLayer(nn.Module):
         self.shift = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, seconds: float) -> Tensor:
-        y: Tensor = _Pause.apply(x * self.scale, seconds)  # type: ignore[no-untyped-call]
+        y: Tensor = Pause.apply(x * self.scale, seconds)  # type: ignore[no-untyped-call]
         return y + self.shift
 
 
@@ -104,6 +104,5 @@ def seconds_per_cost(overhead: float, cost_per_minibatch: float, wanted: float |
         cost_per_minibatch: what an average minibatch costs its busiest rank.
         wanted: seconds of an average minibatch, if somebody chose them.
     """
-    chosen = overhead / OVERHEAD_SHARE
-    seconds = wanted or min(max(chosen, SHORTEST_MINIBATCH), LONGEST_MINIBATCH)
+    seconds = wanted or min(max(overhead / OVERHEAD_FRACTION, SHORTEST_MINIBATCH), LONGEST_MINIBATCH)
     return seconds / cost_per_minibatch

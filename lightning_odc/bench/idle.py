@@ -1,7 +1,7 @@
-"""Whether reported idle time is true, what measuring costs, and how idle ranks are under what.
+"""Whether reported idle time is true, and what measuring costs.
 
-``python -m lightning_odc.bench.idle`` prints three Markdown tables; ``python -m lightning_odc.bench.idle truth`` (or
-``overhead``, or ``table``) one of them. Run it on a machine with nothing else to do.
+``python -m lightning_odc.bench.idle`` prints two Markdown tables; ``python -m lightning_odc.bench.idle truth`` (or
+``overhead``) one of them. Run it on a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.bench import idle_overhead, idle_table, idle_truth
+from lightning_odc.bench import idle_overhead, idle_truth
 
-PARTS = ("truth", "overhead", "table")
+PARTS = ("truth", "overhead")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,9 +38,6 @@ def main(arguments: list[str] | None = None) -> None:
     if "overhead" in parts:
         results["overhead"] = idle_overhead.run(options.ranks, modes=options.modes, **training)
         print(f"Overhead:\n\n{idle_overhead.table(results['overhead'])}\n")
-    if "table" in parts:
-        results["table"] = idle_table.run(options.ranks, **training)
-        print(f"Idle time:\n\n{idle_table.table(results['table'])}\n")
     if options.json:
         shown = {key: value for key, value in vars(options).items() if key != "json"}
         options.json.write_text(json.dumps({"options": shown, **results}, indent=2) + "\n")

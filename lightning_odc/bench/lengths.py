@@ -119,8 +119,8 @@ def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Le
     normal = statistics.NormalDist(location, _SIGMA)
     # Another stream than the loader's shuffle, which would otherwise sort what it is given.
     below = np.random.default_rng([seed, len(PUBLISHED)]).random(count) * normal.cdf(0.0)
-    shares = np.exp([normal.inv_cdf(max(float(value), 1e-12)) for value in below])
-    return np.maximum(np.rint(shares * (longest or known.longest)), 1).astype(np.int64)
+    fractions = np.exp([normal.inv_cdf(max(float(value), 1e-12)) for value in below])
+    return np.maximum(np.rint(fractions * (longest or known.longest)), 1).astype(np.int64)
 
 
 def _location(mean: float, sigma: float) -> float:

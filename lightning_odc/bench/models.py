@@ -58,22 +58,32 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
         OptionError: it is none of these, or not of a causal language model.
     """
     if name in SIZES:
-        layers, width = SIZES[name]
-        return LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=width * 5 // 2,
-            num_hidden_layers=layers,
-            num_attention_heads=width // HEAD_SIZE,
-            num_key_value_heads=width // HEAD_SIZE,
-            max_position_embeddings=max_length,
-            use_cache=False,
-        )
+        return byte_llama(*SIZES[name], max_length)
     config = _configuration(name, SIZES)
     if not _is_causal(config):
         raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")
     config.use_cache = False
     return config
+
+
+def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
+    """The configuration of a model of our own.
+
+    Args:
+        layers: decoder layers.
+        width: a multiple of the head size 64.
+        max_length: the longest sample in tokens.
+    """
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD_SIZE,
+        num_key_value_heads=width // HEAD_SIZE,
+        max_position_embeddings=max_length,
+        use_cache=False,
+    )
 
 
 def _is_causal(config: PretrainedConfig) -> bool:
@@ -171,7 +181,7 @@ def emulated_cost(name: str) -> Cost:
 class BenchModule(LightningModule):
     """A model whose loss is a sum with a count, weighted exactly by the strategy.
 
-    Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the share by itself and reduces once.
+    Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the microbatches by itself and reduces once.
 
     Args:
         by_hand: the strategy does not unroll a `Minibatch`.
@@ -214,17 +224,16 @@ class BenchModule(LightningModule):
         self.loss_sum += float(loss.detach())
         self.tokens += count
 
-    def _run_by_hand(self, share: list[tuple[Any, float]]) -> None:
+    def _run_by_hand(self, microbatches: list[tuple[Any, float]]) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        for number, (microbatch, weight) in enumerate(share):
+        for number, (microbatch, weight) in enumerate(microbatches):
             loss, count = self.compute(microbatch)
             self._count(loss * bool(weight), count if weight else 0)
-            mean = loss * (weight / max(count, 1) / len(share))
-            if number < len(share) - 1:
-                self.lag_backward(
-                    mean
-                )  # DDP reduces in the pass that `manual_backward` announces, and in no other
+            mean = loss * (weight / max(count, 1) / len(microbatches))
+            if number < len(microbatches) - 1:
+                # DDP reduces in the pass that `manual_backward` announces, and in no other.
+                self.lag_backward(mean)
             else:
                 self._reduce(mean)
         optimizer.step()

@@ -26,33 +26,36 @@ KIB = 1024
 
 
 class Combination(NamedTuple):
-    """What is compared: how ranks communicate, and who places the samples."""
+    """What is compared: how ranks communicate, who places the samples, and by which cost (none: ``--cost``)."""
 
     communication: str
     policy: str
+    cost: str = ""
 
     def __str__(self) -> str:
-        return f"{self.communication}+{self.policy}"
+        return "+".join(filter(None, self))
 
     @classmethod
     def parse(cls, text: str) -> Combination:
-        """From ``communication+policy``.
+        """From ``communication+policy`` or ``communication+policy+cost``.
 
         Raises:
             OptionError: unknown names, or a policy that this communication cannot run.
         """
-        communication, _, policy = text.partition("+")
-        if communication not in COMMUNICATIONS or policy not in POLICIES:
+        communication, _, rest = text.partition("+")
+        policy, _, cost = rest.partition("+")
+        if communication not in COMMUNICATIONS or policy not in POLICIES or cost not in ("", *COSTS):
             raise OptionError(
                 f"--runs {text!r} is unknown: write communication+policy, with one of {', '.join(COMMUNICATIONS)} and "
-                f"one of {', '.join(POLICIES)}, for example on_demand+lb_mini"
+                f"one of {', '.join(POLICIES)}, for example on_demand+lb_mini; if you like, followed by + and one of "
+                f"{', '.join(COSTS)}"
             )
         if communication != "on_demand" and policy not in EQUAL_COUNTS:
             raise OptionError(
                 f"--runs {text}: {policy} gives ranks different numbers of microbatches, and {communication} would "
                 f"hang; use on_demand+{policy} or {communication}+lb_micro"
             )
-        return cls(communication, policy)
+        return cls(communication, policy, cost)
 
 
 DEFAULT_RUNS = (
@@ -116,11 +119,10 @@ class TrainOptions:
         self._check_model()
 
     def _check_runs(self) -> None:
-        runs = self.runs or ()
+        runs = self.runs or DEFAULT_RUNS
         if len(set(runs)) < len(runs):
             raise OptionError("--runs names a combination twice")
-        learners = [run for run in runs if run.communication in ("ddp", "collective")]
-        if self.cost == "fitted" and (self.runs is None or learners):
+        if any(self.cost_of(run) == "fitted" and run.communication in ("ddp", "collective") for run in runs):
             raise OptionError(
                 "--cost fitted learns from measured times, which collectives and ddp do not have: name other --runs"
             )
@@ -148,6 +150,10 @@ class TrainOptions:
             raise OptionError(
                 f"--lengths {lengths!r} is neither a file or folder nor one of {', '.join(DISTRIBUTIONS)}"
             )
+
+    def cost_of(self, combination: Combination) -> str:
+        """The cost by which a combination is planned."""
+        return combination.cost or self.cost
 
     def filled(self) -> TrainOptions:
         """The same with every default that depends on other options."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from lightning_odc.demo.options import OptionError
+from lightning_odc.engine.transports.host import available_memory, gib
 
 PROCESS_BYTES = 150 * 2**20
 """Private memory of a rank that has imported everything and made nothing yet, about."""
@@ -37,6 +43,47 @@ class RankFailedError(RuntimeError):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+class CutShort:
+    """A context that may end early, when a rank fails or at Ctrl-C: one line on stderr, and no exception.
+
+    Attributes:
+        code: the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+        failure: one line, if it ended early.
+        details: the traceback of the rank that failed.
+    """
+
+    def __init__(self) -> None:
+        self.code, self.failure, self.details = 0, "", ""
+
+    def __enter__(self) -> CutShort:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, RankFailedError):
+            self.code, self.failure, self.details = 1, str(error), error.details
+        elif isinstance(error, KeyboardInterrupt):
+            self.code, self.failure = 130, "interrupted"
+        if self.code:
+            print(f"lightning-odc: {self.failure}; what was measured before is kept", file=sys.stderr)
+        return bool(self.code)
+
+
+def check_memory(needed: int, what: str, instead: str) -> None:
+    """Refuse what does not fit into memory.
+
+    Args:
+        needed: Bytes, on all ranks together.
+        what: The subject of the message.
+        instead: What to use instead.
+
+    Raises:
+        OptionError: it does not fit.
+    """
+    free = available_memory()
+    if needed > free:
+        raise OptionError(f"{what} need about {gib(needed)} GiB, and {gib(free)} GiB are free: use {instead}")
 
 
 class _Rank(NamedTuple):
@@ -216,6 +263,7 @@ def _rank_main(
     while (job := pipe.recv()) is not None:
         function, arguments, telling = job
         options = {"tell": partial(_tell, pipe)} if telling else {}
+        _quieten()
         try:
             pipe.send(("done", function(rank, world_size, *arguments, **options)))
         except BaseException as error:
@@ -223,6 +271,13 @@ def _rank_main(
             pipe.send(("failed", (line, "".join(traceback.format_exception(error)))))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _quieten() -> None:
+    """Lightning's hints are for the reader of a training script, which a benchmark is not."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
 
 
 def _tell(pipe: Connection, item: Any) -> None:

@@ -84,6 +84,7 @@ class Run:
         totals: by rank; empty if the run did not end.
         bounds: seconds of each minibatch without any communication, if they are known: of emulated devices, and of
             plans that are run as they were made, so not under ``steal``, where ranks take from each other.
+        estimates: idle fraction of each minibatch by the planner's cost, if the plan is run as it was made.
     """
 
     combination: Combination
@@ -91,6 +92,7 @@ class Run:
     ranks: list[list[MinibatchRecord]]
     totals: list[Totals] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
+    estimates: list[float] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -127,15 +129,16 @@ class Run:
 
 @dataclass
 class Row:
-    """What one combination measured over all repetitions; shares are parts of all ranks' time.
+    """What one combination measured over all repetitions; fractions are of all ranks' time.
 
     Attributes:
         seconds: per minibatch: the median, with its interval.
         speed_up: over the baseline, with its interval; ``None`` without common minibatches.
-        idle: share of waiting.
+        idle: fraction of waiting.
+        estimated_idle: what the planner's cost says of it; ``None`` where `Run.estimates` are empty.
         over_bound: time over the busy time of the busiest rank, minus 1.
-        settling: share of settle and publish, waiting left out.
-        processor: share of the machine's cores that was busy.
+        settling: fraction of settle and publish, waiting left out.
+        processor: fraction of the machine's cores that was busy.
         peak_bytes: of the rank that took most, its window left out.
         window_bytes: of its window.
         efficiency: time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
@@ -148,6 +151,7 @@ class Row:
     seconds: Interval
     speed_up: Interval | None
     idle: float
+    estimated_idle: float | None
     over_bound: float
     settling: float
     processor: float
@@ -225,8 +229,8 @@ def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
 
 def baseline_of(combinations: Sequence[Combination]) -> Combination:
     """What speed-ups are over: the paper's baseline if it is there, then ours, else the first."""
-    wanted = [Combination("collective", policy) for policy in (PAPERS_OWN, "lb_micro")]
-    return next((one for one in wanted if one in combinations), combinations[0])
+    wanted = [("collective", policy) for policy in (PAPERS_OWN, "lb_micro")]
+    return next((one for pair in wanted for one in combinations if one[:2] == pair), combinations[0])
 
 
 def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
@@ -258,11 +262,13 @@ def _row(
             bound += run.bounds[index] if run.bounds else 0.0
     ended = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
     stolen = [sum(one.stolen for one in run.totals) / run.count for run in runs if run.totals]
+    estimates = [run.estimates[index] for run in runs if run.estimates for index in run.timed]
     return Row(
         combination=combination,
         seconds=median_interval(list(own.values())),
         speed_up=ratio_interval(slow, own),
         idle=idle / (world_size * span),
+        estimated_idle=statistics.fmean(estimates) if estimates else None,
         over_bound=span / busiest - 1,
         settling=settling / (world_size * span),
         processor=processor / (cores * span),
@@ -289,7 +295,7 @@ def _split(
     runs: Sequence[Run], order: list[Combination], slow: Combination, fast: Combination
 ) -> Split | None:
     """The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured."""
-    lockstep, on_demand = (Combination(one, slow.policy) for one in ("lockstep", "on_demand"))
+    lockstep, on_demand = (slow._replace(communication=one) for one in ("lockstep", "on_demand"))
     chain = [(slow, "")]
     if lockstep in order and slow.communication == "collective":
         chain.append((lockstep, "cheaper bytes"))

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from lightning_odc.bench import training
 from lightning_odc.bench.options import PAPERS_OWN, Combination, SweepOptions, TrainOptions
-from lightning_odc.bench.report import Outcome, machine, show_ratio
+from lightning_odc.bench.report import Outcome, machine, show_percent, show_ratio
 from lightning_odc.bench.results import Interval, Row, loss_difference, ratio_interval, times
+from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.train import check, measure
 from lightning_odc.demo.options import prepare_output
 from lightning_odc.demo.report import write_atomically, write_json
@@ -102,9 +103,9 @@ def run_sweep(options: SweepOptions) -> int:
     load = os.getloadavg()[0]
     for sweep, value, setting in settings(options):
         if setting not in measured:  # the golden one is in every sweep
-            outcome = Outcome(setting, training.cached_samples(setting))
             check(setting)
-            code = measure(outcome)
+            outcome = measure(setting)
+            code = outcome.code
             if code:
                 break
             measured[setting] = cell(sweep, value, outcome)
@@ -180,23 +181,24 @@ def tables(cells: Sequence[Cell]) -> str:
 
 def table(cells: Sequence[Cell]) -> str:
     """The settings of one sweep as Markdown."""
-    heads = [
+    head = [
         cells[0].sweep,
         "speed-up [95 %]",
         "same plans, no communication",
         "100 minibatches, no communication",
     ]
-    heads += ["paper", "bound / measured: on demand", "lockstep", "over our lb_micro"]
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for one in cells:
-        paper = PUBLISHED.get((one.sweep, one.value), "-")
-        cells_of = [
+    head += ["paper", "bound / measured: on demand", "lockstep", "over our lb_micro"]
+    rows = [
+        (
             f"{one.value:g}",
             show_ratio(one.speed_up),
             f"x{one.bound:.3f}",
             f"x{one.long_bound:.3f}",
-            paper,
-        ]
-        cells_of += [f"{100 * one.efficiency[str(run)]:.1f} %" for run in (BEST, BASELINE)]
-        lines.append(f"| {' | '.join([*cells_of, show_ratio(one.over_own)])} |")
-    return "\n".join(lines)
+            PUBLISHED.get((one.sweep, one.value), "-"),
+            show_percent(one.efficiency[str(BEST)]),
+            show_percent(one.efficiency[str(BASELINE)]),
+            show_ratio(one.over_own),
+        )
+        for one in cells
+    ]
+    return markdown(head, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,11 @@ from lightning_odc.bench import training
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.models import count_parameters, emulated_cost, find_config
 from lightning_odc.bench.options import TrainOptions
-from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
-from lightning_odc.bench.report import Outcome
+from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.report import Outcome, introduction
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run
 from lightning_odc.demo.options import OptionError, prepare_output
-from lightning_odc.engine.transports.host import available_memory, gib
+from lightning_odc.engine.transports.host import gib
 
 PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")
 _STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published shard and accumulator
@@ -39,44 +40,40 @@ def run_train(options: TrainOptions) -> int:
     if options.output is not None:
         prepare_output(options.output)
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    outcome = Outcome(options, training.cached_samples(options))
-    console.print(outcome.introduction)
-    code = measure(outcome)
+    console.print(introduction(options))
+    outcome = measure(options)
     console.print(outcome.text)
     outcome.write_files(console)
-    return code
+    return outcome.code
 
 
-def measure(outcome: Outcome, console: Console | None = None) -> int:
-    """Fill the outcome as far as it goes; returns the exit code, with a line on stderr if it is not 0."""
-    options = outcome.options
+def measure(options: TrainOptions) -> Outcome:
+    """Train every combination in turns. A rank that fails and Ctrl-C end it: with a line on stderr and in the outcome.
+
+    Args:
+        options: The options, filled in and checked.
+    """
+    outcome = Outcome(options)
     assert options.ranks is not None
-    errors = console or Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    try:
-        with _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
-            _run_all(outcome, ranks, advance)
-    except RankFailedError as error:
-        outcome.failure, outcome.details = str(error), error.details
-        errors.print(f"lightning-odc: {error}; what was measured before is kept")
-        return 1
-    except KeyboardInterrupt:
-        outcome.failure = "interrupted"
-        errors.print("lightning-odc: interrupted; what was measured before is kept")
-        return 130
-    return 0
+    with CutShort() as cut, _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
+        _run_all(outcome, ranks, advance)
+    outcome.code, outcome.failure, outcome.details = cut.code, cut.failure, cut.details
+    return outcome
 
 
 def _run_all(outcome: Outcome, ranks: Ranks, advance: Advance) -> None:
     options = outcome.options
     assert options.runs is not None
+    count = WARM_UP + options.minibatches
     if options.emulate:
         outcome.overhead, outcome.seconds_per_cost = _calibrate(options, ranks, advance)
     for repetition in range(options.repetitions):
         for combination in options.runs:
             title = f"{combination} {repetition + 1}/{options.repetitions}"
             run = Run(combination, repetition, [[] for _ in range(ranks.world_size)])
+            run.estimates = training.estimated_idle(options, combination, count)
             if options.emulate and combination.policy != "steal":
-                bounds = training.planned_bounds(options, combination, WARM_UP + options.minibatches)
+                bounds = training.planned_bounds(options, combination, count)
                 run.bounds = [cost * outcome.seconds_per_cost for cost in bounds]
             outcome.runs.append(run)
             heard = partial(_hear, run, partial(advance, title))
@@ -94,8 +91,6 @@ def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRec
 
 def _calibrate(options: TrainOptions, ranks: Ranks, advance: Advance) -> tuple[float, float]:
     """Seconds of a minibatch in which nobody sleeps, and the unit of time: see Note [Emulated devices]."""
-    from dataclasses import replace
-
     assert options.runs is not None
     short = replace(options, minibatches=_SILENT_MINIBATCHES)
     overheads = []
@@ -152,12 +147,8 @@ def check(options: TrainOptions) -> None:
 
 
 def _check_memory(ranks: int, each: int) -> None:
-    free = available_memory()
-    if ranks * each > free:
-        raise OptionError(
-            f"--ranks {ranks} need about {gib(ranks * each)} GiB ({gib(each)} each), and {gib(free)} GiB are free: "
-            "use fewer ranks, a smaller --model, or a shorter --max-length"
-        )
+    what = f"--ranks {ranks} with {gib(each)} GiB each"
+    check_memory(ranks * each, what, "fewer ranks, a smaller --model, or a shorter --max-length")
 
 
 @contextlib.contextmanager

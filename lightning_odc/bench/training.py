@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import with_speeds
-from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
+from lightning_odc.balance.arrays import Plan
+from lightning_odc.balance.evaluate import collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.planner import Planner
 from lightning_odc.bench.emulation import SleepingLayer, SleepingModel, collate_by
 from lightning_odc.bench.lengths import Samples, find_samples
@@ -52,7 +51,6 @@ def fit(
         seconds_per_cost: unit of time of emulated devices.
         tell: takes the records.
     """
-    _quieten()
     _begin_memory()
     by_hand = combination.communication == "ddp"
     slowness = options.slow_rank if rank == world_size - 1 else 1.0
@@ -81,13 +79,13 @@ class ByHand:
         self._loader = loader
 
     def __iter__(self) -> Iterator[list[tuple[Any, float]]]:
-        share = []
+        microbatches = []
         for item in self._loader:
             assert isinstance(item, Microbatch)
-            share.append((item.batch, item.weight))
+            microbatches.append((item.batch, item.weight))
             if item.last:
-                yield share
-                share = []
+                yield microbatches
+                microbatches = []
 
 
 @functools.lru_cache(maxsize=1)
@@ -112,12 +110,14 @@ def make_loader(
     samples = cached_samples(options)
     assert options.model is not None
     longest = int(samples.lengths.max())
+    planned: Any = options.cost_of(combination)
+    collate: Any = pack_samples
     if options.emulate:
         cost = emulated_cost(options.model)
-        planned: Any = cost if options.cost == "model" else options.cost
-        collate: Any = collate_by(cost, seconds_per_cost)
+        planned = cost if planned == "model" else planned
+        collate = collate_by(cost, seconds_per_cost)
     else:
-        planned, collate = planned_cost(options.cost, find_config(options.model, longest)), pack_samples
+        planned = planned_cost(planned, find_config(options.model, longest))
     loader = BalancedDataLoader(
         samples,
         lengths=samples.lengths,
@@ -154,18 +154,46 @@ def planned_bounds(options: TrainOptions, combination: Combination, count: int) 
     """
     assert options.ranks is not None
     assert options.model is not None
-    loader = make_loader(options, combination, options.ranks, 0)
     speeds = [1.0] * (options.ranks - 1) + [1 / options.slow_rank]
     lengths, cost = cached_samples(options).lengths, with_speeds(emulated_cost(options.model), speeds)
-    meets = combination.communication in ("collective", "lockstep")
-    evaluate = collective_cost if meets and combination.policy in EQUAL_COUNTS else on_demand_cost
-    plans = (loader.plan(step % len(loader), epoch=step // len(loader)) for step in range(count))
-    return [evaluate(plan.microbatches, lengths, cost) for plan in plans]
+    evaluate = _cost_under(combination)
+    loader = make_loader(options, combination, options.ranks, 0)
+    return [evaluate(plan, lengths, cost) for plan in _plans(loader, count)]
 
 
 def mean_bound(options: TrainOptions, combination: Combination, count: int) -> float:
     """Mean of `planned_bounds`."""
     return float(np.mean(planned_bounds(options, combination, count)))
+
+
+def estimated_idle(options: TrainOptions, combination: Combination, count: int) -> list[float]:
+    """For the first ``count`` minibatches the idle part of all ranks' time, as the planner's cost alone estimates it.
+
+    The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
+    """
+    assert options.ranks is not None
+    loader = make_loader(options, combination, options.ranks, 0)
+    if combination.policy == "steal" or loader.recipe.learns:
+        return []
+    lengths, evaluate = cached_samples(options).lengths, _cost_under(combination)
+    return [idle_of_plan(plan, lengths, loader.recipe.cost, evaluate) for plan in _plans(loader, count)]
+
+
+def idle_of_plan(plan: Plan, lengths: Any, cost: Any, evaluate: Callable[[Plan, Any, Any], float]) -> float:
+    """The idle part of all ranks' time if costs were times: what ``evaluate`` gives the minibatch, less the work."""
+    work = sum(map(sum, microbatch_costs(plan, lengths, cost)))
+    return 1 - work / (len(plan) * evaluate(plan, lengths, cost))
+
+
+def _plans(loader: BalancedDataLoader, count: int) -> Iterator[Plan]:
+    for step in range(count):
+        yield loader.plan(step % len(loader), epoch=step // len(loader)).microbatches
+
+
+def _cost_under(combination: Combination) -> Callable[[Plan, Any, Any], float]:
+    """What a plan takes: as long as its busiest rank; where ranks meet in every microbatch, the slowest of each."""
+    meets = combination.communication in ("collective", "lockstep") and combination.policy in EQUAL_COUNTS
+    return collective_cost if meets else on_demand_cost
 
 
 class MinibatchRecorder(Callback):
@@ -262,13 +290,6 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-
-
-def _quieten() -> None:
-    """Lightning's hints are for the reader of a training script, which this is not."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
 
 
 def _begin_memory() -> None:

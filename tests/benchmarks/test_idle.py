@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 from lightning_odc.bench.idle import main
 from lightning_odc.bench.idle_overhead import VARIANTS, summarize, table
-from lightning_odc.bench.idle_table import estimated_idle
 from lightning_odc.bench.idle_truth import compare, expected
 from lightning_odc.bench.own_time import seconds_in
 
@@ -29,13 +28,6 @@ def test_waiting_by_arithmetic() -> None:
     assert expected("ddp", sleeps) == [1.0, 2.0]
     # Rank 0 waits for nobody before a batch.
     assert expected("ddp", sleeps[::-1]) == [1.0, 0.0]
-
-
-def test_what_the_packer_would_estimate() -> None:
-    costs = [[3.0, 1.0], [1.0, 2.0]]
-    assert estimated_idle(costs, meets_in_every_microbatch=True) == pytest.approx(1 - 7 / 10)
-    assert estimated_idle(costs, meets_in_every_microbatch=False) == pytest.approx(1 - 7 / 8)
-    assert estimated_idle([[], []], meets_in_every_microbatch=False) == 0
 
 
 def test_errors_are_relative_to_the_truth_and_to_the_step() -> None:
@@ -83,5 +75,5 @@ def test_seconds_in_counts_callees_once_and_nothing_else() -> None:
 
 
 def test_an_unknown_part() -> None:
-    with pytest.raises(SystemExit, match="'truht' is unknown: choose from truth, overhead, table"):
+    with pytest.raises(SystemExit, match="'truht' is unknown: choose from truth, overhead"):
         main(["truht"])
