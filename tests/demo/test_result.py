@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-for package in ("transformers", "matplotlib", "rich"):
-    pytest.importorskip(package)
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
 
 from rich.console import Console
 

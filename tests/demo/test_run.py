@@ -17,8 +17,9 @@ import pytest
 from lightning_odc import cli
 from lightning_odc.callbacks import load_timeline
 
-for package in ("transformers", "matplotlib", "rich"):
-    pytest.importorskip(package)
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
 
 from lightning_odc.bench.processes import RankFailedError, Ranks
 
