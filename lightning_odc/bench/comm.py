@@ -214,7 +214,6 @@ def run_comm(options: CommOptions) -> int:
         check_memory(needed, what, "fewer --ranks or smaller --sizes")
     if options.output is not None:
         prepare_output(options.output)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     results: list[Result] = []
     load = os.getloadavg()[0]
     with CutShort() as cut:
@@ -224,7 +223,7 @@ def run_comm(options: CommOptions) -> int:
                 for size in track(options.sizes, title, console=errors, transient=True, auto_refresh=False):
                     by_rank = processes.call(time_unit, size, options.rounds, options.skew)
                     results += summarize(by_rank, size, options.skew)
-    console.print(table(results) if results else "Nothing was measured.")
+    print(table(results) if results else "Nothing was measured.")
     if options.output is not None and results:
         from lightning_odc.bench.report import machine
 
@@ -232,5 +231,5 @@ def run_comm(options: CommOptions) -> int:
         record = {"options": given, "results": [asdict(one) for one in results], "machine": machine(load)}
         write_json(options.output / "comm.json", record)
         write_atomically(options.output / "comm.md", f"{table(results)}\n".encode())
-        console.print(f"files in {options.output}/: comm.json, comm.md")
+        print(f"files in {options.output}/: comm.json, comm.md")
     return cut.code

@@ -12,7 +12,6 @@ from typing import Any
 import lightning
 import torch
 import transformers
-from rich.console import Console
 
 from lightning_odc._version import __version__
 from lightning_odc.bench.options import TrainOptions
@@ -124,7 +123,7 @@ class Outcome:
             "machine": machine(self.load),
         }
 
-    def write_files(self, console: Console) -> None:
+    def write_files(self) -> None:
         """Write ``bench.json``, ``bench.md`` and ``bench.png`` into the output folder, if there is one.
 
         Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said why it
@@ -136,7 +135,7 @@ class Outcome:
         if not self.rows:
             if self.details:
                 write_atomically(folder / "bench-error.txt", self.details.encode())
-                console.print(f"files in {folder}/: bench-error.txt")
+                print(f"files in {folder}/: bench-error.txt")
             return
         (folder / "bench-error.txt").unlink(missing_ok=True)
         write_json(folder / "bench.json", self.as_dict())
@@ -145,7 +144,7 @@ class Outcome:
         from lightning_odc.demo.pictures import write_picture
 
         write_picture(folder / "bench.png", rows_picture(self.rows))
-        console.print(f"files in {folder}/: bench.json, bench.md, bench.png")
+        print(f"files in {folder}/: bench.json, bench.md, bench.png")
 
 
 def machine(load: float) -> dict[str, Any]:
