@@ -36,7 +36,7 @@ test-gpu: $(GPU_STAMP) ## run the tests that need a GPU, and keep what they say 
 	timeout 480 $(GPU_PYTHON) -m pytest tests/gpu --gpu-report docs/data/gpu-tests.json $(ARGS)
 
 bench-gpu: $(GPU_STAMP) ## measure the CUDA transport, for the docs; PYTHON=python3 without .venv
-	timeout 480 $(GPU_PYTHON) -m lightning_odc.bench.gpu --json docs/data/gpu-bench.json $(ARGS)
+	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu --json docs/data/gpu-bench.json $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .
