@@ -104,10 +104,10 @@ def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> d
     See Note [The engine's own Python].
 
     Args:
-        rank: of this process.
-        world_size: number of ranks.
-        parameters: number of parameters of a unit.
-        blocks: number of blocks.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        parameters: The number of parameters of a unit.
+        blocks: The number of blocks.
 
     Returns:
         ``"engine"`` and ``"all"`` (with ``fully_shard`` and autograd) per unit and microbatch; ``"settle"``, which
@@ -198,7 +198,7 @@ def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, l
             dist.barrier()
             mark = 2 * (number * len(WORK) + turn) + 1
             if rank == 0:
-                protocol.transport.store(0, mark)  # the first control word: nobody meets here
+                protocol.transport.store(0, mark)  # the first control word: no rank meets another here
                 spent = _work()
                 protocol.transport.store(0, mark + 1)
                 if number:

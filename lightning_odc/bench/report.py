@@ -56,12 +56,12 @@ class Outcome:
         options: The options of the benchmark, filled in.
 
     Attributes:
-        runs: as far as they came.
-        code: the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
-        failure: one line, if it was cut short.
-        details: the traceback of the rank that failed.
-        overhead: seconds of a minibatch in which nobody sleeps; emulated devices only.
-        seconds_per_cost: the unit of time of emulated devices.
+        runs: The runs, as far as they came.
+        code: The exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+        failure: One line, if it was cut short.
+        details: The traceback of the rank that failed.
+        overhead: Seconds of a minibatch in which no rank sleeps; emulated devices only.
+        seconds_per_cost: The unit of time of emulated devices.
     """
 
     def __init__(self, options: TrainOptions) -> None:

@@ -66,10 +66,10 @@ class Cell:
     Attributes:
         speed_up: `BEST` over `BASELINE`, measured.
         over_own: `BEST` over `OWN_BASELINE`, measured.
-        bound: the same ratio as `speed_up` for the very same minibatches, if communication took no time.
-        long_bound: the same over 100 minibatches.
-        efficiency: of every combination, time without communication over measured time.
-        idle: of every combination, measured.
+        bound: The same ratio as `speed_up` for the very same minibatches, if communication took no time.
+        long_bound: The same over 100 minibatches.
+        efficiency: Of every combination: time without communication over measured time.
+        idle: Measured idle fraction of every combination.
     """
 
     sweep: str

@@ -97,7 +97,7 @@ def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRec
 
 
 def _calibrate(options: TrainOptions, ranks: Ranks, advance: Advance) -> tuple[float, float]:
-    """Seconds of a minibatch in which nobody sleeps, and the unit of time: see Note [Emulated devices]."""
+    """Seconds of a minibatch in which no rank sleeps, and the unit of time: see Note [Emulated devices]."""
     assert options.runs is not None
     short = replace(options, minibatches=_SILENT_MINIBATCHES)
     overheads = []
