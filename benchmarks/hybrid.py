@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,7 +113,6 @@ class _Recorder(Callback):
 
 def train(rank: int, world_size: int, options: dict[str, Any], hosts: Hosts) -> list[list[dict[str, Any]]]:
     """All variants and repetitions on one rank: by variant, a record of every run."""
-    warnings.filterwarnings("ignore")
     os.environ |= {"LOCAL_RANK": str(rank % 2), "NODE_RANK": str(rank // 2), "MASTER_ADDR": hosts.address(0)}
     runs: list[list[dict[str, Any]]] = [[] for _ in VARIANTS]
     for _ in range(options["repetitions"]):

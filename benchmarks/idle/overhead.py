@@ -11,7 +11,6 @@ import pstats
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ def measure(_: int, world_size: int, options: dict[str, Any]) -> list[dict[str, 
 
     One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
     """
-    warnings.filterwarnings("ignore")
     demo = DemoOptions(
         devices=world_size, max_length=options["max_length"], minibatches=options["minibatches"]
     )

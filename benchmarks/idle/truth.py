@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,7 +94,6 @@ def measure(
     rank: int, world_size: int, mode: str, sleeps: list[list[float]], steps: int
 ) -> list[dict[str, float]]:
     """What the monitor logs in each step, on rank 0."""
-    warnings.filterwarnings("ignore")
     rows = Rows()
     tensors = [torch.tensor([[seconds]]) for seconds in sleeps[rank]]
     weighted = mode in ("on_demand", "lockstep", "collective")
