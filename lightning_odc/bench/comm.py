@@ -28,15 +28,15 @@ from rich.progress import track
 
 from lightning_odc.bench.options import CommOptions
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.results import quartiles
 from lightning_odc.bench.tables import markdown
 from lightning_odc.demo.options import prepare_output
-from lightning_odc.demo.report import write_atomically, write_json
-from lightning_odc.demo.result import quartiles
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.files import write_json, write_whole
 
 OPERATIONS = (
     ("gather", "all-gather", "copy_"),
@@ -230,6 +230,6 @@ def run_comm(options: CommOptions) -> int:
         given = asdict(options) | {"output": None}
         record = {"options": given, "results": [asdict(one) for one in results], "machine": machine(load)}
         write_json(options.output / "comm.json", record)
-        write_atomically(options.output / "comm.md", f"{table(results)}\n".encode())
+        write_whole(options.output / "comm.md", f"{table(results)}\n".encode())
         print(f"files in {options.output}/: comm.json, comm.md")
     return cut.code

@@ -37,7 +37,6 @@ from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
 from lightning_odc.bench.tables import markdown
 from lightning_odc.demo.options import prepare_output
-from lightning_odc.demo.report import write_json
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import WithinContext, set_comms
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -45,6 +44,7 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.units import find_units
+from lightning_odc.files import write_json
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 
 _UNITS = 16

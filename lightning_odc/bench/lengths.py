@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_odc.balance.arrays import LENGTH_LIMIT
 from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, find_lengths
-from lightning_odc.demo.corpus import encode, read_corpus
+from lightning_odc.demo.corpus import encode, read_samples
 from lightning_odc.demo.options import OptionError
 
 _DRAWN = 4096
@@ -136,11 +136,7 @@ def _location(mean: float, sigma: float) -> float:
 
 
 def _text(max_length: int, equal: bool) -> Samples:
-    corpus = read_corpus(max_length)
-    if equal:
-        from lightning_odc.demo.corpus import equal_pieces
-
-        corpus = equal_pieces(corpus)
+    corpus = read_samples(max_length, equal=equal)
     source = f"{len(corpus.samples)} {'equal pieces' if equal else 'functions and classes'} of the standard library"
     return Samples(np.array(corpus.lengths), source, lambda index: encode(corpus.samples[index]), 258)
 

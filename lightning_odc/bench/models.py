@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -50,8 +51,9 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
     """The configuration of a causal language model.
 
     Args:
-        name: One of `SIZES`; a ``config.json`` as Hugging Face writes it; or a type of model that transformers knows,
-            such as ``gpt2``, which stands for its default configuration.
+        name: One of `SIZES`; layers x width of another such model, as in ``4x256``; a ``config.json`` as Hugging Face
+            writes it; or a type of model that transformers knows, such as ``gpt2``, which stands for its default
+            configuration.
         max_length: The longest sample in tokens.
 
     Raises:
@@ -59,6 +61,8 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
     """
     if name in SIZES:
         return byte_llama(*SIZES[name], max_length)
+    if size := re.fullmatch(r"(\d+)x(\d+)", name):
+        return byte_llama(int(size[1]), int(size[2]), max_length)
     config = _configuration(name, SIZES)
     if not _is_causal(config):
         raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")

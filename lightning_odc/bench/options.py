@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 from lightning_odc.balance.planner import COLLECTIVE_SAFE
 from lightning_odc.balance.planner import POLICIES as PLANNED
-from lightning_odc.demo.options import OptionError, available_cores
+from lightning_odc.demo.options import PRECISIONS, OptionError, available_cores
 
 COMMUNICATIONS = ("ddp", "collective", "lockstep", "on_demand")
 PAPERS_OWN = "lb_micro_paper"
 """``lb_micro`` as in the paper: microbatches are packed rank by rank, not along those of the other ranks."""
-POLICIES = (*PLANNED, PAPERS_OWN)
-EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN)
+SHUFFLED = "shuffled"
+"""``local_sort`` without the sorting: samples in the order in which a shuffling loader delivers them."""
+POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED)
+EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN, SHUFFLED)
 COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted")
 MODELS = ("demo", "tiny", "small", "wide")
 PAPER_MODELS = ("1.5b", "7b")
@@ -91,17 +93,22 @@ class TrainOptions:
     lengths: str | None = None
     ranks: int | None = None
     samples_per_rank: int | None = None
+    samples_per_microbatch: int = 1
     minibatches: int = 5
     repetitions: int = 3
     max_length: int | None = None
     packing_ratio: float = 1.0
     cost: str = "model"
     slow_rank: float = 1.0
+    precision: str = "32-true"
     seconds_per_minibatch: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "samples_per_rank", "minibatches", "repetitions", "max_length"):
+        for name in (
+            *("ranks", "samples_per_rank", "samples_per_microbatch"),
+            *("minibatches", "repetitions", "max_length"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"--{name.replace('_', '-')} {value}: use 1 or more")
@@ -114,6 +121,10 @@ class TrainOptions:
             raise OptionError(f"--seed {self.seed}: use 0 or more")
         if self.cost not in COSTS:
             raise OptionError(f"--cost {self.cost!r} is unknown: choose from {', '.join(COSTS)}")
+        if self.precision not in PRECISIONS:
+            raise OptionError(
+                f"--precision {self.precision!r} is unknown: choose from {', '.join(PRECISIONS)}"
+            )
         self._check_runs()
         self._check_ranks()
         self._check_model()

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_odc.demo.options import OptionError
+from lightning_odc.demo.options import OptionError, available_cores
 from lightning_odc.engine.transports.host import available_memory, gib
 
 PROCESS_BYTES = 150 * 2**20
@@ -86,6 +87,11 @@ def check_memory(needed: int, what: str, instead: str) -> None:
         raise OptionError(f"{what} need about {gib(needed)} GiB, and {gib(free)} GiB are free: use {instead}")
 
 
+def threads_per_rank(world_size: int) -> int:
+    """The cores divided among the ranks."""
+    return max(available_cores() // world_size, 1)
+
+
 class _Rank(NamedTuple):
     """A process, the pipe to talk with it, and one whose end it takes for ours."""
 
@@ -129,6 +135,10 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
+        # Ctrl-C is blocked where the server begins: it would die of it, with a traceback, while it imports for seconds.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._scratch = tempfile.TemporaryDirectory(prefix="lightning-odc-")
         store = str(Path(self._scratch.name) / "store")
         for rank in range(self.world_size):
@@ -257,7 +267,7 @@ def _rank_main(
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     if prepare is not None:
         prepare(rank)
-    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    torch.set_num_threads(threads_per_rank(world_size))
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (job := pipe.recv()) is not None:

@@ -11,6 +11,7 @@ that the same file gives the same table. With few pairs such intervals are too n
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,9 +21,9 @@ import numpy as np
 
 from lightning_odc.bench.options import PAPERS_OWN, Combination
 from lightning_odc.callbacks.idle.summary import Meeting, waits_in_meetings
-from lightning_odc.demo.result import relative_spread
 
 WARM_UP = 1
+"""Minibatches at the start of every run that are trained on but not timed."""
 RESAMPLES = 2000
 Interval = tuple[float, float, float]
 """Low end, value, high end."""
@@ -65,13 +66,13 @@ class Totals:
     Attributes:
         peak_bytes: Largest private memory, 0 where the kernel does not tell.
         window_bytes: Size of its window.
-        reads: Shards that it read from peers' windows.
+        traffic: Reads and adds over the transport, by the names of the engine's ``Traffic``.
         stolen: Microbatches of others that it ran.
     """
 
     peak_bytes: int = 0
     window_bytes: int = 0
-    reads: int = 0
+    traffic: dict[str, int] = field(default_factory=dict)
     stolen: int = 0
 
 
@@ -204,6 +205,12 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interva
     return float(low), value, float(high)
 
 
+def quartiles(values: Sequence[float]) -> Interval:
+    """First quartile, median and third quartile, by linear interpolation."""
+    first, median, third = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return first, median, third
+
+
 def median_interval(seconds: Sequence[float]) -> Interval:
     """The median with its interval."""
     return bootstrap(seconds, lambda drawn: np.median(drawn, axis=-1))
@@ -326,3 +333,13 @@ def loss_difference(runs: Sequence[Run]) -> float:
         for index in range(run.count):
             losses.setdefault(index, []).append(run.loss(index))
     return max(map(relative_spread, losses.values()), default=0.0)
+
+
+def relative_spread(losses: Sequence[float]) -> float:
+    """Largest minus smallest over the size of the smallest; infinite if one of them is NaN or infinite.
+
+    Comparisons with NaN are false: ``max`` and ``min`` alone would pass over it.
+    """
+    if not all(map(math.isfinite, losses)):
+        return math.inf
+    return (max(losses) - min(losses)) / max(abs(min(losses)), 1e-12)

@@ -14,7 +14,7 @@ from lightning_odc.bench.results import Interval, Row, loss_difference, ratio_in
 from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.train import check, measure
 from lightning_odc.demo.options import prepare_output
-from lightning_odc.demo.report import write_atomically, write_json
+from lightning_odc.files import write_json, write_whole
 
 # Lockstep meets as collectives do. On a few cores gloo's own time is not what a real machine's collectives take, and
 # bytes are not emulated, so they are left out of the comparison.
@@ -112,7 +112,7 @@ def run_sweep(options: SweepOptions) -> int:
         if options.output is not None:
             record = {"cells": [asdict(one) for one in cells], "machine": machine(load)}
             write_json(options.output / "sweep.json", record)
-            write_atomically(options.output / "sweep.md", f"{tables(cells)}\n".encode())
+            write_whole(options.output / "sweep.md", f"{tables(cells)}\n".encode())
     print(f"\n{tables(cells)}")
     return code
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import Callback
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,7 +17,7 @@ from lightning_odc.bench import training
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.lengths import Samples
 from lightning_odc.bench.models import count_parameters, emulated_cost, find_config
-from lightning_odc.bench.options import TrainOptions
+from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
 from lightning_odc.bench.report import Outcome, introduction
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run
@@ -28,6 +29,7 @@ _STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published 
 _SILENT_MINIBATCHES = 2
 
 Advance = Callable[[str], None]
+Watch = Callable[[Combination, int], Sequence[Callback]]
 
 
 def run_train(options: TrainOptions) -> int:
@@ -54,14 +56,30 @@ def measure(options: TrainOptions) -> Outcome:
         options: The options, filled in and checked.
     """
     outcome = Outcome(options)
-    assert options.ranks is not None
-    with CutShort() as cut, _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
-        _run_all(outcome, ranks, advance)
+    with CutShort() as cut:
+        train_all(outcome)
     outcome.code, outcome.failure, outcome.details = cut.code, cut.failure, cut.details
     return outcome
 
 
-def _run_all(outcome: Outcome, ranks: Ranks, advance: Advance) -> None:
+def train_all(outcome: Outcome, watch: Watch | None = None) -> None:
+    """Fill the outcome's runs.
+
+    Args:
+        outcome: The outcome, with the options filled in and checked.
+        watch: Callbacks that every rank gets in addition, by combination and repetition.
+
+    Raises:
+        RankFailedError: a rank raised or ended.
+        KeyboardInterrupt: Ctrl-C; the ranks have ended.
+    """
+    options = outcome.options
+    assert options.ranks is not None
+    with _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
+        _run_all(outcome, watch, ranks, advance)
+
+
+def _run_all(outcome: Outcome, watch: Watch | None, ranks: Ranks, advance: Advance) -> None:
     options = outcome.options
     assert options.runs is not None
     count = WARM_UP + options.minibatches
@@ -76,15 +94,21 @@ def _run_all(outcome: Outcome, ranks: Ranks, advance: Advance) -> None:
                 run.bounds = [cost * outcome.seconds_per_cost for cost in bounds]
             outcome.runs.append(run)
             title = f"{combination} {repetition + 1}/{options.repetitions}"
-            _train(run, options, outcome.seconds_per_cost, ranks, partial(advance, title))
+            callbacks = watch(combination, repetition) if watch else ()
+            _train(run, options, outcome.seconds_per_cost, ranks, partial(advance, title), callbacks)
 
 
 def _train(
-    run: Run, options: TrainOptions, seconds_per_cost: float, ranks: Ranks, advance: Callable[[], None]
+    run: Run,
+    options: TrainOptions,
+    seconds_per_cost: float,
+    ranks: Ranks,
+    advance: Callable[[], None],
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Fill a run, minibatch by minibatch."""
-    heard = partial(_hear, run, advance)
-    run.totals = ranks.call(training.fit, options, run.combination, seconds_per_cost, heard=heard)
+    told = (options, run.combination, seconds_per_cost, callbacks)
+    run.totals = ranks.call(training.fit, *told, heard=partial(_hear, run, advance))
 
 
 def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRecord) -> None:
@@ -154,7 +178,8 @@ def _check_model(options: TrainOptions, model: str, samples: Samples) -> int:
     )  # and once whole, before it is sharded
     if any(run.communication == "ddp" for run in options.runs or ()):
         state = parameters * 4 * 5
-    return state + 3 * 4 * int(options.packing_ratio * longest) * (vocabulary or 0)
+    most_tokens = int(max(options.packing_ratio, options.samples_per_microbatch) * longest)
+    return state + 3 * 4 * most_tokens * (vocabulary or 0)
 
 
 @contextlib.contextmanager

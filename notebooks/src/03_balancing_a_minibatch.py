@@ -23,7 +23,6 @@ from lightning_odc.bench.models import CausalModel, byte_llama
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.demo.corpus import encode, read_corpus
-from lightning_odc.demo.model import SHARDED_LAYERS
 from lightning_odc.lessons import pictures, replay
 from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 
@@ -382,7 +381,7 @@ def train(name, policy, cost):
         seed=1,
     )
     trainer = Trainer(
-        strategy=ODCStrategy(auto_wrap_policy=SHARDED_LAYERS),
+        strategy=ODCStrategy(),
         accelerator="cpu",
         devices=2,
         max_steps=4,
@@ -393,9 +392,7 @@ def train(name, policy, cost):
     return load_timeline(f"runs/{name}/timeline.json")
 
 
-dense = balance.transformer(
-    OneSlowRank(layers=2, hidden_size=256, max_length=1024).model.config, dense=True
-)
+dense = balance.transformer(byte_llama(2, 256, 1024), dense=True)
 recorded = {
     "lb_mini": train("lb_mini", "lb_mini", dense),
     "steal": train("steal", "steal", dense),

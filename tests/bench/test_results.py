@@ -226,3 +226,24 @@ def test_lengths_from_a_file(name: str, text: str, tmp_path: Path) -> None:
 
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("4K", "1m", "256M", "7")] == [4096, 2**20, 2**28, 7]
+
+
+@pytest.mark.parametrize(
+    ("policy", "together", "plan"),
+    [
+        ("local_sort", 1, [[2], [4], [0]]),
+        ("local_sort", 2, [[2, 4], [0]]),
+        ("shuffled", 1, [[0], [2], [4]]),
+        ("shuffled", 2, [[0, 2], [4]]),
+    ],
+)
+def test_samples_are_dealt_in_turns(
+    policy: str, together: int, plan: list[list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "lengths.txt").write_text("3 9 5 1 4 2")
+    options = TrainOptions(
+        lengths=str(tmp_path / "lengths.txt"), samples_per_microbatch=together, model="tiny"
+    )
+    loader = training.make_loader(options.filled(), Combination("collective", policy), 2, 0)
+    planner = loader.recipe.planner(2, 9)
+    assert planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0] == plan
