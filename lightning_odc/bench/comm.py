@@ -56,11 +56,11 @@ def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: fl
     """Seconds of every round on this rank, by what was timed; the process group is up.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
-        unit_bytes: size of the whole (unsharded) fp32 unit.
-        rounds: how often.
-        skew: see Note [What a round times].
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        unit_bytes: The size of the whole (unsharded) fp32 unit.
+        rounds: The number of timed rounds.
+        skew: Seconds, see Note [What a round times].
     """
     numel = max(unit_bytes // 4 // world_size, 1)
     spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
@@ -126,12 +126,12 @@ class Result:
     """One operation at one size.
 
     Attributes:
-        ours: median seconds of the on-demand operation, with quartiles around it.
-        theirs: the same of the process group's.
-        plain: the same of the plain operation.
-        faster: theirs over ours, round by round, quartiles.
-        rate: bytes per second, ours: read from peers, added, or for *settle* those of the own shard.
-        of_copy: that rate as a part of the rate of the plain operation, round by round, median.
+        ours: Median seconds of the on-demand operation, with quartiles around it.
+        theirs: The same of the process group's.
+        plain: The same of the plain operation.
+        faster: Theirs over ours, round by round, quartiles.
+        rate: Bytes per second, ours: read from peers, added, or for *settle* those of the own shard.
+        of_copy: That rate as a part of the rate of the plain operation, round by round, median.
     """
 
     ranks: int
@@ -214,7 +214,6 @@ def run_comm(options: CommOptions) -> int:
         check_memory(needed, what, "fewer --ranks or smaller --sizes")
     if options.output is not None:
         prepare_output(options.output)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     results: list[Result] = []
     load = os.getloadavg()[0]
     with CutShort() as cut:
@@ -224,7 +223,7 @@ def run_comm(options: CommOptions) -> int:
                 for size in track(options.sizes, title, console=errors, transient=True, auto_refresh=False):
                     by_rank = processes.call(time_unit, size, options.rounds, options.skew)
                     results += summarize(by_rank, size, options.skew)
-    console.print(table(results) if results else "Nothing was measured.")
+    print(table(results) if results else "Nothing was measured.")
     if options.output is not None and results:
         from lightning_odc.bench.report import machine
 
@@ -232,5 +231,5 @@ def run_comm(options: CommOptions) -> int:
         record = {"options": given, "results": [asdict(one) for one in results], "machine": machine(load)}
         write_json(options.output / "comm.json", record)
         write_whole(options.output / "comm.md", f"{table(results)}\n".encode())
-        console.print(f"files in {options.output}/: comm.json, comm.md")
+        print(f"files in {options.output}/: comm.json, comm.md")
     return cut.code

@@ -67,8 +67,8 @@ class SleepingModel(BenchModule):
     """An emulated model; a microbatch is its tokens and its time.
 
     Args:
-        slowness: of this device.
-        by_hand: the strategy does not unroll a `Minibatch`.
+        slowness: The slowness of this device.
+        by_hand: Whether the strategy does not unroll a `Minibatch`.
     """
 
     def __init__(self, slowness: float = 1.0, by_hand: bool = False) -> None:
@@ -100,9 +100,9 @@ def seconds_per_cost(overhead: float, cost_per_minibatch: float, wanted: float |
     """The unit of time, see Note [Emulated devices].
 
     Args:
-        overhead: seconds of a minibatch in which nobody sleeps.
-        cost_per_minibatch: what an average minibatch costs its busiest rank.
-        wanted: seconds of an average minibatch, if somebody chose them.
+        overhead: Seconds of a minibatch in which no rank sleeps.
+        cost_per_minibatch: The cost of an average minibatch on its busiest rank.
+        wanted: Seconds of an average minibatch, if they were chosen.
     """
     seconds = wanted or min(max(overhead / OVERHEAD_FRACTION, SHORTEST_MINIBATCH), LONGEST_MINIBATCH)
     return seconds / cost_per_minibatch

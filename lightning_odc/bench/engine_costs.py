@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -105,10 +104,10 @@ def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> d
     See Note [The engine's own Python].
 
     Args:
-        rank: of this process.
-        world_size: number of ranks.
-        parameters: number of parameters of a unit.
-        blocks: number of blocks.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        parameters: The number of parameters of a unit.
+        blocks: The number of blocks.
 
     Returns:
         ``"engine"`` and ``"all"`` (with ``fully_shard`` and autograd) per unit and microbatch; ``"settle"``, which
@@ -199,7 +198,7 @@ def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, l
             dist.barrier()
             mark = 2 * (number * len(WORK) + turn) + 1
             if rank == 0:
-                protocol.transport.store(0, mark)  # the first control word: nobody meets here
+                protocol.transport.store(0, mark)  # the first control word: no rank meets another here
                 spent = _work()
                 protocol.transport.store(0, mark + 1)
                 if number:
@@ -247,7 +246,7 @@ def run_engine(options: EngineOptions) -> int:
     check_memory(needed, f"{peers} peers that add {mib} MiB", "fewer --peers or a smaller --mib")
     if options.output is not None:
         prepare_output(options.output)
-    console, load = Console(highlight=False, soft_wrap=True, markup=False), os.getloadavg()[0]
+    load = os.getloadavg()[0]
     found: dict[str, Any] = {"python": []}
     with CutShort() as cut:
         for world_size in _RANKS:
@@ -255,18 +254,18 @@ def run_engine(options: EngineOptions) -> int:
                 for parameters in _PARAMETERS:
                     taken = ranks.call(engine_python, parameters, options.rounds)
                     found["python"].append(_python_row(world_size, parameters, taken))
-        console.print(f"The engine's own Python:\n{python_table(found['python'])}\n")
+        print(f"The engine's own Python:\n{python_table(found['python'])}\n", flush=True)
         found["busy owner"] = []
         for peers in options.peers:
             with Ranks(peers + 1, ["lightning_odc.bench.engine_costs"]) as ranks:
                 seconds = ranks.call(busy_owner, options.mib, options.rounds)[0]
             found["busy owner"].append({"peers": peers, **_slower(seconds)})
-    console.print(table(found.get("busy owner", [])))
+    print(table(found.get("busy owner", [])))
     if options.output is not None and any(found.values()):
         from lightning_odc.bench.report import machine
 
         write_json(options.output / "engine.json", {**found, "machine": machine(load)})
-        console.print(f"files in {options.output}/: engine.json")
+        print(f"files in {options.output}/: engine.json")
     return cut.code
 
 

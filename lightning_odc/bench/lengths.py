@@ -5,8 +5,8 @@ Note [Named distributions]
 The data sets of the paper are not shipped. What is published about their lengths is a mean and, for one of them, the
 longest: LongAlign 16.5K tokens on average and at most 64K, SWE-Smith 34.7K, answers on AIME about 9K (*Revisiting
 Parameter Server in LLM Post-Training*, arXiv 2601.19362). The named distributions are lognormal with these means, cut
-at the longest: ``sigma`` 0.75, which for LongAlign gives about the idle shares that the paper reports, and for the
-other two the longest (64K, 32K) is an assumption as well. They are approximations of lengths, nothing else is.
+at the longest: ``sigma`` 0.75, which for LongAlign gives about the idle times that the paper reports, and for the
+other two the longest (64K, 32K) is an assumption as well. Only the lengths are approximations.
 With a shorter ``--max-length`` all lengths shrink in proportion, so that the shape stays.
 """
 
@@ -54,10 +54,10 @@ class Samples(Sequence[Tensor]):
     """Token ids by index, made when they are asked for.
 
     Args:
-        lengths: of every sample.
-        source: what they are, for people.
-        text: the tokens of a sample; by default random ones, the same on all ranks.
-        vocabulary: all tokens are below it.
+        lengths: The lengths of all samples.
+        source: A description of them, for people.
+        text: The tokens of a sample; by default random ones, the same on all ranks.
+        vocabulary: The number of different tokens.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
     """The samples that ``--lengths`` names.
 
     Args:
-        name: a distribution, a file, or the folder of a data set.
-        max_length: samples longer than that are left out of texts, files and data sets; named distributions shrink.
-        seed: of named distributions.
+        name: A distribution, a file, or the folder of a data set.
+        max_length: The longest sample. Texts, files and data sets lose longer ones; named distributions shrink.
+        seed: The seed of named distributions.
 
     Raises:
         OptionError: it cannot be read, or nothing is left.
@@ -109,10 +109,10 @@ def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Le
     """Lengths from a named distribution, int64 ``[count]``, see Note [Named distributions].
 
     Args:
-        name: one of `PUBLISHED`.
-        count: how many.
-        longest: to shrink all lengths to, in tokens; by default the published one.
-        seed: of the draw.
+        name: One of `PUBLISHED`.
+        count: The number of lengths.
+        longest: The longest length in tokens, to which all shrink; by default the published one.
+        seed: The seed of the draw.
     """
     known = PUBLISHED[name]
     location = _location(known.mean / known.longest, _SIGMA)

@@ -51,10 +51,10 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
     """The configuration of a causal language model.
 
     Args:
-        name: one of `SIZES`; layers x width of another such model, as in ``4x256``; a ``config.json`` as Hugging Face
+        name: One of `SIZES`; layers x width of another such model, as in ``4x256``; a ``config.json`` as Hugging Face
             writes it; or a type of model that transformers knows, such as ``gpt2``, which stands for its default
             configuration.
-        max_length: the longest sample in tokens.
+        max_length: The longest sample in tokens.
 
     Raises:
         OptionError: it is none of these, or not of a causal language model.
@@ -74,9 +74,9 @@ def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
     """The configuration of a model of our own.
 
     Args:
-        layers: decoder layers.
-        width: a multiple of the head size 64.
-        max_length: the longest sample in tokens.
+        layers: The number of decoder layers.
+        width: A multiple of the head size 64.
+        max_length: The longest sample in tokens.
     """
     return LlamaConfig(
         vocab_size=VOCABULARY,
@@ -144,8 +144,8 @@ def count_parameters(name: str, config: PretrainedConfig) -> int:
     """Of the model that a configuration describes, without making it.
 
     Args:
-        name: of the model, for the message.
-        config: its configuration.
+        name: The name of the model, for the message.
+        config: The configuration of the model.
 
     Raises:
         OptionError: transformers cannot make such a model.
@@ -188,12 +188,12 @@ class BenchModule(LightningModule):
     Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the microbatches by itself and reduces once.
 
     Args:
-        by_hand: the strategy does not unroll a `Minibatch`.
+        by_hand: Whether the strategy does not unroll a `Minibatch`.
 
     Attributes:
-        loss_sum: of the microbatches since `take_loss`.
-        tokens: predicted in them.
-        watch: told about the one backward pass that reduces, under ``ddp``.
+        loss_sum: Summed loss of the microbatches since `take_loss`.
+        tokens: Tokens predicted in them.
+        watch: The watch of the one backward pass that reduces, under ``ddp``.
     """
 
     def __init__(self, by_hand: bool) -> None:
@@ -259,10 +259,10 @@ class CausalModel(BenchModule):
     """A causal language model over packed samples.
 
     Args:
-        config: of the model, randomly initialised.
-        seed: of the weights.
-        slowness: 1.5 for a device that is 1.5 times slower: it sleeps after each pass.
-        by_hand: the strategy does not unroll a `Minibatch`.
+        config: The configuration of the model, whose weights are random.
+        seed: The seed of the weights.
+        slowness: A factor; a device that is 1.5 times slower sleeps after each pass.
+        by_hand: Whether the strategy does not unroll a `Minibatch`.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class RankFailedError(RuntimeError):
     """A rank raised or ended; the message is one line.
 
     Attributes:
-        details: the traceback of the rank, if it had time for one.
+        details: The traceback of the rank, if it had time for one.
     """
 
     def __init__(self, message: str, details: str = "") -> None:
@@ -50,9 +50,9 @@ class CutShort:
     """A context that may end early, when a rank fails or at Ctrl-C: one line on stderr, and no exception.
 
     Attributes:
-        code: the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
-        failure: one line, if it ended early.
-        details: the traceback of the rank that failed.
+        code: The exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+        failure: One line, if it ended early.
+        details: The traceback of the rank that failed.
     """
 
     def __init__(self) -> None:
@@ -107,9 +107,9 @@ class Ranks:
     Ctrl-C, which is for the parent, and end when it does, however that ends.
 
     Args:
-        world_size: how many.
-        preload: modules that the server imports before it forks.
-        prepare: called with the rank in its process before the group is made.
+        world_size: The number of ranks.
+        preload: Modules that the server imports before it forks.
+        prepare: A function that is called with the rank in its process before the group is made.
     """
 
     def __init__(

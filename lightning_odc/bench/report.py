@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import ArrayLike
-from rich.console import Console
 
 from lightning_odc._version import __version__
 from lightning_odc.bench.options import TrainOptions
@@ -66,12 +65,12 @@ class Outcome:
         options: The options of the benchmark, filled in.
 
     Attributes:
-        runs: as far as they came.
-        code: the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
-        failure: one line, if it was cut short.
-        details: the traceback of the rank that failed.
-        overhead: seconds of a minibatch in which nobody sleeps; emulated devices only.
-        seconds_per_cost: the unit of time of emulated devices.
+        runs: The runs, as far as they came.
+        code: The exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+        failure: One line, if it was cut short.
+        details: The traceback of the rank that failed.
+        overhead: Seconds of a minibatch in which no rank sleeps; emulated devices only.
+        seconds_per_cost: The unit of time of emulated devices.
     """
 
     def __init__(self, options: TrainOptions) -> None:
@@ -138,7 +137,7 @@ class Outcome:
             "machine": machine(self.load),
         }
 
-    def write_files(self, console: Console) -> None:
+    def write_files(self) -> None:
         """Write ``bench.json``, ``bench.md`` and ``bench.png`` into the output folder, if there is one.
 
         Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said why it
@@ -150,7 +149,7 @@ class Outcome:
         if not self.rows:
             if self.details:
                 write_whole(folder / "bench-error.txt", self.details.encode())
-                console.print(f"files in {folder}/: bench-error.txt")
+                print(f"files in {folder}/: bench-error.txt")
             return
         (folder / "bench-error.txt").unlink(missing_ok=True)
         write_json(folder / "bench.json", self.as_dict())
@@ -158,7 +157,7 @@ class Outcome:
         from lightning_odc.bench.pictures import rows_picture, write_picture
 
         write_picture(folder / "bench.png", rows_picture(self.rows))
-        console.print(f"files in {folder}/: bench.json, bench.md, bench.png")
+        print(f"files in {folder}/: bench.json, bench.md, bench.png")
 
 
 def length_facts(lengths: ArrayLike) -> dict[str, float]:

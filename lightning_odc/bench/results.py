@@ -36,13 +36,13 @@ class MinibatchRecord:
     """One minibatch on one rank.
 
     Attributes:
-        seconds: from its start to the start of the next one.
-        waits: seconds of waiting for others, by cause.
-        loss_sum: of this rank's tokens.
-        tokens: predicted on this rank.
-        settling: seconds of own work in settle and publish.
-        processor: seconds of processor time, all threads.
-        meetings: when this rank entered and left each collective.
+        seconds: Time from its start to the start of the next one.
+        waits: Seconds of waiting for others, by cause.
+        loss_sum: Sum over this rank's tokens.
+        tokens: Tokens predicted on this rank.
+        settling: Seconds of own work in settle and publish.
+        processor: Seconds of processor time, all threads.
+        meetings: Times at which this rank entered and left each collective.
     """
 
     seconds: float
@@ -64,10 +64,10 @@ class Totals:
     """What a rank says at the end of a run.
 
     Attributes:
-        peak_bytes: largest private memory, 0 where the kernel does not tell.
-        window_bytes: of its window.
-        traffic: what it read and added over the transport, by the names of the engine's ``Traffic``.
-        stolen: microbatches of others that it ran.
+        peak_bytes: Largest private memory, 0 where the kernel does not tell.
+        window_bytes: Size of its window.
+        traffic: Reads and adds over the transport, by the names of the engine's ``Traffic``.
+        stolen: Microbatches of others that it ran.
     """
 
     peak_bytes: int = 0
@@ -81,11 +81,11 @@ class Run:
     """All minibatches of one combination in one repetition, as far as it came.
 
     Attributes:
-        ranks: by rank, what it told.
-        totals: by rank; empty if the run did not end.
-        bounds: seconds of each minibatch without any communication, if they are known: of emulated devices, and of
+        ranks: Records of every rank, by rank.
+        totals: Totals of every rank; empty if the run did not end.
+        bounds: Seconds of each minibatch without any communication, if they are known: of emulated devices, and of
             plans that are run as they were made, so not under ``steal``, where ranks take from each other.
-        estimates: idle fraction of each minibatch by the planner's cost, if the plan is run as it was made.
+        estimates: Idle fraction of each minibatch by the planner's cost, if the plan is run as it was made.
     """
 
     combination: Combination
@@ -133,19 +133,19 @@ class Row:
     """What one combination measured over all repetitions; fractions are of all ranks' time.
 
     Attributes:
-        seconds: per minibatch: the median, with its interval.
-        speed_up: over the baseline, with its interval; ``None`` without common minibatches.
-        idle: fraction of waiting.
-        estimated_idle: what the planner's cost says of it; ``None`` where `Run.estimates` are empty.
-        over_bound: time over the busy time of the busiest rank, minus 1.
-        settling: fraction of settle and publish, waiting left out.
-        processor: fraction of the machine's cores that was busy.
-        peak_bytes: of the rank that took most, its window left out.
-        window_bytes: of its window.
-        efficiency: time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
-        stolen: microbatches per minibatch that another rank ran than was planned.
-        minibatches: how many were timed.
-        total: seconds of all of them.
+        seconds: Time per minibatch: the median, with its interval.
+        speed_up: Speed-up over the baseline, with its interval; ``None`` without common minibatches.
+        idle: Fraction of waiting.
+        estimated_idle: The same by the planner's cost; ``None`` where `Run.estimates` are empty.
+        over_bound: Time over the busy time of the busiest rank, minus 1.
+        settling: Fraction of settle and publish, waiting left out.
+        processor: Fraction of the machine's cores that was busy.
+        peak_bytes: Memory of the rank that took most, its window left out.
+        window_bytes: Size of its window.
+        efficiency: Time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
+        stolen: Microbatches per minibatch that another rank ran than was planned.
+        minibatches: Number of timed ones.
+        total: Seconds of all of them.
     """
 
     combination: Combination
@@ -173,10 +173,10 @@ class Split:
     """A speed-up as a product.
 
     Attributes:
-        slow: divided by
-        fast: is the speed-up.
-        total: of all factors.
-        factors: name of the cause, and its factor with an interval.
+        slow: The slower combination.
+        fast: The faster one.
+        total: Product of all factors.
+        factors: Name of the cause, and its factor with an interval.
     """
 
     slow: Combination
@@ -193,8 +193,8 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interva
     """See Note [Confidence intervals].
 
     Args:
-        values: ``[n]`` or ``[n, k]``.
-        statistic: of an array ``[..., n]`` or ``[..., n, k]``, over ``n``.
+        values: Array ``[n]`` or ``[n, k]``.
+        statistic: A function of an array ``[..., n]`` or ``[..., n, k]``, over ``n``.
     """
     array = np.asarray(values, dtype=np.float64)
     value = float(statistic(array))

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Console
-
 from lightning_odc.bench import training
 from lightning_odc.bench.options import PAPERS_OWN, Combination, SweepOptions, TrainOptions
 from lightning_odc.bench.report import Outcome, machine, show_percent, show_ratio
@@ -68,10 +66,10 @@ class Cell:
     Attributes:
         speed_up: `BEST` over `BASELINE`, measured.
         over_own: `BEST` over `OWN_BASELINE`, measured.
-        bound: the same ratio as `speed_up` for the very same minibatches, if communication took no time.
-        long_bound: the same over 100 minibatches.
-        efficiency: of every combination, time without communication over measured time.
-        idle: of every combination, measured.
+        bound: The same ratio as `speed_up` for the very same minibatches, if communication took no time.
+        long_bound: The same over 100 minibatches.
+        efficiency: Of every combination: time without communication over measured time.
+        idle: Measured idle fraction of every combination.
     """
 
     sweep: str
@@ -97,7 +95,7 @@ def run_sweep(options: SweepOptions) -> int:
     """
     if options.output is not None:
         prepare_output(options.output)
-    console, code = Console(highlight=False, soft_wrap=True, markup=False), 0
+    code = 0
     cells: list[Cell] = []
     measured: dict[TrainOptions, Cell] = {}
     load = os.getloadavg()[0]
@@ -110,12 +108,12 @@ def run_sweep(options: SweepOptions) -> int:
                 break
             measured[setting] = cell(sweep, value, outcome)
         cells.append(replace(measured[setting], sweep=sweep, value=value))
-        console.print(f"{sweep} {value}: {show_ratio(cells[-1].speed_up)}, bound {cells[-1].bound:.3f}")
+        print(f"{sweep} {value}: {show_ratio(cells[-1].speed_up)}, bound {cells[-1].bound:.3f}", flush=True)
         if options.output is not None:
             record = {"cells": [asdict(one) for one in cells], "machine": machine(load)}
             write_json(options.output / "sweep.json", record)
             write_whole(options.output / "sweep.md", f"{tables(cells)}\n".encode())
-    console.print(f"\n{tables(cells)}")
+    print(f"\n{tables(cells)}")
     return code
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_odc.bench import training
 from lightning_odc.bench.emulation import seconds_per_cost
+from lightning_odc.bench.lengths import Samples
 from lightning_odc.bench.models import count_parameters, emulated_cost, find_config
 from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
@@ -41,11 +42,10 @@ def run_train(options: TrainOptions) -> int:
     check(options)
     if options.output is not None:
         prepare_output(options.output)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    console.print(introduction(options))
+    print(introduction(options), flush=True)
     outcome = measure(options)
-    console.print(outcome.text)
-    outcome.write_files(console)
+    print(outcome.text)
+    outcome.write_files()
     return outcome.code
 
 
@@ -87,21 +87,28 @@ def _run_all(outcome: Outcome, watch: Watch | None, ranks: Ranks, advance: Advan
         outcome.overhead, outcome.seconds_per_cost = _calibrate(options, ranks, advance)
     for repetition in range(options.repetitions):
         for combination in options.runs:
-            title = f"{combination} {repetition + 1}/{options.repetitions}"
             run = Run(combination, repetition, [[] for _ in range(ranks.world_size)])
             run.estimates = training.estimated_idle(options, combination, count)
             if options.emulate and combination.policy != "steal":
                 bounds = training.planned_bounds(options, combination, count)
                 run.bounds = [cost * outcome.seconds_per_cost for cost in bounds]
             outcome.runs.append(run)
-            heard = partial(_hear, run, partial(advance, title))
-            told = (
-                options,
-                combination,
-                outcome.seconds_per_cost,
-                watch(combination, repetition) if watch else (),
-            )
-            run.totals = ranks.call(training.fit, *told, heard=heard)
+            title = f"{combination} {repetition + 1}/{options.repetitions}"
+            callbacks = watch(combination, repetition) if watch else ()
+            _train(run, options, outcome.seconds_per_cost, ranks, partial(advance, title), callbacks)
+
+
+def _train(
+    run: Run,
+    options: TrainOptions,
+    seconds_per_cost: float,
+    ranks: Ranks,
+    advance: Callable[[], None],
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Fill a run, minibatch by minibatch."""
+    told = (options, run.combination, seconds_per_cost, callbacks)
+    run.totals = ranks.call(training.fit, *told, heard=partial(_hear, run, advance))
 
 
 def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRecord) -> None:
@@ -114,14 +121,13 @@ def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRec
 
 
 def _calibrate(options: TrainOptions, ranks: Ranks, advance: Advance) -> tuple[float, float]:
-    """Seconds of a minibatch in which nobody sleeps, and the unit of time: see Note [Emulated devices]."""
+    """Seconds of a minibatch in which no rank sleeps, and the unit of time: see Note [Emulated devices]."""
     assert options.runs is not None
     short = replace(options, minibatches=_SILENT_MINIBATCHES)
     overheads = []
     for combination in options.runs:
         run = Run(combination, 0, [[] for _ in range(ranks.world_size)])
-        heard = partial(_hear, run, partial(advance, f"{combination} without sleep"))
-        ranks.call(training.fit, short, combination, 0.0, heard=heard)
+        _train(run, short, 0.0, ranks, partial(advance, f"{combination} without sleep"))
         overheads.append(statistics.median(run.seconds(index) for index in run.timed))
     cost = training.mean_bound(options, options.runs[-1], WARM_UP + options.minibatches)
     return max(overheads), seconds_per_cost(max(overheads), cost, options.seconds_per_minibatch)
@@ -143,36 +149,37 @@ def check(options: TrainOptions) -> None:
             f"a minibatch of {options.ranks} ranks x {options.samples_per_rank} samples is more than the "
             f"{len(samples)} there are"
         )
+    each = PROCESS_BYTES
     if options.emulate:
         emulated_cost(options.model)
-        _check_memory(options.ranks, PROCESS_BYTES)
-        return
-    config = find_config(options.model, int(samples.lengths.max()))
-    most_tokens = int(max(options.packing_ratio, options.samples_per_microbatch) * samples.lengths.max())
+    else:
+        each += _check_model(options, options.model, samples)
+    what = f"--ranks {options.ranks} with {gib(each)} GiB each"
+    check_memory(options.ranks * each, what, "fewer ranks, a smaller --model, or a shorter --max-length")
+
+
+def _check_model(options: TrainOptions, model: str, samples: Samples) -> int:
+    """Whether the model can read the samples; returns the bytes of its state and of its logits on one rank."""
+    assert options.ranks is not None
+    longest = int(samples.lengths.max())
+    config = find_config(model, longest)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and samples.lengths.max() > limit:
-        raise OptionError(
-            f"--max-length {int(samples.lengths.max())} is more than the {limit} positions of --model {options.model}"
-        )
+    if limit is not None and longest > limit:
+        raise OptionError(f"--max-length {longest} is more than the {limit} positions of --model {model}")
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is not None and vocabulary < samples.vocabulary:
         raise OptionError(
-            f"--model {options.model} knows {vocabulary} tokens, and the samples have {samples.vocabulary}: write "
+            f"--model {model} knows {vocabulary} tokens, and the samples have {samples.vocabulary}: write "
             f'"vocab_size": {samples.vocabulary} or more'
         )
-    parameters = count_parameters(options.model, config)
+    parameters = count_parameters(model, config)
     state = (
         parameters * _STATE_BYTES // options.ranks + parameters * 4
-    )  # the whole model once, before it is sharded
-    logits = 3 * 4 * most_tokens * int(getattr(config, "vocab_size", 0))
+    )  # and once whole, before it is sharded
     if any(run.communication == "ddp" for run in options.runs or ()):
         state = parameters * 4 * 5
-    _check_memory(options.ranks, PROCESS_BYTES + state + logits)
-
-
-def _check_memory(ranks: int, each: int) -> None:
-    what = f"--ranks {ranks} with {gib(each)} GiB each"
-    check_memory(ranks * each, what, "fewer ranks, a smaller --model, or a shorter --max-length")
+    most_tokens = int(max(options.packing_ratio, options.samples_per_microbatch) * longest)
+    return state + 3 * 4 * most_tokens * (vocabulary or 0)
 
 
 @contextlib.contextmanager

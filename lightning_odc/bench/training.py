@@ -49,13 +49,13 @@ def fit(
     """Train one combination on this rank; tells a `MinibatchRecord` after each minibatch.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
-        options: filled in.
-        combination: how.
-        seconds_per_cost: unit of time of emulated devices.
-        callbacks: more callbacks for the trainer.
-        tell: takes the records.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        options: The options of the benchmark, filled in.
+        combination: The combination to train.
+        seconds_per_cost: The unit of time of emulated devices.
+        callbacks: More callbacks for the trainer.
+        tell: A function that takes the records.
     """
     _begin_memory()
     by_hand = combination.communication == "ddp"
@@ -78,7 +78,7 @@ class ByHand:
     """The microbatches of a minibatch as one batch, a list, for a strategy that knows no `Minibatch`.
 
     Args:
-        loader: with ``unroll=True``.
+        loader: A loader with ``unroll=True``.
     """
 
     def __init__(self, loader: BalancedDataLoader) -> None:
@@ -247,10 +247,10 @@ class MinibatchRecorder(Callback):
     """Tells of every minibatch after it has ended.
 
     Args:
-        tell: takes a `MinibatchRecord`.
+        tell: A function that takes a `MinibatchRecord`.
 
     Attributes:
-        totals: after the fit.
+        totals: The totals of this rank, after the fit.
     """
 
     def __init__(self, tell: Tell) -> None:

@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from lightning_odc.bench.idle import main
-from lightning_odc.bench.idle_overhead import VARIANTS, summarize, table
-from lightning_odc.bench.idle_truth import compare, expected
-from lightning_odc.bench.own_time import seconds_in
+from benchmarks.idle.__main__ import main
+from benchmarks.idle.overhead import VARIANTS, seconds_in, summarize, table
+from benchmarks.idle.truth import compare, expected
 
 CPU = [(1.0, 1.0), (1.04, 1.0), (1.0, 1.0), (1.0, 1.1)]  # seconds of both ranks, by variant
 

@@ -7,12 +7,11 @@ code, by a profile, is an upper bound for what they do in the training thread, a
 from __future__ import annotations
 
 import cProfile
-import os
+import pstats
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_odc.bench.options import Combination, TrainOptions
-from lightning_odc.bench.own_time import seconds_in
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, quartiles
+from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.training import fit
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 
@@ -65,8 +64,6 @@ def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[st
 
     One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
     """
-    os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
-    warnings.filterwarnings("ignore")
     asked = {name: options[name] for name in ("max_length", "minibatches", "samples_per_rank")}
     trained = TrainOptions(ranks=world_size, **asked).filled()
     run_one = partial(_fit, rank, world_size, trained)
@@ -97,6 +94,25 @@ def _fit(
         callbacks = [observer, *_extra(variant, Path(scratch))]
         fit(rank, world_size, options, combination, 1.0, callbacks, tell=records.append)
     return [one.seconds for one in records]
+
+
+def seconds_in(profile: cProfile.Profile, belongs: Callable[[str], bool]) -> float:
+    """Seconds that a profiled thread spent in functions of the files that ``belongs`` picks.
+
+    What such a function calls counts, wherever it is, waiting included; each second counts once. The profiler itself
+    makes Python code slower, so the result is an upper bound.
+
+    Args:
+        profile: a finished profile.
+        belongs: says of a file name whether its functions count.
+    """
+    statistics: Any = pstats.Stats(profile)
+    total = 0.0
+    for (file, _, _), (_, _, _, inclusive, callers) in statistics.stats.items():
+        if belongs(file):
+            entered = [edge[3] for (caller, _, _), edge in callers.items() if not belongs(caller)]
+            total += sum(entered) if callers else inclusive
+    return total
 
 
 def _is_observing(file: str) -> bool:
@@ -150,17 +166,24 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| communication | with | s/minibatch | cost, median [quartiles] | processor time | pairs | own code |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        texts = [_cost(row[f"{name}_quartiles"]) for name in ("costs", "cpu_costs")]
-        cells = ["-", "-"] if row["variant"] == "nothing" else texts
-        start = f"| {row['communication']} | {row['variant']} | {row['seconds']:.4f} |"
-        own = "-" if row["variant"] == "nothing" else f"{100 * row['own_share']:z.3f} %"
-        lines.append(f"{start} {cells[0]} | {cells[1]} | {len(row['costs'])} | {own} |")
-    return "\n".join(lines)
+    head = (
+        "communication",
+        "with",
+        "s/minibatch",
+        "cost, median [quartiles]",
+        "processor time",
+        "pairs",
+        "own code",
+    )
+    return markdown(head, map(_cells, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    costs = [_cost(row["costs_quartiles"]), _cost(row["cpu_costs_quartiles"])]
+    own = f"{100 * row['own_share']:z.3f} %"
+    if row["variant"] == "nothing":
+        costs, own = ["-", "-"], "-"
+    return [row["communication"], row["variant"], f"{row['seconds']:.4f}", *costs, len(row["costs"]), own]
 
 
 def _cost(three: Sequence[float]) -> str:

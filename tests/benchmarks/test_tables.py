@@ -1,4 +1,4 @@
-"""The tables of the benchmarks: what they say for given numbers, and where they are put."""
+"""Tables of raw numbers: as Markdown, as data, and in their places in a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_odc.bench.planner_table import Column, Table, put_into
+from benchmarks.tables import Column, Table, put_into
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
 

@@ -7,6 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.rivals import (
+    KINDS,
+    PAPER_1_5B,
+    cost_for,
+    draw_lengths,
+    karmarkar_karp_with_swaps,
+    optimum,
+)
+from benchmarks.tables import Column, Table
 from lightning_odc.balance import (
     Plan,
     PolynomialCost,
@@ -19,15 +28,6 @@ from lightning_odc.balance import (
     with_speeds,
 )
 from lightning_odc.balance.arrays import Ints
-from lightning_odc.bench.planner_oracle import optimum
-from lightning_odc.bench.planner_rivals import (
-    KINDS,
-    PAPER_1_5B,
-    cost_for,
-    draw_lengths,
-    karmarkar_karp_with_swaps,
-)
-from lightning_odc.bench.planner_table import Column, Table
 
 _PER_RANK = (1, 2, 3, 4, 8, 16, 64)
 _RANKS = (2, 4, 8, 16, 64, 256)
