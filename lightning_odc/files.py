@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import math
 import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _LOCK_SECONDS = 5.0
 _LOCK_EVERY = 0.02
@@ -77,6 +79,19 @@ def _without_name(folder: Path, mode: int) -> int | None:
         return None if flag is None else os.open(folder, flag | os.O_WRONLY | os.O_CLOEXEC, mode)
     except OSError:
         return None
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as `write_whole` does; JSON has neither NaN nor infinity, they become ``null``."""
+    write_whole(path, (json.dumps(_finite(record), indent=2, allow_nan=False) + "\n").encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_regular(path: Path, own: bool = False) -> bytes:
