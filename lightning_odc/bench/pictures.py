@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from lightning_odc.bench.results import Row
-from lightning_odc.demo.pictures import COLOURS
+from lightning_odc.files import write_whole
 
+COLOURS = {"collective": "#c44e52", "on_demand": "#4c72b0", "lockstep": "#dd8452"}
 _GREY = "#8c8c8c"
 
 
@@ -36,3 +39,10 @@ def rows_picture(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("seconds per minibatch (median, 95 % interval; hatched: waiting for others)")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def write_picture(path: Path, figure: Figure) -> None:
+    """Write the figure as PNG, atomically."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_whole(path, buffer.getvalue())
