@@ -86,7 +86,7 @@ def least_cost(lengths: Any, num_ranks: int, cost: Any = "quadratic", max_tokens
     array = as_lengths(lengths)
     terms = terms_of(resolve_cost(cost), array, num_ranks)
     ranks = 1 if terms.are_alike else num_ranks
-    shares = terms.overhead[:ranks, None] * (array / check_cap(array, max_tokens))
-    work = Workload.of(terms.samples + shares, num_ranks)
+    bins = terms.overhead[:ranks, None] * (array / check_cap(array, max_tokens))
+    work = Workload.of(terms.samples + bins, num_ranks)
     alone = float((terms.samples + terms.overhead[:, None]).min(0).max())
     return max(lower_bound(work) / work.scale, alone)
