@@ -8,7 +8,14 @@ from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
 from lightning_odc.lessons import pictures, strokes, texts
 from lightning_odc.lessons.closeup import close_up
-from lightning_odc.lessons.interleavings import PROTOCOL, explore, microbatches, swapped, without
+from lightning_odc.lessons.interleavings import (
+    PROTOCOL,
+    WITH_LOCKS,
+    explore,
+    microbatches,
+    swapped,
+    without,
+)
 from lightning_odc.lessons.logs import mean_of_log, read_log
 from lightning_odc.lessons.replay import duration, idle_fraction, layered, replay
 
@@ -107,7 +114,11 @@ def test_the_protocol_holds_in_every_order(counts):
     assert outcome.states > 100
 
 
-LATE_ZERO = (*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1])
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (0, 2), (1, 0, 1), (0, 2, 0)], ids=str)
+def test_it_holds_with_locks_and_two_units(counts):
+    outcome = explore(*(microbatches(count, WITH_LOCKS) for count in counts), steps=2, units=2)
+    assert not outcome.violation
+    assert outcome.states > 400
 
 
 @pytest.mark.parametrize(
@@ -116,20 +127,22 @@ LATE_ZERO = (*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1])
         (without(PROTOCOL, "wait for done"), "takes the sum of version 1 with 1 of 2 gradients"),
         (without(PROTOCOL, "wait for version"), "has read what was never written"),
         (without(PROTOCOL, "zero sum"), "finds in it one of version 1"),
-        (
-            without(without(PROTOCOL, "wait for done"), "take sum"),
-            "works on version 1 and has read version 2",
-        ),
+        (without(PROTOCOL, "wait for done", "take sum"), "works on version 1 and has read version 2"),
+        (without(PROTOCOL, "say done"), "the ranks wait for each other"),
+        (swapped(PROTOCOL, "write first half", "announce version"), "has read what was never written"),
         (swapped(PROTOCOL, "write second half", "announce version"), "has read what was never written"),
-        (swapped(PROTOCOL, "say done", "wait for done"), "both ranks wait for each other"),
-        (LATE_ZERO, "with 1 of 2 gradients"),
+        (swapped(PROTOCOL, "say done", "wait for done"), "the ranks wait for each other"),
+        ((*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1]), "with 1 of 2 gradients"),  # published, then zeroed
+        (without(WITH_LOCKS, "take lock", "give lock"), "with 1 of 2 gradients"),
+        (without(WITH_LOCKS, "give lock"), "the ranks wait for each other"),
     ],
 )
 def test_broken_protocols_are_found(program, violation):
-    outcome = explore(program)
-    assert violation in outcome.violation
-    assert outcome.trace
-    assert outcome.violation in str(outcome)
+    for units in (1, 2):
+        outcome = explore(program, units=units)
+        assert violation in outcome.violation
+        assert outcome.trace
+        assert outcome.violation in str(outcome)
 
 
 def test_a_first_version_that_words_begin_with_is_found():
