@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_odc.callbacks.idle.summary import Meeting
+from lightning_odc.callbacks.timeline.clocks import Passage
 from lightning_odc.callbacks.timeline.spans import Timeline
 
 WARM_UP = 1
@@ -32,7 +32,7 @@ class RankRecord:
     tokens: list[int]
     waits: list[dict[str, float]]
     traffic: dict[str, int] = field(default_factory=dict)
-    meetings: list[list[Meeting]] = field(default_factory=list)
+    meetings: list[list[Passage]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

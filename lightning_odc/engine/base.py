@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.protocol import Record
-from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
+from lightning_odc.engine.tracing import Traced, Tracer, add_tracer, remove_tracer
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -272,11 +272,11 @@ class Engine(Traced, ABC):
 
     def listen(self, tracer: Tracer) -> None:
         """Let somebody trace what this rank does, beside those who do so already."""
-        self._let_trace(joined(self.tracer, tracer))
+        self._let_trace(add_tracer(self.tracer, tracer))
 
     def unlisten(self, tracer: Tracer) -> None:
         """Let this one trace no longer. Idempotent."""
-        self._let_trace(parted(self.tracer, tracer))
+        self._let_trace(remove_tracer(self.tracer, tracer))
 
     def _let_trace(self, tracer: Tracer | None) -> None:
         self.tracer = tracer

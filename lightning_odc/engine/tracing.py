@@ -70,12 +70,12 @@ class Fanout(Tracer):
             tracer.record(kind, begin, **details)
 
 
-def joined(one: Tracer | None, other: Tracer | None) -> Tracer | None:
+def add_tracer(one: Tracer | None, other: Tracer | None) -> Tracer | None:
     """A tracer that tells both, or the only one there is."""
     return fanout(*_members(one), *_members(other))
 
 
-def parted(all_of_them: Tracer | None, gone: Tracer | None) -> Tracer | None:
+def remove_tracer(all_of_them: Tracer | None, gone: Tracer | None) -> Tracer | None:
     """What is left when ``gone`` listens no longer."""
     return fanout(*(tracer for tracer in _members(all_of_them) if tracer is not gone))
 

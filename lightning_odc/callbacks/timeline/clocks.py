@@ -27,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Passage(NamedTuple):
-    """When a rank went through an exchange: nanoseconds of its own monotonic clock."""
+    """When a rank went through an exchange or a collective: nanoseconds of its own monotonic clock."""
 
     entered: int
     left: int

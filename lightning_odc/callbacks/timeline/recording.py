@@ -210,7 +210,7 @@ class Recording:
 
     # -- what is known ------------------------------------------------------------------------------------
 
-    def part(self) -> Timeline:
+    def timeline(self) -> Timeline:
         """This rank's timeline so far."""
         shift = self.run.origin_ns + self.clock.offset_ns
         spans = [
