@@ -22,7 +22,6 @@ from lightning_odc.demo.corpus import plan_minibatches, read_corpus
 from lightning_odc.demo.data import DemoData
 from lightning_odc.demo.model import SHARDED_LAYERS, ByteModel
 from lightning_odc.lessons import pictures, replay, texts
-from lightning_odc.lessons.closeup import close_up
 from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 
 quiet()
@@ -223,7 +222,8 @@ print_table(
 # %%
 show(
     pictures.one_timeline_figure(
-        close_up(measured["collectives"]), "one forward pass with collectives"
+        pictures.close_up(measured["collectives"]),
+        "one forward pass with collectives",
     ),
     "A close-up of one microbatch under collectives. The rank with the short text "
     "computes for a moment, then waits in the all-gather of the next layer until "

@@ -7,7 +7,7 @@ from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
 from lightning_odc.lessons import pictures, strokes, texts
-from lightning_odc.lessons.closeup import close_up
+from lightning_odc.lessons.display import mean_of_log, read_log
 from lightning_odc.lessons.interleavings import (
     PROTOCOL,
     WITH_LOCKS,
@@ -16,7 +16,6 @@ from lightning_odc.lessons.interleavings import (
     swapped,
     without,
 )
-from lightning_odc.lessons.logs import mean_of_log, read_log
 from lightning_odc.lessons.replay import duration, idle_fraction, layered, replay
 
 TIMES = layered([[8, 1, 1], [1, 1, 8]], layers=4)
@@ -96,7 +95,7 @@ def test_a_close_up_is_the_pass_with_the_longest_wait():
         ],
         world_size=2,
     )
-    piece = close_up(timeline)
+    piece = pictures.close_up(timeline)
     assert [(span.kind, span.begin, span.end) for span in piece.ranks[0].spans] == [
         ("forward", 20, 40),
         ("wait", 25, 39),
@@ -193,8 +192,8 @@ def test_the_policy_loss_is_a_sum_over_answers_wherever_they_are_packed():
         )
         for i, p in enumerate(strokes.problems(4, seed=0))
     ]
-    together, count = strokes.policy_loss(model, strokes.pack(rollouts))
-    alone = [strokes.policy_loss(model, strokes.pack([one])) for one in rollouts]
+    together, count = strokes.policy_loss(model, strokes.pack_rollouts(rollouts))
+    alone = [strokes.policy_loss(model, strokes.pack_rollouts([one])) for one in rollouts]
     assert count == strokes.answer_tokens(rollouts) == sum(tokens for _, tokens in alone)
     # fp32 sums of some dozens of terms around 3, in another order
     torch.testing.assert_close(together, sum(loss for loss, _ in alone), rtol=1e-5, atol=0)
