@@ -30,7 +30,7 @@ def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
 
 
 def recut(corpus: Corpus, lengths: Iterable[int]) -> Corpus:
-    """The corpus's text, cut anew into samples of these lengths (in tokens), from its beginning, and again if it ends.
+    """The corpus's text, cut into other samples of these lengths (in tokens), from its beginning, and again if it ends.
 
     For experiments in which the text is to be the same and only the lengths differ.
     """

@@ -38,10 +38,10 @@ class StepMeter:
     """Measures from one optimizer step to the next by the monotonic clock. Stands still at first.
 
     Args:
-        waits: seconds of waiting so far, by cause.
+        waits: Returns the seconds of waiting so far, by cause.
 
     Attributes:
-        running: whether time counts.
+        running: Whether time counts.
     """
 
     def __init__(self, waits: Callable[[], dict[IdleCause, float]]) -> None:
@@ -81,13 +81,13 @@ class StepMeter:
 
 
 class CallCounter:
-    """Tells of every outermost call of a module, with its first argument.
+    """Reports every outermost call of a module, with its first argument.
 
     Outermost: a ``training_step`` that calls ``self(batch)`` is still one microbatch.
 
     Args:
-        module: whose calls.
-        seen: told about each.
+        module: The module whose calls are counted.
+        seen: Called with the first argument of each.
     """
 
     def __init__(self, module: nn.Module, seen: Callable[[Any], None]) -> None:
@@ -127,12 +127,12 @@ class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together.
 
     Args:
-        trainer: at the beginning of training.
-        module: which it trains.
+        trainer: The trainer, at the beginning of training.
+        module: The module that it trains.
 
     Attributes:
-        recent: the steps since `take_recent`.
-        epoch: the steps since `take_epoch`.
+        recent: The steps since `take_recent`.
+        epoch: The steps since `take_epoch`.
 
     Raises:
         RuntimeError: there is no way to compare the ranks.

@@ -71,10 +71,8 @@ class Watch:
 
 
 class GradientWatch(Watch):
-    """DDP. Enters by the public hook after a parameter's gradient.
+    """DDP: where data parallel ranks wait. Enters by the public hook after a parameter's gradient.
 
-    Note [Where data parallel ranks wait]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     DDP reduces gradients bucket by bucket beside the backward pass, and only the end of ``backward`` waits for all of
     them. A rank hands in its last bucket when its last gradient is there; no rank leaves before all have done so. So
     from its own last gradient to the last rank's last gradient a rank waits, and what follows is moving bytes. It is

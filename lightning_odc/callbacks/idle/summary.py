@@ -58,7 +58,7 @@ class StepNumbers:
 
     @property
     def busy(self) -> float:
-        """The rest of the step: computing, moving own bytes, and whatever nobody measured."""
+        """The rest of the step: computing, moving own bytes, and whatever was not measured."""
         return max(self.seconds - self.idle, 0.0)
 
     def to_floats(self) -> list[float]:
@@ -97,7 +97,7 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) 
         common_clock: all ranks' moments are of one clock.
 
     Returns:
-        By rank; ``None`` if the ranks did not take part in equally many, so that nobody knows which belong together.
+        By rank; ``None`` if the ranks did not take part in equally many: then it is unknown which belong together.
     """
     if len({len(meetings) for meetings in by_rank}) > 1:
         return None

@@ -127,7 +127,7 @@ def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline]
     waits: list[list[Span]] = [[] for _ in ranks]
     for together in zip(*meetings, strict=False):
         if len({span.kind for span in together}) > 1:
-            break  # some spans were dropped: from here on nobody knows what belongs together
+            break  # some spans were dropped: from here on it is unknown which belong together
         last = max(range(len(ranks)), key=lambda index: together[index].begin)
         for mine, span in zip(waits, together, strict=True):
             until = min(together[last].begin, span.end)
