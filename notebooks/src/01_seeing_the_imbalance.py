@@ -45,10 +45,10 @@ show(
 )
 print(f"{len(lengths):,} texts of {min(lengths)} to {max(lengths):,} tokens")
 print(
-    f"the longest tenth holds {texts.share_of_longest(lengths):.0%} of the tokens"
+    f"the longest tenth holds {texts.fraction_in_longest(lengths):.0%} of the tokens"
 )
 print(
-    f"and {texts.share_of_longest([n * n for n in lengths]):.0%} of the attention work"
+    f"and {texts.fraction_in_longest([n * n for n in lengths]):.0%} of the attention work"
 )
 
 # %% [markdown]

@@ -58,7 +58,7 @@ def test_bent_lengths_keep_their_mean():
     assert texts.bend(lengths, 1).tolist() == lengths
     bent = texts.bend(lengths, 1.25)
     assert bent.mean() == pytest.approx(mean, rel=0.01)  # rounding, and a floor of three tokens
-    assert texts.share_of_longest(bent) > texts.share_of_longest(lengths) > 0.1
+    assert texts.fraction_in_longest(bent) > texts.fraction_in_longest(lengths) > 0.1
 
 
 def test_recut_text_has_the_lengths_asked_for():
