@@ -1,6 +1,7 @@
 # Everything a contributor runs. Each target makes the virtual environment first if it is missing or out of date.
 PYTHON ?= python3
 ARGS ?=
+NAME ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-gpu bench-gpu check format docs site-browser notebooks clean distclean
+.PHONY: help install demo test bench test-gpu bench-gpu check format docs site-browser notebooks clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +28,10 @@ demo: $(STAMP) ## train a small language model with collectives, then on demand,
 test: $(STAMP) ## run the tests; ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(ARGS)
 
+bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, idle, hybrid, memory, robustness.faults ...; ARGS="--help"
+	$(if $(NAME),,$(error make bench NAME=planner, idle, hybrid, memory, robustness.faults, .endurance, .resume_trials or .stalls))
+	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
 # A machine with GPUs has a Python of its own as a rule, with the torch that fits its driver: `make test-gpu PYTHON=python3`
 # takes that one, and needs no .venv. Without PYTHON= it is the one in .venv.
 GPU_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
@@ -36,7 +41,7 @@ test-gpu: $(GPU_STAMP) ## run the tests that need a GPU, and keep what they say 
 	timeout 480 $(GPU_PYTHON) -m pytest tests/gpu --gpu-report docs/data/gpu-tests.json $(ARGS)
 
 bench-gpu: $(GPU_STAMP) ## measure the CUDA transport, for the docs; PYTHON=python3 without .venv
-	timeout 480 $(GPU_PYTHON) -m lightning_odc.bench.gpu --json docs/data/gpu-bench.json $(ARGS)
+	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu --json docs/data/gpu-bench.json $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .
@@ -59,7 +64,7 @@ notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAM
 
 clean: ## remove what builds, tests and runs leave behind
 	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-bench odc-hang-reports notebooks/runs
-	find lightning_odc tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find lightning_odc benchmarks tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
 	rm -rf $(VENV)

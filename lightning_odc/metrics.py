@@ -135,18 +135,7 @@ def load_imbalance(busy: Tensor) -> Tensor:
     table = busy if busy.ndim == 2 else busy[None]
     if table.shape[1] == 0:
         return table.new_tensor(math.nan)
-    return table.new_tensor(slowest_over_mean(float(table.amax(dim=0).sum()), float(table.sum()), len(table)))
-
-
-def slowest_over_mean(slowest: float, total: float, ranks: int) -> float:
-    """`load_imbalance` from sums.
-
-    Args:
-        slowest: The busy seconds of the slowest rank of each step, added up over steps.
-        total: The busy seconds of all ranks and steps.
-        ranks: The number of ranks.
-    """
-    return slowest * ranks / total if total else math.nan
+    return table.amax(dim=0).sum() / table.mean(dim=0).sum()
 
 
 def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:

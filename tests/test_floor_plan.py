@@ -30,17 +30,21 @@ def row_of(path: Path, plan: list[list[str]]) -> int | None:
     return max(found)[1] if found else None
 
 
-def imports(name: str) -> set[str]:
-    """Modules of the package that a module imports anywhere in it, without the packages around them."""
+def names(name: str) -> set[str]:
+    """Everything that a module imports anywhere in it; ``from a import b`` is ``a.b``."""
     found = set()
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: imports are absolute"
-            asked = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {one if one in FILES else str(node.module) for one in asked}
-    return found & FILES.keys()
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the package that a module imports, without the packages around them."""
+    return {one if one in FILES else one.rpartition(".")[0] for one in names(name)} & FILES.keys()
 
 
 def test_every_file_is_in_the_plan_and_every_row_has_files():
@@ -61,6 +65,12 @@ def test_nothing_imports_upwards():
         if (level[other] or 0) < (level[name] or 0)
     ]
     assert upwards == []
+
+
+def test_the_package_imports_nothing_beside_it():
+    beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"lightning_odc"}
+    assert {"benchmarks", "tests", "notebooks"} <= beside
+    assert [(name, one) for name in FILES for one in names(name) if one.partition(".")[0] in beside] == []
 
 
 def test_no_import_goes_in_a_circle():

@@ -35,8 +35,8 @@ OVERHEAD_SHARE = 0.02
 SHORTEST_MINIBATCH, LONGEST_MINIBATCH = 1.0, 20.0
 
 
-class _Pause(torch.autograd.Function):
-    """Sleeps in both directions, twice as long in the backward pass."""
+class Pause(torch.autograd.Function):
+    """Sleeps a third of the seconds in the forward pass and the rest in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -59,7 +59,7 @@ class SleepingLayer(nn.Module):
         self.shift = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, seconds: float) -> Tensor:
-        y: Tensor = _Pause.apply(x * self.scale, seconds)  # type: ignore[no-untyped-call]
+        y: Tensor = Pause.apply(x * self.scale, seconds)  # type: ignore[no-untyped-call]
         return y + self.shift
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.planner.learning import SCENARIOS, learn, needed
 from lightning_odc.balance import (
     FittedCost,
     PolynomialCost,
@@ -16,7 +17,6 @@ from lightning_odc.balance import (
     plan_minibatch,
     with_speeds,
 )
-from lightning_odc.bench.planner_learning import SCENARIOS, learn, needed
 
 TRUE = PolynomialCost(2e-9, 8e-5, 0.05)
 

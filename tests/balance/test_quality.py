@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner.rivals import KINDS, cost_for, draw_lengths, karmarkar_karp_with_swaps, optimum
 from lightning_odc.balance import (
     PolynomialCost,
     collective_cost,
@@ -24,8 +25,6 @@ from lightning_odc.balance.bins import pack
 from lightning_odc.balance.costs import evaluate
 from lightning_odc.balance.partition import balanced_differencing, largest_differencing, partition
 from lightning_odc.balance.workload import Workload, lower_bound
-from lightning_odc.bench.planner_oracle import optimum
-from lightning_odc.bench.planner_rivals import KINDS, cost_for, draw_lengths, karmarkar_karp_with_swaps
 
 many = settings(deadline=None, max_examples=150, derandomize=True)
 SLACK = 1e-4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.endurance import endure
+from benchmarks.robustness.endurance import endure
 
 
 def test_nothing_grows():

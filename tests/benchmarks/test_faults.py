@@ -1,13 +1,13 @@
 """One rank breaks at a place; the others end within seconds, name it, and leave complete checkpoints only.
 
-``python -m tests.benchmarks.faults`` tries all faults at all places; here, each place and each fault at least once.
+``python -m benchmarks.robustness.faults`` tries all faults at all places; here, each of both at least once.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.faults import DISK_FULL, FAULTS, PLACES, STEP, attempt
+from benchmarks.robustness.faults import DISK_FULL, FAULTS, PLACES, STEP, attempt
 
 #: What the issue of a broken rank may cost the others, on a machine that may be busy.
 SECONDS = 10

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_odc.bench.gpu import main, summarize
-from lightning_odc.bench.gpu_primitives import MIB, fractions, time_primitives
-from lightning_odc.bench.gpu_report import figures
+from benchmarks.gpu import report
+from benchmarks.gpu.__main__ import fractions, main, summarize
+from benchmarks.gpu.measure import MIB, time_primitives
+from benchmarks.gpu.report import bench_tables, write
 from lightning_odc.engine.transports.base import Transport
 from tests.engine.transports.test_contract import in_threads
 from tests.support.fake_device import fake_cuda
@@ -66,26 +67,27 @@ def test_fractions_are_of_the_slowest_rank():
     assert found["kernel / roofline"] == pytest.approx(0.75)
 
 
-def test_the_page_says_what_was_measured_or_that_nothing_was(tmp_path):
-    nothing = figures(tmp_path)
-    assert nothing.count("**Not measured yet.**") == 2
-    assert "`make test-gpu`" in nothing and "`make bench-gpu`" in nothing
+def test_what_was_measured_as_text(tmp_path):
     rank = {
         "primitives": [{"mib": 64, "alone": SECONDS, "together": SECONDS}],
         "reading": READING,
         "waits": WAITS,
     }
     bench = {"machine": MACHINE, "runs": [summarize(2, [rank, rank])]}
-    (tmp_path / "gpu-bench.json").write_text(json.dumps(bench))
-    tests = {"a": "passed", "b": "passed", "c": "failed"}
-    (tmp_path / "gpu-tests.json").write_text(json.dumps({"machine": MACHINE, "tests": tests}))
-    page = figures(tmp_path)
-    assert "Not measured" not in page
-    assert "1 x NVIDIA H200, torch 2.11.0, CUDA 13.0, 2030-01-01: 2 passed, 1 failed." in page
-    assert "- failed: `c`" in page
-    assert "| 64 MiB, alone | 50 | 80% | 31 | 75% | 50% | 75% |" in page
-    assert "a matrix product beside reads took +1.0%" in page
-    assert "The host waited for its device 1 times per minibatch" in page
+    text = bench_tables(bench)
+    assert text.startswith("1 x NVIDIA H200, torch 2.11.0, CUDA 13.0, 2030-01-01.")
+    assert "| 64 MiB, alone | 50 | 80% | 31 | 75% | 50% | 75% |" in text
+    assert "a matrix product beside reads took +1.0%" in text
+    assert "The host waited for its device 1 times per minibatch" in text
+    write(tmp_path / "gpu-bench.json", bench, text)
+    assert json.loads((tmp_path / "gpu-bench.json").read_text()) == bench
+    assert (tmp_path / "gpu-bench.md").read_text() == text + "\n"
+
+
+def test_what_passed_as_text():
+    text = report.test_summary({"machine": MACHINE, "tests": {"a": "passed", "b": "passed", "c": "failed"}})
+    assert text.startswith("1 x NVIDIA H200, torch 2.11.0, CUDA 13.0, 2030-01-01: 2 passed, 1 failed.")
+    assert "- failed: `c`" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -11,11 +11,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from lightning_odc.bench.idle import main
-from lightning_odc.bench.idle_overhead import VARIANTS, summarize, table
+from benchmarks.idle.__main__ import main
+from benchmarks.idle.overhead import VARIANTS, seconds_in, summarize, table
+from benchmarks.idle.truth import compare, expected
 from lightning_odc.bench.idle_table import estimated_idle
-from lightning_odc.bench.idle_truth import compare, expected
-from lightning_odc.bench.own_time import seconds_in
 
 CPU = [(1.0, 1.0), (1.04, 1.0), (1.0, 1.0), (1.0, 1.1)]  # seconds of both ranks, by variant
 
@@ -83,5 +82,5 @@ def test_seconds_in_counts_callees_once_and_nothing_else() -> None:
 
 
 def test_an_unknown_part() -> None:
-    with pytest.raises(SystemExit, match="'truht' is unknown: choose from truth, overhead, table"):
+    with pytest.raises(SystemExit, match="'truht' is unknown: choose from truth, overhead"):
         main(["truht"])

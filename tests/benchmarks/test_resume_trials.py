@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.resume_trials import trial
+from benchmarks.robustness.resume_trials import trial
 
 
 def test_two_crashes_change_nothing():

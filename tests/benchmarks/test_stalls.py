@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.stalls import give_up, pause, slow_loader, undisturbed
+from benchmarks.robustness.stalls import give_up, pause, slow_loader, undisturbed
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,6 @@ MEASURES = {
     "comm": "Gather, accumulate and settle, beside the process group",
     "engine": "The engine's own Python, and a busy owner",
 }
-BENCHES = {
-    "gpu": "The CUDA transport, beside plain copies and additions",
-    "idle": "Idle time: is it true, what does measuring cost, how idle are ranks",
-    "memory": "Memory per rank, beside the formula",
-    "planner": "The planner: quality, speed, learning",
-    "policies": "Communication and balancing on real training",
-}
 
 _HEAD = """---
 description: Every command of lightning-odc and its options, as the program itself prints them.
@@ -32,6 +25,9 @@ description: Every command of lightning-odc and its options, as the program itse
 # Command line
 
 `lightning-odc` and `python -m lightning_odc` are the same. This page is what each command prints with `--help`.
+
+The experiments behind other figures of this documentation are in `benchmarks/` of the repository, not in the package:
+`make bench NAME=planner ARGS="--help"`.
 """
 
 
@@ -40,10 +36,6 @@ def page() -> str:
     parts = [_HEAD, _section("lightning-odc demo", "The demo", "lightning_odc.cli", ["demo"])]
     for name, title in MEASURES.items():
         parts.append(_section(f"lightning-odc bench {name}", title, "lightning_odc.cli", ["bench", name]))
-    for name, title in BENCHES.items():
-        parts.append(
-            _section(f"python -m lightning_odc.bench.{name}", title, f"lightning_odc.bench.{name}", [])
-        )
     return "\n".join(parts)
 
 

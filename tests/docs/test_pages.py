@@ -23,7 +23,7 @@ from tests.docs.blocks import PAGES, ROOT, Block, blocks, fragments, programs
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-BENCH = re.compile(r"python -m (lightning_odc\.bench\.\w+)(.*)")
+BENCH = re.compile(r"python -m ((?:lightning_odc\.bench|benchmarks)\.[\w.]+)(.*)")
 MEASURE = re.compile(r"lightning-odc (bench \w+)( .*|$)")
 
 
@@ -66,6 +66,12 @@ def test_the_example_of_the_readme_is_the_one_of_get_started() -> None:
     assert found[0] in (ROOT / "docs" / "get-started.md").read_text()
 
 
+def main_of(module: str) -> Any:
+    """What ``python -m`` calls."""
+    package = importlib.import_module(module)
+    return (importlib.import_module(f"{module}.__main__") if hasattr(package, "__path__") else package).main
+
+
 def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         line.removeprefix("make demo ARGS=").strip('"') if line.startswith("make demo ARGS=") else line
@@ -83,8 +89,8 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
     assert len(asked) >= 5
     assert {"bench train", "bench sweep", "bench comm"} <= asked.keys()
     for command, options in asked.items():
-        is_module = command.startswith("lightning_odc.")
-        main = importlib.import_module(command).main if is_module else cli.main
+        is_module = "." in command
+        main = main_of(command) if is_module else cli.main
         with pytest.raises(SystemExit, match=r"^0$"):
             main([*([] if is_module else command.split()), "--help"])
         known = capsys.readouterr().out

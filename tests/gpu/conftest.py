@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from benchmarks.gpu.report import machine, test_summary, write
 
 REASON = "no CUDA device here: run `make test-gpu` on a machine that has one"
 
@@ -31,20 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=REASON))
 
 
-def machine() -> dict[str, Any]:
-    """What the tests ran on."""
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "devices": devices,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     file = config.getoption("--gpu-report", None)
     if file is None:
@@ -59,6 +43,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for report in stats.get(outcome, [])
         if hasattr(report, "nodeid")
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"machine": machine(), "tests": outcomes}, indent=1) + "\n")
+    result = {"machine": machine(), "tests": outcomes}
+    write(file, result, test_summary(result))
     terminalreporter.write_line(f"GPU report: {file}")

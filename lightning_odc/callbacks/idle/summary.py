@@ -9,7 +9,6 @@ from enum import StrEnum
 
 from lightning_odc.callbacks.timeline.clocks import Passage
 from lightning_odc.engine.waiting import Cause
-from lightning_odc.metrics import slowest_over_mean
 
 UNKNOWN = math.nan
 
@@ -222,7 +221,8 @@ class IdleSummary:
             "idle/worst_fraction": fractions[worst],
             "idle/worst_rank": worst,
             "busy_seconds": self._per_rank_and_step([rank.busy for rank in self._ranks]),
-            "imbalance": slowest_over_mean(self._busiest, busy, len(self._ranks)),
+            # `lightning_odc.metrics.load_imbalance`, from sums: no step is kept.
+            "imbalance": self._busiest * len(self._ranks) / busy if busy else math.nan,
         }
 
     def _of_one(self, rank: StepNumbers, complete: bool) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Hybrid sharding over two hosts: network namespaces with own addresses, names and process ids.
 
-See ``lightning_odc.bench.hosts``.
+See ``benchmarks.hosts``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.hosts import Hosts, two_hosts, why_not
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.bench.hosts import Hosts, two_hosts, why_not
 from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.nodes import layout_of

@@ -1,6 +1,6 @@
 """What on-demand communication adds to a rank's memory: by formula, and measured beside collectives.
 
-``python -m lightning_odc.bench.memory`` prints a Markdown table. The model is a stack of linear blocks. Measured are
+``python -m benchmarks.memory`` prints a Markdown table. The model is a stack of linear blocks. Measured are
 the window (its pages, as the kernel counts them) and the peak of private memory, sampled every millisecond.
 """
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_odc.bench.processes import run_ranks
+from lightning_odc.bench.tables import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -131,9 +132,9 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.memory``."""
+    """Entry point of ``python -m benchmarks.memory``."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.memory", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.memory", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
         "--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes, one rank each"
@@ -141,16 +142,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, metavar="N", default=1024, help="width of the model")
     parser.add_argument("--depth", type=int, metavar="N", default=8, help="layers of the model")
     options = parser.parse_args(arguments)
-    print("| ranks | dtype | run | formula | window | its pages | private peak | sharded state |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    head = ("ranks", "dtype", "run", "formula", "window", "its pages", "private peak", "sharded state")
+    rows = []
     for ranks in options.ranks:
         for bf16 in (False, True):
             for run in RUNS:
                 r = run_ranks(measure, ranks, run, options.width, options.depth, bf16)[0]
-                cells = [
-                    f"{r[key] / MIB:.1f} MiB" for key in ("formula", "window", "pages", "peak", "sharded")
-                ]
-                print(f"| {ranks} | {'bf16' if bf16 else 'fp32'} | {run} | {' | '.join(cells)} |", flush=True)
+                sizes = [r[key] for key in ("formula", "window", "pages", "peak", "sharded")]
+                rows.append([ranks, "bf16" if bf16 else "fp32", run, *(f"{n / MIB:.1f} MiB" for n in sizes)])
+    print(markdown(head, rows))
 
 
 if __name__ == "__main__":

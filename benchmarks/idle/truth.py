@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.processes import run_ranks
+from lightning_odc.bench.tables import markdown
+from lightning_odc.callbacks import DeviceIdleMonitor
 
 MODES = ("on_demand", "lockstep", "collective", "ddp", "model_parallel")
 EVEN = [[2.0, 1.0]] * 4
@@ -94,10 +94,6 @@ def measure(
     rank: int, world_size: int, mode: str, sleeps: list[list[float]], steps: int
 ) -> list[dict[str, float]]:
     """What the monitor logs in each step, on rank 0."""
-    os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
-    warnings.filterwarnings("ignore")
-    from lightning_odc.callbacks import DeviceIdleMonitor
-
     rows = Rows()
     tensors = [torch.tensor([[seconds]]) for seconds in sleeps[rank]]
     weighted = mode in ("on_demand", "lockstep", "collective")
@@ -183,16 +179,23 @@ def _measure_all(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| ranks | mode | script | waiting by arithmetic | reported, median [all steps] | error | of the step |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+    head = (
+        "ranks",
+        "mode",
+        "script",
+        "waiting by arithmetic",
+        "reported, median [all steps]",
+        "error",
+        "of the step",
+    )
+    return markdown(head, map(_cells, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    every = row["reported_steps"]
+    return [
+        *(row["ranks"], row["mode"], row["script"], f"{row['arithmetic']:.4f} s"),
+        f"{row['reported']:.4f} s [{min(every):.4f}, {max(every):.4f}]",
+        "-" if row["relative_error"] is None else f"{100 * row['relative_error']:+.2f} %",
+        f"{100 * row['error_of_step']:+.2f} %",
     ]
-    for row in rows:
-        error = "-" if row["relative_error"] is None else f"{100 * row['relative_error']:+.2f} %"
-        every = row["reported_steps"]
-        lines.append(
-            f"| {row['ranks']} | {row['mode']} | {row['script']} | {row['arithmetic']:.4f} s "
-            f"| {row['reported']:.4f} s [{min(every):.4f}, {max(every):.4f}] | {error} "
-            f"| {100 * row['error_of_step']:+.2f} % |"
-        )
-    return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Ten thousand minibatches of a tiny model: does anything grow, and is the end still that of one process?
 
-``python -m tests.benchmarks.endurance`` is what ``docs/robustness.md`` reports. Every rank runs a random number of
+``python -m benchmarks.robustness.endurance`` is what ``docs/robustness.md`` reports. Every rank runs a random number of
 microbatches of random lengths, with random delays; memory, file descriptors and threads are read now and then.
 """
 
@@ -163,7 +163,7 @@ def endure(steps: int, world_size: int = 4, timeout: float = 120) -> dict[str, A
 
 def main(arguments: list[str] | None = None) -> int:
     """Endure; print what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.endurance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.robustness.endurance", description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -1,6 +1,6 @@
 """Stops one rank of a running training for a while, or for good, or slows its loader, and watches the others.
 
-``python -m tests.benchmarks.stalls`` tries everything and prints the table of ``docs/robustness.md``.
+``python -m benchmarks.robustness.stalls`` tries everything and prints the table of ``docs/robustness.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from tests.benchmarks.faults import PLACES, WORLD_SIZE, train, victim_of
+from benchmarks.robustness.faults import PLACES, WORLD_SIZE, train, victim_of
+from lightning_odc.bench.tables import markdown
 from tests.support.ranks import run_ranks, try_ranks
 
 #: With deterministic sums nobody takes a lock, so here the sums are in arrival order.
@@ -121,26 +122,25 @@ def reports(folder: str, place: str) -> list[str]:
 
 def table(stalls: list[Stall]) -> str:
     """The results as Markdown."""
-    lines = [
-        "| stalled | where | others that reported | training went on and ended bit-equal | gave up after |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for stall in stalls:
-        went_on = (
-            f"yes, {stall.seconds:.1f} s later"
-            if stall.same and stall.seconds
-            else "yes"
-            if stall.same
-            else ""
-        )
-        gave_up = "" if stall.gave_up is None else f"{stall.gave_up:.1f} s"
-        lines.append(f"| {stall.fault} | {stall.place} | {stall.reports} of 2 | {went_on} | {gave_up} |")
-    return "\n".join(lines)
+    head = (
+        "stalled",
+        "where",
+        "others that reported",
+        "training went on and ended bit-equal",
+        "gave up after",
+    )
+    return markdown(head, map(_cells, stalls))
+
+
+def _cells(stall: Stall) -> list[str]:
+    went_on = f"yes, {stall.seconds:.1f} s later" if stall.seconds else "yes"
+    gave_up = "" if stall.gave_up is None else f"{stall.gave_up:.1f} s"
+    return [stall.fault, stall.place, f"{stall.reports} of 2", went_on if stall.same else "", gave_up]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Try everything; print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.stalls", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.robustness.stalls", description=__doc__)
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, metavar="PLACE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all that is known here")
     options = parser.parse_args(arguments)

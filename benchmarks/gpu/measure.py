@@ -1,22 +1,124 @@
-"""What reading costs the multiprocessors, and how often the host waits: by a profile of one rank."""
+"""What one rank measures: reading and adding over the CUDA transport, beside a plain copy and a plain addition.
+
+By a profile: what reading costs the multiprocessors, and how often the host waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_odc.bench.gpu_primitives import MIB, device_seconds
+from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
+from lightning_odc.engine.transports.choice import make_transport
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
+MIB = 2**20
+_WARM_UP, _ROUNDS = 3, 15
 _READS = 20
 _STEPS, _MICROBATCHES = 5, 3
 _SYNCHRONIZING = ("Synchronize",)  # cudaStreamSynchronize, cudaEventSynchronize, cudaDeviceSynchronize
+
+#: Seconds that a job takes on the device, one entry per round.
+TimeOf = Callable[[Callable[[], Any]], list[float]]
+
+
+def measure(rank: int, world_size: int, mib: list[int]) -> dict[str, Any]:
+    """Everything about one rank; the process group is up."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    meet = process_group_rendezvous(dist.group.WORLD)
+
+    def fresh() -> Transport:
+        return make_transport(device, rank, world_size, meet, dist.group.WORLD)
+
+    return {
+        "primitives": time_primitives(fresh, meet, mib),
+        "reading": reading(fresh(), meet, max(mib)),
+        "waits": host_waits(OnDemandEngine(fresh, meet, timeout=120), device, world_size),
+    }
+
+
+def device_seconds(job: Callable[[], Any]) -> list[float]:
+    """Seconds of a job on the current stream, measured by events of the device; the first rounds are left out."""
+    seconds = []
+    for _ in range(_WARM_UP + _ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        job()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return seconds[_WARM_UP:]
+
+
+def time_primitives(
+    fresh: Callable[[], Transport],
+    meet: Callable[[Any], list[Any]],
+    mib: Iterable[int],
+    time_of: TimeOf = device_seconds,
+) -> list[dict[str, Any]]:
+    """One entry per size: median seconds of what this rank did, all ranks at once and this rank alone.
+
+    Args:
+        fresh: makes a transport, one for every size.
+        meet: gives every rank's object to every rank.
+        mib: sizes of what is read from one owner, and of the accumulator that is added to, in MiB.
+        time_of: measures a job.
+    """
+    return [_time_size(fresh(), meet, size, time_of) for size in mib]
+
+
+def _time_size(
+    transport: Transport, meet: Callable[[Any], list[Any]], mib: int, time_of: TimeOf
+) -> dict[str, Any]:
+    numel = mib * MIB // 4
+    spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
+    transport.open(WindowSpec(units=(spec,), words=1))
+    jobs = _jobs(transport)
+    result: dict[str, Any] = {"mib": mib, "together": {}, "alone": {}}
+    for name, job in jobs.items():
+        meet(None)
+        result["together"][name] = statistics.median(time_of(job))
+        for rank in range(transport.world_size):
+            meet(None)
+            if rank == transport.rank:
+                result["alone"][name] = statistics.median(time_of(job))
+    jobs.clear()
+    meet(None)
+    transport.close()
+    meet(None)
+    return result
+
+
+def _jobs(transport: Transport) -> dict[str, Callable[[], Any]]:
+    """Every job moves or adds one whole fp32 shard."""
+    peer = (transport.rank + 1) % transport.world_size
+    like = transport.shard(transport.rank, 0)
+    here, there = torch.zeros_like(like), torch.zeros_like(like)
+    narrow = torch.ones_like(like, dtype=torch.bfloat16)
+    shard = transport.shard(peer, 0)
+
+    def add(owner: int, values: Tensor) -> Callable[[], Any]:
+        accumulator = transport.accumulator(owner, 0)
+        return lambda: transport.add(accumulator, values)
+
+    return {
+        "copy": lambda: here.copy_(there),
+        "read from a peer": lambda: transport.read([shard], here),
+        "add in place": lambda: there.add_(here),
+        "add to a peer": add(peer, here),
+        "add bf16 in place": lambda: there.add_(narrow),
+        "add bf16 to a peer": add(peer, narrow),
+        "add to own": add(transport.rank, here),
+    }
 
 
 def reading(transport: Transport, meet: Callable[[Any], list[Any]], mib: int) -> dict[str, float]:

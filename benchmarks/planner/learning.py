@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.planner.rivals import PAPER_1_5B, draw_lengths
+from benchmarks.tables import Column, Table
 from lightning_odc.balance import (
     FittedCost,
     Plan,
@@ -16,8 +18,6 @@ from lightning_odc.balance import (
     with_speeds,
 )
 from lightning_odc.balance.arrays import Floats, Ints
-from lightning_odc.bench.planner_rivals import PAPER_1_5B, draw_lengths
-from lightning_odc.bench.planner_table import Column, Table
 
 _RANKS, _PER_RANK, _CAP, _MINIBATCHES = 8, 8, 65_536, 40
 _OVERHEAD = 0.05  # seconds

@@ -1,6 +1,6 @@
 """Hybrid sharding over two hosts against stock ``fully_shard``: bytes over the link and time per minibatch.
 
-``python -m lightning_odc.bench.hybrid`` makes two hosts of network namespaces (it needs root and ``ip``), with two
+``python -m benchmarks.hybrid`` makes two hosts of network namespaces (it needs root and ``ip``), with two
 ranks each and a link of limited speed, trains a model on samples of very different lengths, the variants in turns, and
 prints a Markdown table. Computing is sleeping, for a time that grows with the square of the length, forward and
 backward and layer by layer: four ranks on few cores would measure how they share them. What moves is real.
@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +25,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from benchmarks.hosts import Hosts, two_hosts
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import PolynomialCost
-from lightning_odc.bench.hosts import Hosts, two_hosts
+from lightning_odc.bench.emulation import Pause
 from lightning_odc.bench.processes import run_ranks
+from lightning_odc.bench.tables import markdown
 
 _RANKS = 4
 _WARM_UP = 2
@@ -53,19 +54,6 @@ VARIANTS = (
 )
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
 class _Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -73,19 +61,19 @@ class _Layer(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, seconds: float) -> Tensor:
-        asleep: Any = _Sleep.apply  # which has no annotations
-        return x + asleep(self.down(torch.tanh(self.up(x))), seconds)
+        y: Tensor = Pause.apply(self.down(torch.tanh(self.up(x))), seconds)  # type: ignore[no-untyped-call]
+        return x + y
 
 
 class Sleeper(LightningModule):
-    """Its layers take ``seconds`` per squared token, divided among them, and twice that in the backward pass."""
+    """Its layers take ``seconds`` per squared token, divided among them."""
 
     def __init__(self, width: int, seconds: float, one_sum: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(_Layer(width) for _ in range(_LAYERS))
         self.width = width
-        self.seconds = seconds / (3 * _LAYERS)
+        self.seconds = seconds / _LAYERS
         self.one_sum = one_sum
         self.left = 0
 
@@ -125,7 +113,6 @@ class _Recorder(Callback):
 
 def train(rank: int, world_size: int, options: dict[str, Any], hosts: Hosts) -> list[list[dict[str, Any]]]:
     """All variants and repetitions on one rank: by variant, a record of every run."""
-    warnings.filterwarnings("ignore")
     os.environ |= {"LOCAL_RANK": str(rank % 2), "NODE_RANK": str(rank // 2), "MASTER_ADDR": hosts.address(0)}
     runs: list[list[dict[str, Any]]] = [[] for _ in VARIANTS]
     for _ in range(options["repetitions"]):
@@ -195,22 +182,20 @@ def summarize(by_rank: list[list[list[dict[str, Any]]]]) -> list[dict[str, Any]]
 
 def table(rows: list[dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = [
-        "| sharding | policy | seconds per minibatch | faster than stock | single repetitions | bytes over the link "
-        "per minibatch | in gradients |",
-        "|---|---|---|---|---|---|---|",
+    head = ("sharding", "policy", "seconds per minibatch", "faster than stock", "single repetitions")
+    stock = rows[0]["seconds"]
+    return markdown(
+        [*head, "bytes over the link per minibatch", "in gradients"], [_cells(row, stock) for row in rows]
+    )
+
+
+def _cells(row: dict[str, Any], stock: list[float]) -> list[str]:
+    ratios = [theirs / own for theirs, own in zip(stock, row["seconds"], strict=True)]  # side by side
+    return [
+        *(row["name"], f"`{row['policy']}`", f"{statistics.median(row['seconds']):.3f}"),
+        *(f"{statistics.median(ratios):.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios)),
+        *(f"{row['bytes']:,.0f}", f"{row['bytes'] / row['gradient']:.3f}"),
     ]
-    for row in rows:
-        ratios = [
-            stock / own for stock, own in zip(rows[0]["seconds"], row["seconds"], strict=True)
-        ]  # side by side
-        singly = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        lines.append(
-            f"| {row['name']} | `{row['policy']}` | {statistics.median(row['seconds']):.3f} | "
-            f"{statistics.median(ratios):.2f} | {singly} | {row['bytes']:,.0f} | "
-            f"{row['bytes'] / row['gradient']:.3f} |"
-        )
-    return "\n".join(lines)
 
 
 def _prepare(hosts: Hosts, rank: int) -> None:
@@ -219,9 +204,9 @@ def _prepare(hosts: Hosts, rank: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.hybrid``."""
+    """Entry point of ``python -m benchmarks.hybrid``."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.hybrid", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.hybrid", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--minibatches", type=int, metavar="N", default=8, help="timed ones per run")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Whether reported idle time is true, what measuring costs, and how idle ranks are under what.
+"""Whether reported idle time is true, and what measuring it costs.
 
-``python -m lightning_odc.bench.idle`` prints three Markdown tables; ``python -m lightning_odc.bench.idle truth`` (or
-``overhead``, or ``table``) one of them. Run it on a machine with nothing else to do.
+``python -m benchmarks.idle`` prints two Markdown tables; ``python -m benchmarks.idle truth`` (or ``overhead``) one of
+them. Run it on a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -11,36 +11,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.bench import idle_overhead, idle_table, idle_truth
+from benchmarks.idle import overhead, truth
 
-PARTS = ("truth", "overhead", "table")
+PARTS = ("truth", "overhead")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.idle``."""
+    """Entry point of ``python -m benchmarks.idle``."""
     options = _parser().parse_args(arguments)
     parts = options.parts or list(PARTS)
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:
         raise SystemExit(f"{unknown[0]!r} is unknown: choose from {', '.join(PARTS)}")
     results: dict[str, Any] = {}
-    training = {
-        "minibatches": options.minibatches,
-        "samples_per_rank": options.samples_per_rank,
-        "repetitions": options.repetitions,
-        "max_length": options.max_length,
-    }
     if "truth" in parts:
-        results["truth"] = idle_truth.run(
-            options.truth_ranks, options.truth_modes, options.sleep, options.steps
-        )
-        print(f"Scripted sleeps:\n\n{idle_truth.table(results['truth'])}\n")
+        results["truth"] = truth.run(options.truth_ranks, options.truth_modes, options.sleep, options.steps)
+        print(f"Scripted sleeps:\n\n{truth.table(results['truth'])}\n")
     if "overhead" in parts:
-        results["overhead"] = idle_overhead.run(options.ranks, modes=options.modes, **training)
-        print(f"Overhead:\n\n{idle_overhead.table(results['overhead'])}\n")
-    if "table" in parts:
-        results["table"] = idle_table.run(options.ranks, **training)
-        print(f"Idle time:\n\n{idle_table.table(results['table'])}\n")
+        names = ("modes", "minibatches", "samples_per_rank", "repetitions", "max_length")
+        training = {name: getattr(options, name) for name in names}
+        results["overhead"] = overhead.run(options.ranks, **training)
+        print(f"Overhead:\n\n{overhead.table(results['overhead'])}\n")
     if options.json:
         shown = {key: value for key, value in vars(options).items() if key != "json"}
         options.json.write_text(json.dumps({"options": shown, **results}, indent=2) + "\n")
@@ -48,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.idle", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.idle", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("parts", nargs="*", help=f"among {', '.join(PARTS)}; by default all")
     parser.add_argument(
@@ -62,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--truth-modes",
         nargs="+",
-        default=list(idle_truth.MODES),
-        choices=idle_truth.MODES,
+        default=list(truth.MODES),
+        choices=truth.MODES,
         metavar="MODE",
-        help=f"what sleeps: {', '.join(idle_truth.MODES)}; by default all",
+        help=f"what sleeps: {', '.join(truth.MODES)}; by default all",
     )
     parser.add_argument("--sleep", type=float, metavar="S", default=0.2, help="seconds of the script's unit")
     parser.add_argument("--steps", type=int, metavar="N", default=10, help="timed steps of each script")

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.rivals import KINDS, draw_lengths, karmarkar_karp_with_swaps
+from benchmarks.tables import Column, Table
 from lightning_odc.balance import PolynomialCost, plan_minibatch, resolve_cost, stream_plans, with_speeds
-from lightning_odc.bench.planner_rivals import KINDS, draw_lengths, karmarkar_karp_with_swaps
-from lightning_odc.bench.planner_table import Column, Table
 
 _RANKS, _PER_RANK, _REPEATS = 64, 8, 3
 _EPOCHS = ((64, 512), (256, 2048), (8, 64), (8, 32), (8, 8))

@@ -1,6 +1,6 @@
-"""What the CUDA transport costs on GPUs: ``python -m lightning_odc.bench.gpu``, or ``make bench-gpu``.
+"""What the CUDA transport costs on GPUs: ``python -m benchmarks.gpu``, or ``make bench-gpu``.
 
-Prints tables and writes them to ``docs/data/gpu-bench.json``, from where the documentation takes them. Where there are
+Prints tables; ``make`` also writes them to ``docs/data``, from where the documentation takes them. Where there are
 fewer GPUs than ranks, ranks share one: then a "peer" is the same memory, and bandwidths say what the transport itself
 costs, not what a link between GPUs can do.
 """
@@ -8,40 +8,16 @@ costs, not what a link between GPUs can do.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lightning_odc.bench import gpu_profile
-from lightning_odc.bench.gpu_primitives import fractions, time_primitives
-from lightning_odc.bench.gpu_report import bench_tables
+from benchmarks.gpu.measure import MIB, measure
+from benchmarks.gpu.report import bench_tables, machine, write
 from lightning_odc.bench.processes import run_ranks
-from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.base import Transport
-from lightning_odc.engine.transports.choice import make_transport
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
-
-
-def measure(rank: int, world_size: int, mib: list[int]) -> dict[str, Any]:
-    """Everything about one rank; the process group is up."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    meet = process_group_rendezvous(dist.group.WORLD)
-
-    def fresh() -> Transport:
-        return make_transport(device, rank, world_size, meet, dist.group.WORLD)
-
-    primitives = time_primitives(fresh, meet, mib)
-    reading = gpu_profile.reading(fresh(), meet, max(mib))
-    waits = gpu_profile.host_waits(OnDemandEngine(fresh, meet, timeout=120), device, world_size)
-    return {"primitives": primitives, "reading": reading, "waits": waits}
 
 
 def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
@@ -65,15 +41,25 @@ def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """What was measured on."""
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) -> dict[str, float]:
+    """What is compared with the targets, from the slowest rank of each job.
+
+    Args:
+        entry: of one size, of any rank.
+        by_rank: the entries of all ranks for that size.
+        how: ``"together"`` or ``"alone"``.
+    """
+    slowest = {name: max(one[how][name] for one in by_rank) for name in entry[how]}
+    size = entry["mib"] * MIB
+    memory = 2 * size / slowest["copy"]  # bytes read and written per second
     return {
-        "devices": names,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "kernel": platform.release(),
-        "date": time.strftime("%Y-%m-%d"),
+        "read GiB/s": size / slowest["read from a peer"] / 2**30,
+        "read / copy": slowest["copy"] / slowest["read from a peer"],
+        "add GiB/s": size / slowest["add to a peer"] / 2**30,
+        "add / add in place": slowest["add in place"] / slowest["add to a peer"],
+        "add bf16 / add bf16 in place": slowest["add bf16 in place"] / slowest["add bf16 to a peer"],
+        # The kernel reads the values, and reads and writes the accumulator.
+        "kernel / roofline": 3 * size / slowest["add to own"] / memory,
     }
 
 
@@ -92,20 +78,23 @@ def run(world_size: int, mib: list[int]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m lightning_odc.bench.gpu``."""
+    """Entry point of ``python -m benchmarks.gpu``."""
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_odc.bench.gpu", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes")
     parser.add_argument("--mib", type=int, metavar="N", nargs="+", default=[16, 64, 256], help="sizes in MiB")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write results here, and tables beside it"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device here, so there is nothing to measure.")
     results = {"machine": machine(), "runs": [run(ranks, options.mib) for ranks in options.ranks]}
-    print(bench_tables(results))
+    text = bench_tables(results)
+    print(text)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write(options.json, results, text)
 
 
 if __name__ == "__main__":

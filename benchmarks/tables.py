@@ -1,4 +1,4 @@
-"""Tables of a benchmark: raw numbers for JSON, Markdown to look at, and places for them in a page."""
+"""Tables of raw numbers: for JSON, as Markdown, and in their places in a page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from lightning_odc.bench.tables import markdown
 
 _LINE = "<!-- {}: {} -->"
 
@@ -56,9 +58,8 @@ class Table:
 
     def markdown(self) -> str:
         """The table without its title."""
-        lines = [[column.head for column in self.columns], ["---"] * len(self.columns)]
-        lines += [[c.text(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        rows = [[c.text(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
+        return markdown([column.head for column in self.columns], rows)
 
     def record(self) -> dict[str, Any]:
         """For JSON; numbers that are not known are null."""

@@ -1,6 +1,7 @@
 """Breaks one rank of a running training on purpose, at a given place and step, and watches how all ranks end.
 
-``python -m tests.benchmarks.faults`` tries every fault at every place and prints the table of ``docs/robustness.md``.
+``python -m benchmarks.robustness.faults`` tries every fault at every place and prints the table of
+``docs/robustness.md``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_odc import Minibatch
+from lightning_odc.bench.tables import markdown
 from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import Outcome, try_ranks
@@ -151,6 +153,8 @@ class Trap(Callback):
 
 
 class Module(TokenModule):
+    """Visits its trap in every forward pass."""
+
     def __init__(self, trap: Trap | None) -> None:
         super().__init__("items")
         self.trap = trap
@@ -162,6 +166,8 @@ class Module(TokenModule):
 
 
 class Batches(ListDataset):
+    """Visits its trap before every batch."""
+
     def __init__(self, batches: list[Any], trap: Trap | None) -> None:
         super().__init__(batches)
         self.trap = trap
@@ -284,11 +290,9 @@ def table(results: list[Result]) -> str:
     """The results as Markdown: seconds until every rank has ended, by place and fault."""
     faults = list(dict.fromkeys(result.fault for result in results))
     by = {(result.place, result.fault): result for result in results}
-    lines = ["| where | " + " | ".join(faults) + " |", "| --- |" + " --- |" * len(faults)]
-    for place in dict.fromkeys(result.place for result in results):
-        cells = [_cell(by.get((place, fault))) for fault in faults]
-        lines.append(f"| {place} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    places = dict.fromkeys(result.place for result in results)
+    rows = [[place, *(_cell(by.get((place, fault))) for fault in faults)] for place in places]
+    return markdown(["where", *faults], rows)
 
 
 def _cell(result: Result | None) -> str:
@@ -302,7 +306,7 @@ def _cell(result: Result | None) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Try everything; print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.robustness.faults", description=__doc__)
     known = (*FAULTS, DISK_FULL[0])
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=known, metavar="FAULT")
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, metavar="PLACE")

@@ -7,19 +7,18 @@ code, by a profile, is an upper bound for what they do in the training thread, a
 from __future__ import annotations
 
 import cProfile
-import os
+import pstats
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_odc.bench.own_time import seconds_in
 from lightning_odc.bench.processes import run_ranks
+from lightning_odc.bench.tables import markdown
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.demo.corpus import plan_minibatches, read_corpus
 from lightning_odc.demo.data import DemoData
@@ -63,13 +62,11 @@ class MinibatchProfiler(Callback):
         self.profile.disable()
 
 
-def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(_: int, world_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """One record per run of this rank: seconds of every timed minibatch, by the wall's clock and the processor's.
 
     One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
     """
-    os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
-    warnings.filterwarnings("ignore")
     demo = DemoOptions(
         devices=world_size, max_length=options["max_length"], minibatches=options["minibatches"]
     )
@@ -110,6 +107,25 @@ def _fit(
         trainer.callbacks += [observer, *_extra(variant, Path(scratch))]
         trainer.fit(model, data)
     return recorder.record.seconds
+
+
+def seconds_in(profile: cProfile.Profile, belongs: Callable[[str], bool]) -> float:
+    """Seconds that a profiled thread spent in functions of the files that ``belongs`` picks.
+
+    What such a function calls counts, wherever it is, waiting included; each second counts once. The profiler itself
+    makes Python code slower, so the result is an upper bound.
+
+    Args:
+        profile: a finished profile.
+        belongs: says of a file name whether its functions count.
+    """
+    statistics: Any = pstats.Stats(profile)
+    total = 0.0
+    for (file, _, _), (_, _, _, inclusive, callers) in statistics.stats.items():
+        if belongs(file):
+            entered = [edge[3] for (caller, _, _), edge in callers.items() if not belongs(caller)]
+            total += sum(entered) if callers else inclusive
+    return total
 
 
 def _is_observing(file: str) -> bool:
@@ -163,17 +179,24 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| communication | with | s/minibatch | cost, median [quartiles] | processor time | pairs | own code |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        texts = [_cost(row[f"{name}_quartiles"]) for name in ("costs", "cpu_costs")]
-        cells = ["-", "-"] if row["variant"] == "nothing" else texts
-        start = f"| {row['communication']} | {row['variant']} | {row['seconds']:.4f} |"
-        own = "-" if row["variant"] == "nothing" else f"{100 * row['own_share']:z.3f} %"
-        lines.append(f"{start} {cells[0]} | {cells[1]} | {len(row['costs'])} | {own} |")
-    return "\n".join(lines)
+    head = (
+        "communication",
+        "with",
+        "s/minibatch",
+        "cost, median [quartiles]",
+        "processor time",
+        "pairs",
+        "own code",
+    )
+    return markdown(head, map(_cells, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    costs = [_cost(row["costs_quartiles"]), _cost(row["cpu_costs_quartiles"])]
+    own = f"{100 * row['own_share']:z.3f} %"
+    if row["variant"] == "nothing":
+        costs, own = ["-", "-"], "-"
+    return [row["communication"], row["variant"], f"{row['seconds']:.4f}", *costs, len(row["costs"]), own]
 
 
 def _cost(three: Sequence[float]) -> str:

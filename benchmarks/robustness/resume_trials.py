@@ -1,7 +1,7 @@
 """Kills a training at a random moment and takes it up again, until it is through: is the end the one without crashes?
 
-``python -m tests.benchmarks.resume_trials --crashes 20`` is what ``docs/robustness.md`` reports. Every process of the
-job is killed with SIGKILL (as by a machine that goes down), or one of them alone; a new job goes on with the last
+``python -m benchmarks.robustness.resume_trials --crashes 20`` is what ``docs/robustness.md`` reports. Every process of
+the job is killed with SIGKILL (as by a machine that goes down), or one of them alone; a new job goes on with the last
 checkpoint.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -27,12 +27,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.robustness.faults import digest
 from lightning_odc import ODCStrategy
-from tests.benchmarks.faults import digest
 from tests.strategy.test_balance import Padded
 from tests.support.modules import full_parameters, trainer
 from tests.support.ranks import try_ranks
 
+Kind = Literal["full", "sharded"]
 WORLD_SIZE = 2
 SAMPLES = 48
 PER_STEP = 4 * WORLD_SIZE
@@ -53,6 +54,7 @@ class Numbered(Dataset[Any]):
 
 
 def pad(samples: list[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
+    """Numbers of samples, and their tokens padded with -1, ``[samples, longest]``."""
     numbers, tokens = zip(*samples, strict=True)
     return list(numbers), torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-1)
 
@@ -98,13 +100,14 @@ class KillAt(Callback):
 
 
 def last_checkpoint(folder: Path) -> str | None:
+    """The one of the latest step, if there is any."""
     files = {
         int(found[1]): str(f) for f in folder.glob("*.ckpt") if (found := re.search(r"step=(\d+)", f.name))
     }
     return files[max(files)] if files else None
 
 
-def run(rank: int, folder: str, kind: str, kill: tuple[int, int, bool] | None) -> tuple[str, int]:
+def run(rank: int, folder: str, kind: Kind, kill: tuple[int, int, bool] | None) -> tuple[str, int]:
     """One job's life. ``kill``: which rank, when (by its backward passes), and whether the others die, too."""
     root = Path(folder)
     (root / f"{rank}.pid").write_text(str(os.getpid()))
@@ -113,7 +116,7 @@ def run(rank: int, folder: str, kind: str, kill: tuple[int, int, bool] | None) -
         callbacks.append(KillAt(kill[1], kill[2], root))
     strategy = ODCStrategy(
         balance="lb_mini", deterministic=True, state_dict_type=kind, hang_report_after=None
-    )  # type: ignore[arg-type]
+    )
     fit = trainer(
         WORLD_SIZE, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=EPOCHS
     )
@@ -142,7 +145,7 @@ class Trial:
     seconds: float = 0.0
 
 
-def trial(crashes: int, seed: int, kind: str = "full") -> Trial:
+def trial(crashes: int, seed: int, kind: Kind = "full") -> Trial:
     """Train with that many crashes at random moments."""
     rng, found, begin = random.Random(seed), Trial(kind), time.monotonic()
     with tempfile.TemporaryDirectory() as straight, tempfile.TemporaryDirectory() as folder:
@@ -188,14 +191,16 @@ def every_sample_once(folder: Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Crash, resume, compare; print what came of it."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.resume_trials", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.robustness.resume_trials", description=__doc__
+    )
     parser.add_argument("--crashes", type=int, default=20, help="in all")
     parser.add_argument("--per-run", type=int, default=4, help="in one training")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     results: list[Trial] = []
     while sum(len(result.crashes) for result in results) < options.crashes:
-        kind = ("full", "sharded")[len(results) % 2]
+        kind: Kind = "sharded" if len(results) % 2 else "full"
         results.append(trial(options.per_run, seed=len(results), kind=kind))
         print(json.dumps(asdict(results[-1])), file=sys.stderr, flush=True)
     crashes = sum(len(result.crashes) for result in results)

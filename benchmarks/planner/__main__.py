@@ -1,6 +1,6 @@
 """How good and how fast the planner is: against bounds, the optimum, and Karmarkar-Karp with swaps.
 
-``python -m lightning_odc.bench.planner`` prints Markdown tables; name some to print only those. ``--write`` also puts
+``python -m benchmarks.planner`` prints Markdown tables; name some to print only those. ``--write`` also puts
 them into ``docs/planner.md`` and ``docs/data/planner.json``, and leaves the other tables there as they are:
 ``speed epoch --write`` on a quiet machine renews the only ones that depend on it. The table ``oracle`` needs the
 package ``ortools``. Single-threaded; everything takes about five minutes.
@@ -13,10 +13,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_odc.bench.planner_learning import fitted
-from lightning_odc.bench.planner_quality import oracle, policies, quality, swaps, window
-from lightning_odc.bench.planner_speed import epoch, speed
-from lightning_odc.bench.planner_table import Table, put_into
+from benchmarks.planner.learning import fitted
+from benchmarks.planner.quality import oracle, policies, quality, swaps, window
+from benchmarks.planner.speed import epoch, speed
+from benchmarks.tables import Table, put_into
 
 _MAKERS: dict[str, Callable[[int], list[Table]]] = {
     "quality": quality,
@@ -42,7 +42,7 @@ def write(tables: Sequence[Table]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m lightning_odc.bench.planner", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
     parser.add_argument("tables", nargs="*", help=f"which to print: {', '.join(_MAKERS)}; by default all")
     parser.add_argument("--seeds", type=int, default=10, help="random instances of each setting")
     parser.add_argument("--samples", type=int, default=1_000_000, help="of the epoch")

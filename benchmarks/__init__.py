@@ -1,0 +1,1 @@
+"""Experiments that renew figures of the documentation: ``make bench NAME=planner``. They are not installed."""

@@ -1,0 +1,1 @@
+"""What the CUDA transport costs."""

@@ -1,0 +1,1 @@
+"""Whether reported idle time is true, and what measuring it costs."""

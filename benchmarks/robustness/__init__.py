@@ -1,0 +1,1 @@
+"""What happens to a training that is broken, stopped or killed on purpose, or that is long."""
