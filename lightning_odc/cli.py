@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,6 +139,5 @@ def _flag(name: str) -> str:
 
 
 def _complain(message: str) -> None:
-    """One line on stderr, from the first rank alone."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{PROGRAM}: {message}", file=sys.stderr)
+    """One line on stderr."""
+    print(f"{PROGRAM}: {message}", file=sys.stderr)

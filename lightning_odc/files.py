@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import math
 import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _MODE = 0o644  # less what the umask takes away
 _LOCK_SECONDS = 5.0
@@ -39,6 +42,19 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as `write_whole` does; JSON has neither NaN nor infinity, they become ``null``."""
+    write_whole(path, (json.dumps(_finite(record), indent=2, allow_nan=False) + "\n").encode())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_regular(path: Path) -> bytes:

@@ -13,11 +13,6 @@ from lightning_odc.demo import options
 from lightning_odc.demo.options import DemoOptions, OptionError, available_cores, prepare_output
 
 
-@pytest.fixture(autouse=True)
-def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-
-
 @pytest.fixture
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
     """The options that reached the demo, which does not run."""
@@ -135,14 +130,6 @@ def test_an_interrupt_is_one_line(
     monkeypatch.setattr(run, "run_demo", interrupted)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "lightning-odc: interrupted; no results were written\n"
-
-
-def test_other_ranks_complain_about_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert cli.main(["demo", "--devices", "0"]) == 2
-    assert capsys.readouterr().err == ""
 
 
 def test_python_dash_m_tells_the_version() -> None:

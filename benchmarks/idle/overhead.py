@@ -12,21 +12,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 
+from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import run_ranks
+from lightning_odc.bench.results import WARM_UP, MinibatchRecord, quartiles
 from lightning_odc.bench.tables import markdown
+from lightning_odc.bench.training import fit
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
-from lightning_odc.demo.corpus import plan_minibatches, read_corpus
-from lightning_odc.demo.data import DemoData
-from lightning_odc.demo.measure import Recorder
-from lightning_odc.demo.model import ByteModel
-from lightning_odc.demo.options import DemoOptions
-from lightning_odc.demo.result import WARM_UP, quartiles
-from lightning_odc.demo.run import make_trainer
 
 VARIANTS = ("nothing", "monitor", "recorder off", "recorder on")
 _NEVER = (10**9, 10**9)
@@ -62,24 +59,15 @@ class MinibatchProfiler(Callback):
         self.profile.disable()
 
 
-def measure(_: int, world_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """One record per run of this rank: seconds of every timed minibatch, by the wall's clock and the processor's.
 
     One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
     """
-    demo = DemoOptions(
-        devices=world_size, max_length=options["max_length"], minibatches=options["minibatches"]
-    )
-    corpus = read_corpus(demo.max_length)
-    plan = plan_minibatches(
-        corpus.lengths,
-        ranks=world_size,
-        samples_per_rank=options["samples_per_rank"],
-        minibatches=WARM_UP + options["minibatches"],
-        seed=0,
-        longest_first=True,
-    )
-    data = DemoData(corpus, plan)
+    asked = {name: options[name] for name in ("max_length", "minibatches", "samples_per_rank")}
+    trained = TrainOptions(ranks=world_size, **asked).filled()
+    run_one = partial(_fit, rank, world_size, trained)
+    count = WARM_UP + trained.minibatches
     records: list[dict[str, Any]] = []
     for repetition in range(options["repetitions"] + 1):
         for communication in options["modes"]:
@@ -87,26 +75,25 @@ def measure(_: int, world_size: int, options: dict[str, Any]) -> list[dict[str, 
                 record: dict[str, Any] = {"communication": communication, "variant": variant}
                 if repetition < options["repetitions"]:
                     cpu = CpuClock()
-                    seconds = _fit(demo, data, communication, variant, cpu)
+                    seconds = run_one(communication, variant, cpu)
                     records.append(record | {"seconds": seconds[WARM_UP:], "cpu": cpu.seconds[WARM_UP:]})
                 else:
                     profiler = MinibatchProfiler()
-                    _fit(demo, data, communication, variant, profiler)
-                    records.append(record | {"own": seconds_in(profiler.profile, _is_observing) / len(plan)})
+                    run_one(communication, variant, profiler)
+                    records.append(record | {"own": seconds_in(profiler.profile, _is_observing) / count})
     return records
 
 
 def _fit(
-    demo: DemoOptions, data: DemoData, communication: Any, variant: str, observer: Callback
+    rank: int, world_size: int, options: TrainOptions, communication: str, variant: str, observer: Callback
 ) -> list[float]:
     """Train once; seconds of each minibatch."""
-    recorder = Recorder(lambda _: None)
-    trainer: Any = make_trainer(demo, communication, recorder)
-    model = ByteModel(layers=4, hidden_size=256, max_length=demo.max_length)
+    records: list[MinibatchRecord] = []
+    combination = Combination(communication, "local_sort")
     with tempfile.TemporaryDirectory() as scratch:
-        trainer.callbacks += [observer, *_extra(variant, Path(scratch))]
-        trainer.fit(model, data)
-    return recorder.record.seconds
+        callbacks = [observer, *_extra(variant, Path(scratch))]
+        fit(rank, world_size, options, combination, 1.0, callbacks, tell=records.append)
+    return [one.seconds for one in records]
 
 
 def seconds_in(profile: cProfile.Profile, belongs: Callable[[str], bool]) -> float:

@@ -27,16 +27,16 @@ from rich.console import Console
 from rich.progress import track
 
 from lightning_odc.bench.options import CommOptions
-from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
-from lightning_odc.demo.options import OptionError, prepare_output
-from lightning_odc.demo.report import write_atomically, write_json
-from lightning_odc.demo.result import quartiles
+from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.results import quartiles
+from lightning_odc.bench.tables import markdown
+from lightning_odc.demo.options import prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
-from lightning_odc.engine.transports.host import available_memory, gib
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.files import write_json, write_whole
 
 OPERATIONS = (
     ("gather", "all-gather", "copy_"),
@@ -56,11 +56,11 @@ def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: fl
     """Seconds of every round on this rank, by what was timed; the process group is up.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
-        unit_bytes: size of the whole (unsharded) fp32 unit.
-        rounds: how often.
-        skew: see Note [What a round times].
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        unit_bytes: The size of the whole (unsharded) fp32 unit.
+        rounds: The number of timed rounds.
+        skew: Seconds, see Note [What a round times].
     """
     numel = max(unit_bytes // 4 // world_size, 1)
     spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
@@ -102,7 +102,7 @@ def _jobs(protocol: Protocol, rank: int, world_size: int, numel: int) -> dict[st
             gathered[peer].add_(chunks[peer])
 
     def settle() -> None:
-        protocol.end_version({"kind": "settle"})
+        protocol.end_version("settle")
         torch.mul(window.summed(), 0.5, out=reduced)
         window.clear()
         protocol.next_version()
@@ -126,12 +126,12 @@ class Result:
     """One operation at one size.
 
     Attributes:
-        ours: median seconds of the on-demand operation, with quartiles around it.
-        theirs: the same of the process group's.
-        plain: the same of the plain operation.
-        faster: theirs over ours, round by round, quartiles.
-        rate: bytes per second, ours: read from peers, added, or for *settle* those of the own shard.
-        of_copy: that rate as a part of the rate of the plain operation, round by round, median.
+        ours: Median seconds of the on-demand operation, with quartiles around it.
+        theirs: The same of the process group's.
+        plain: The same of the plain operation.
+        faster: Theirs over ours, round by round, quartiles.
+        rate: Bytes per second, ours: read from peers, added, or for *settle* those of the own shard.
+        of_copy: That rate as a part of the rate of the plain operation, round by round, median.
     """
 
     ranks: int
@@ -156,8 +156,8 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
     moved = {"copy_": copied, "add_": unit_bytes, "accumulate": unit_bytes, "settle": unit_bytes / world_size}
     moved["gather"] = unit_bytes * (world_size - 1) / world_size
     for ours, theirs, plain in OPERATIONS:
-        share = moved[ours] / moved[plain]
-        of_copy = [share * copy / own for copy, own in zip(rounds[plain], rounds[ours], strict=True)]
+        bytes_ratio = moved[ours] / moved[plain]
+        of_copy = [bytes_ratio * copy / own for copy, own in zip(rounds[plain], rounds[ours], strict=True)]
         faster = [other / own for other, own in zip(rounds[theirs], rounds[ours], strict=True)]
         results.append(
             Result(
@@ -177,20 +177,22 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
 
 def table(results: Sequence[Result]) -> str:
     """The results as Markdown."""
-    lines = [
-        "| ranks | unit | operation | time | bytes/s | of a plain copy's | the group's "
-        "| faster than the group [quartiles] |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["ranks", "unit", "operation", "time", "bytes/s", "of a plain copy's", "the group's"]
     names = {ours: theirs for ours, theirs, _ in OPERATIONS}
-    for one in results:
-        low, middle, high = one.faster
-        lines.append(
-            f"| {one.ranks} | {show_size(one.unit_bytes)} | {one.operation} | {1e3 * one.ours[1]:.3f} ms "
-            f"| {one.rate / 2**30:.2f} GiB/s | {100 * one.of_copy:.0f} % "
-            f"| {names[one.operation]} {1e3 * one.theirs[1]:.3f} ms | {middle:.2f}x [{low:.2f}, {high:.2f}] |"
+    rows = [
+        (
+            one.ranks,
+            show_size(one.unit_bytes),
+            one.operation,
+            f"{1e3 * one.ours[1]:.3f} ms",
+            f"{one.rate / 2**30:.2f} GiB/s",
+            f"{100 * one.of_copy:.0f} %",
+            f"{names[one.operation]} {1e3 * one.theirs[1]:.3f} ms",
+            "{1:.2f}x [{0:.2f}, {2:.2f}]".format(*one.faster),
         )
-    return "\n".join(lines)
+        for one in results
+    ]
+    return markdown([*head, "faster than the group [quartiles]"], rows)
 
 
 def show_size(size: int) -> str:
@@ -205,45 +207,29 @@ def run_comm(options: CommOptions) -> int:
         OptionError: the output folder cannot be written to, or memory does not suffice.
     """
     for ranks in options.ranks:
-        _check_memory(ranks, max(options.sizes))
+        size = max(options.sizes)
+        # Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit.
+        needed = ranks * (_BUFFERS * size + PROCESS_BYTES) + 2 * size
+        what = f"{ranks} ranks and a unit of {show_size(size)}"
+        check_memory(needed, what, "fewer --ranks or smaller --sizes")
     if options.output is not None:
         prepare_output(options.output)
-    console, errors = (
-        Console(stderr=error, highlight=False, soft_wrap=True, markup=False) for error in (False, True)
-    )
     results: list[Result] = []
-    load, code = os.getloadavg()[0], 0
-    try:
+    load = os.getloadavg()[0]
+    with CutShort() as cut:
         for world_size in options.ranks:
             with Ranks(world_size, ["lightning_odc.bench.comm"]) as processes:
-                title = f"{world_size} rank(s)"
+                title, errors = f"{world_size} rank(s)", Console(stderr=True)
                 for size in track(options.sizes, title, console=errors, transient=True, auto_refresh=False):
                     by_rank = processes.call(time_unit, size, options.rounds, options.skew)
                     results += summarize(by_rank, size, options.skew)
-    except RankFailedError as error:
-        errors.print(f"lightning-odc: {error}; what was measured before is kept")
-        code = 1
-    except KeyboardInterrupt:
-        errors.print("lightning-odc: interrupted; what was measured before is kept")
-        code = 130
-    console.print(table(results) if results else "Nothing was measured.")
+    print(table(results) if results else "Nothing was measured.")
     if options.output is not None and results:
         from lightning_odc.bench.report import machine
 
         given = asdict(options) | {"output": None}
         record = {"options": given, "results": [asdict(one) for one in results], "machine": machine(load)}
         write_json(options.output / "comm.json", record)
-        write_atomically(options.output / "comm.md", f"{table(results)}\n".encode())
-        console.print(f"files in {options.output}/: comm.json, comm.md")
-    return code
-
-
-def _check_memory(ranks: int, size: int) -> None:
-    """Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit."""
-    needed = ranks * (_BUFFERS * size + PROCESS_BYTES) + 2 * size
-    free = available_memory()
-    if needed > free:
-        raise OptionError(
-            f"{ranks} ranks and a unit of {show_size(size)} need about {gib(needed)} GiB, and {gib(free)} GiB are "
-            "free: use fewer --ranks or smaller --sizes"
-        )
+        write_whole(options.output / "comm.md", f"{table(results)}\n".encode())
+        print(f"files in {options.output}/: comm.json, comm.md")
+    return cut.code

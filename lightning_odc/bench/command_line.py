@@ -23,13 +23,14 @@ from lightning_odc.bench.options import (
     TrainOptions,
     parse_size,
 )
-from lightning_odc.demo.options import check_extra_packages
+from lightning_odc.demo.options import PRECISIONS, check_extra_packages
 
 _WHAT = ("train", "sweep", "comm", "engine")
 
 _NUMBERS: dict[str, tuple[type, str]] = {
     "ranks": (int, "processes, one rank each (2, or 8 emulated devices)"),
     "samples_per_rank": (int, "samples of each rank in a minibatch, on average (8, emulated 4)"),
+    "samples_per_microbatch": (int, "samples in a microbatch under local_sort and shuffled"),
     "minibatches": (int, "timed ones per run; one more goes before them, untimed"),
     "repetitions": (int, "how often each combination trains the same minibatches, in turns"),
     "max_length": (int, "longest sample in tokens: texts, files and data sets lose longer ones, named "
@@ -83,7 +84,8 @@ def _add_train(kinds: Any) -> None:
         "--runs",
         nargs="+",
         metavar="C+P",
-        help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}",
+        help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}; a second plus "
+        "and a cost stand for another --cost",
     )
     train.add_argument(
         "--emulate",
@@ -93,8 +95,9 @@ def _add_train(kinds: Any) -> None:
     train.add_argument(
         "--model",
         metavar="M",
-        help=f"one of {', '.join(MODELS)} (emulated: {', '.join(PAPER_MODELS)}); a type of model that transformers "
-        "knows, such as gpt2, in its default configuration with random weights; or a Hugging Face config.json",
+        help=f"one of {', '.join(MODELS)} (emulated: {', '.join(PAPER_MODELS)}); layers x width of another such model, "
+        "as in 4x256; a type of model that transformers knows, such as gpt2, in its default configuration with random "
+        "weights; or a Hugging Face config.json",
     )
     train.add_argument(
         "--lengths",
@@ -103,6 +106,7 @@ def _add_train(kinds: Any) -> None:
         "of a data set",
     )
     train.add_argument("--cost", metavar="C", help=f"what the planner is told, one of {', '.join(COSTS)}")
+    train.add_argument("--precision", metavar="P", help=f"of the computation, {' or '.join(PRECISIONS)}")
     for name, (kind, text) in _NUMBERS.items():
         letter = "N" if kind is int else "X"
         train.add_argument(_flag(name), type=kind, metavar=letter, help=text)

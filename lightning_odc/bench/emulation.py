@@ -3,7 +3,7 @@
 Note [Emulated devices]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Processes, Lightning, ``fully_shard``, engine, transport, protocol and plans are the real ones; parameters are few, and
-a layer's forward pass sleeps a third of its share of the microbatch's time, its backward pass two thirds. A sleeping
+a layer's forward pass sleeps a third of its part of the microbatch's time, its backward pass two thirds. A sleeping
 rank needs no core, so many ranks fit on few cores, and the protocol decides who waits for whom, not a formula.
 
 What is real *and* takes processor time (Python, the bytes of the small shards) is not sped up with the devices, and the
@@ -31,7 +31,7 @@ from lightning_odc.bench.models import BenchModule
 
 LAYERS = 3
 WIDTH = 64
-OVERHEAD_SHARE = 0.02
+OVERHEAD_FRACTION = 0.02
 SHORTEST_MINIBATCH, LONGEST_MINIBATCH = 1.0, 20.0
 
 
@@ -67,8 +67,8 @@ class SleepingModel(BenchModule):
     """An emulated model; a microbatch is its tokens and its time.
 
     Args:
-        slowness: of this device.
-        by_hand: the strategy does not unroll a `Minibatch`.
+        slowness: The slowness of this device.
+        by_hand: Whether the strategy does not unroll a `Minibatch`.
     """
 
     def __init__(self, slowness: float = 1.0, by_hand: bool = False) -> None:
@@ -100,10 +100,9 @@ def seconds_per_cost(overhead: float, cost_per_minibatch: float, wanted: float |
     """The unit of time, see Note [Emulated devices].
 
     Args:
-        overhead: seconds of a minibatch in which nobody sleeps.
-        cost_per_minibatch: what an average minibatch costs its busiest rank.
-        wanted: seconds of an average minibatch, if somebody chose them.
+        overhead: Seconds of a minibatch in which no rank sleeps.
+        cost_per_minibatch: The cost of an average minibatch on its busiest rank.
+        wanted: Seconds of an average minibatch, if they were chosen.
     """
-    chosen = overhead / OVERHEAD_SHARE
-    seconds = wanted or min(max(chosen, SHORTEST_MINIBATCH), LONGEST_MINIBATCH)
+    seconds = wanted or min(max(overhead / OVERHEAD_FRACTION, SHORTEST_MINIBATCH), LONGEST_MINIBATCH)
     return seconds / cost_per_minibatch

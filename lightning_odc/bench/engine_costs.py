@@ -28,24 +28,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_odc._compat import comms_of
 from lightning_odc.bench.options import EngineOptions
-from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
+from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
-from lightning_odc.demo.options import OptionError, prepare_output
-from lightning_odc.demo.report import write_json
+from lightning_odc.bench.tables import markdown
+from lightning_odc.demo.options import prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import WithinContext, set_comms
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import UnitSpec
-from lightning_odc.engine.transports.host import available_memory, gib
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.units import find_units
+from lightning_odc.files import write_json
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 
 _UNITS = 16
@@ -105,10 +104,10 @@ def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> d
     See Note [The engine's own Python].
 
     Args:
-        rank: of this process.
-        world_size: number of ranks.
-        parameters: number of parameters of a unit.
-        blocks: number of blocks.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        parameters: The number of parameters of a unit.
+        blocks: The number of blocks.
 
     Returns:
         ``"engine"`` and ``"all"`` (with ``fully_shard`` and autograd) per unit and microbatch; ``"settle"``, which
@@ -199,7 +198,7 @@ def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, l
             dist.barrier()
             mark = 2 * (number * len(WORK) + turn) + 1
             if rank == 0:
-                protocol.transport.store(0, mark)  # the first control word: nobody meets here
+                protocol.transport.store(0, mark)  # the first control word: no rank meets another here
                 spent = _work()
                 protocol.transport.store(0, mark + 1)
                 if number:
@@ -241,51 +240,33 @@ def run_engine(options: EngineOptions) -> int:
     Raises:
         OptionError: the output folder cannot be written to, or memory does not suffice.
     """
-    _check_memory(max(options.peers), options.mib)
+    peers, mib = max(options.peers), options.mib
+    # On every rank a window with a shard and an accumulator, and two tensors of the same size.
+    needed = (peers + 1) * (4 * mib * 2**20 + PROCESS_BYTES)
+    check_memory(needed, f"{peers} peers that add {mib} MiB", "fewer --peers or a smaller --mib")
     if options.output is not None:
         prepare_output(options.output)
-    console, errors = (
-        Console(stderr=error, highlight=False, soft_wrap=True, markup=False) for error in (False, True)
-    )
-    load, code = os.getloadavg()[0], 0
-    found: dict[str, Any] = {}
-    try:
-        found["python"] = []
+    load = os.getloadavg()[0]
+    found: dict[str, Any] = {"python": []}
+    with CutShort() as cut:
         for world_size in _RANKS:
             with Ranks(world_size, ["lightning_odc.bench.engine_costs"]) as ranks:
                 for parameters in _PARAMETERS:
                     taken = ranks.call(engine_python, parameters, options.rounds)
                     found["python"].append(_python_row(world_size, parameters, taken))
-        console.print(f"The engine's own Python:\n{python_table(found['python'])}\n")
+        print(f"The engine's own Python:\n{python_table(found['python'])}\n", flush=True)
         found["busy owner"] = []
         for peers in options.peers:
             with Ranks(peers + 1, ["lightning_odc.bench.engine_costs"]) as ranks:
                 seconds = ranks.call(busy_owner, options.mib, options.rounds)[0]
             found["busy owner"].append({"peers": peers, **_slower(seconds)})
-    except RankFailedError as error:
-        errors.print(f"lightning-odc: {error}; what was measured before is kept")
-        code = 1
-    except KeyboardInterrupt:
-        errors.print("lightning-odc: interrupted; what was measured before is kept")
-        code = 130
-    console.print(table(found.get("busy owner", [])))
+    print(table(found.get("busy owner", [])))
     if options.output is not None and any(found.values()):
         from lightning_odc.bench.report import machine
 
         write_json(options.output / "engine.json", {**found, "machine": machine(load)})
-        console.print(f"files in {options.output}/: engine.json")
-    return code
-
-
-def _check_memory(peers: int, mib: int) -> None:
-    """On every rank a window with a shard and an accumulator, and two tensors of the same size."""
-    needed = (peers + 1) * (4 * mib * 2**20 + PROCESS_BYTES)
-    free = available_memory()
-    if needed > free:
-        raise OptionError(
-            f"{peers} peers that add {mib} MiB need about {gib(needed)} GiB, and {gib(free)} GiB are free: use fewer "
-            "--peers or a smaller --mib"
-        )
+        print(f"files in {options.output}/: engine.json")
+    return cut.code
 
 
 def _python_row(ranks: int, parameters: int, by_rank: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
@@ -302,17 +283,24 @@ def _python_row(ranks: int, parameters: int, by_rank: Sequence[dict[str, list[fl
 
 def python_table(rows: Sequence[dict[str, Any]]) -> str:
     """Microseconds of the engine's own Python, as Markdown."""
-    lines = [
-        "| ranks | parameters | per unit and microbatch | more per unit and minibatch | with `fully_shard` |",
-        "| --- | --- | --- | --- | --- |",
+    head = [
+        "ranks",
+        "parameters",
+        "per unit and microbatch",
+        "more per unit and minibatch",
+        "with `fully_shard`",
     ]
-    for row in rows:
-        low, middle, high = row["microbatch"]
-        lines.append(
-            f"| {row['ranks']} | {row['parameters']} | {middle:.1f} us [{low:.1f}, {high:.1f}] | "
-            f"{row['minibatch']:.0f} us | {row['all']:.0f} us |"
+    found = [
+        (
+            row["ranks"],
+            row["parameters"],
+            "{1:.1f} us [{0:.1f}, {2:.1f}]".format(*row["microbatch"]),
+            f"{row['minibatch']:.0f} us",
+            f"{row['all']:.0f} us",
         )
-    return "\n".join(lines)
+        for row in rows
+    ]
+    return markdown(head, found)
 
 
 def _slower(spent: dict[str, list[Spent]]) -> dict[str, Any]:
@@ -329,14 +317,8 @@ def _slower(spent: dict[str, list[Spent]]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """How much longer a busy owner takes, as Markdown."""
-    lines = [
-        "| peers | peers add elsewhere | peers add into it | the same by the clock |",
-        "| --- | --- | --- | --- |",
+    ratios = ("elsewhere", "into", "into_by_the_clock")
+    found = [
+        [row["peers"], *("x{1:.2f} [{0:.2f}, {2:.2f}]".format(*row[name]) for name in ratios)] for row in rows
     ]
-    for row in rows:
-        cells = [
-            f"x{middle:.2f} [{low:.2f}, {high:.2f}]"
-            for low, middle, high in (row["elsewhere"], row["into"], row["into_by_the_clock"])
-        ]
-        lines.append(f"| {row['peers']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown(["peers", "peers add elsewhere", "peers add into it", "the same by the clock"], found)

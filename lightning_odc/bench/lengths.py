@@ -5,8 +5,8 @@ Note [Named distributions]
 The data sets of the paper are not shipped. What is published about their lengths is a mean and, for one of them, the
 longest: LongAlign 16.5K tokens on average and at most 64K, SWE-Smith 34.7K, answers on AIME about 9K (*Revisiting
 Parameter Server in LLM Post-Training*, arXiv 2601.19362). The named distributions are lognormal with these means, cut
-at the longest: ``sigma`` 0.75, which for LongAlign gives about the idle shares that the paper reports, and for the
-other two the longest (64K, 32K) is an assumption as well. They are approximations of lengths, nothing else is.
+at the longest: ``sigma`` 0.75, which for LongAlign gives about the idle times that the paper reports, and for the
+other two the longest (64K, 32K) is an assumption as well. Only the lengths are approximations.
 With a shorter ``--max-length`` all lengths shrink in proportion, so that the shape stays.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_odc.balance.arrays import LENGTH_LIMIT
 from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, find_lengths
-from lightning_odc.demo.corpus import encode, read_corpus
+from lightning_odc.demo.corpus import encode, read_samples
 from lightning_odc.demo.options import OptionError
 
 _DRAWN = 4096
@@ -54,10 +54,10 @@ class Samples(Sequence[Tensor]):
     """Token ids by index, made when they are asked for.
 
     Args:
-        lengths: of every sample.
-        source: what they are, for people.
-        text: the tokens of a sample; by default random ones, the same on all ranks.
-        vocabulary: all tokens are below it.
+        lengths: The lengths of all samples.
+        source: A description of them, for people.
+        text: The tokens of a sample; by default random ones, the same on all ranks.
+        vocabulary: The number of different tokens.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
     """The samples that ``--lengths`` names.
 
     Args:
-        name: a distribution, a file, or the folder of a data set.
-        max_length: samples longer than that are left out of texts, files and data sets; named distributions shrink.
-        seed: of named distributions.
+        name: A distribution, a file, or the folder of a data set.
+        max_length: The longest sample. Texts, files and data sets lose longer ones; named distributions shrink.
+        seed: The seed of named distributions.
 
     Raises:
         OptionError: it cannot be read, or nothing is left.
@@ -109,18 +109,18 @@ def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Le
     """Lengths from a named distribution, int64 ``[count]``, see Note [Named distributions].
 
     Args:
-        name: one of `PUBLISHED`.
-        count: how many.
-        longest: to shrink all lengths to, in tokens; by default the published one.
-        seed: of the draw.
+        name: One of `PUBLISHED`.
+        count: The number of lengths.
+        longest: The longest length in tokens, to which all shrink; by default the published one.
+        seed: The seed of the draw.
     """
     known = PUBLISHED[name]
     location = _location(known.mean / known.longest, _SIGMA)
     normal = statistics.NormalDist(location, _SIGMA)
     # Another stream than the loader's shuffle, which would otherwise sort what it is given.
     below = np.random.default_rng([seed, len(PUBLISHED)]).random(count) * normal.cdf(0.0)
-    shares = np.exp([normal.inv_cdf(max(float(value), 1e-12)) for value in below])
-    return np.maximum(np.rint(shares * (longest or known.longest)), 1).astype(np.int64)
+    fractions = np.exp([normal.inv_cdf(max(float(value), 1e-12)) for value in below])
+    return np.maximum(np.rint(fractions * (longest or known.longest)), 1).astype(np.int64)
 
 
 def _location(mean: float, sigma: float) -> float:
@@ -136,11 +136,7 @@ def _location(mean: float, sigma: float) -> float:
 
 
 def _text(max_length: int, equal: bool) -> Samples:
-    corpus = read_corpus(max_length)
-    if equal:
-        from lightning_odc.demo.corpus import equal_pieces
-
-        corpus = equal_pieces(corpus)
+    corpus = read_samples(max_length, equal=equal)
     source = f"{len(corpus.samples)} {'equal pieces' if equal else 'functions and classes'} of the standard library"
     return Samples(np.array(corpus.lengths), source, lambda index: encode(corpus.samples[index]), 258)
 

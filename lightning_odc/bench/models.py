@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -50,30 +51,43 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
     """The configuration of a causal language model.
 
     Args:
-        name: one of `SIZES`; a ``config.json`` as Hugging Face writes it; or a type of model that transformers knows,
-            such as ``gpt2``, which stands for its default configuration.
-        max_length: the longest sample in tokens.
+        name: One of `SIZES`; layers x width of another such model, as in ``4x256``; a ``config.json`` as Hugging Face
+            writes it; or a type of model that transformers knows, such as ``gpt2``, which stands for its default
+            configuration.
+        max_length: The longest sample in tokens.
 
     Raises:
         OptionError: it is none of these, or not of a causal language model.
     """
     if name in SIZES:
-        layers, width = SIZES[name]
-        return LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=width * 5 // 2,
-            num_hidden_layers=layers,
-            num_attention_heads=width // HEAD_SIZE,
-            num_key_value_heads=width // HEAD_SIZE,
-            max_position_embeddings=max_length,
-            use_cache=False,
-        )
+        return byte_llama(*SIZES[name], max_length)
+    if size := re.fullmatch(r"(\d+)x(\d+)", name):
+        return byte_llama(int(size[1]), int(size[2]), max_length)
     config = _configuration(name, SIZES)
     if not _is_causal(config):
         raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")
     config.use_cache = False
     return config
+
+
+def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
+    """The configuration of a model of our own.
+
+    Args:
+        layers: The number of decoder layers.
+        width: A multiple of the head size 64.
+        max_length: The longest sample in tokens.
+    """
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD_SIZE,
+        num_key_value_heads=width // HEAD_SIZE,
+        max_position_embeddings=max_length,
+        use_cache=False,
+    )
 
 
 def _is_causal(config: PretrainedConfig) -> bool:
@@ -130,8 +144,8 @@ def count_parameters(name: str, config: PretrainedConfig) -> int:
     """Of the model that a configuration describes, without making it.
 
     Args:
-        name: of the model, for the message.
-        config: its configuration.
+        name: The name of the model, for the message.
+        config: The configuration of the model.
 
     Raises:
         OptionError: transformers cannot make such a model.
@@ -171,15 +185,15 @@ def emulated_cost(name: str) -> Cost:
 class BenchModule(LightningModule):
     """A model whose loss is a sum with a count, weighted exactly by the strategy.
 
-    Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the share by itself and reduces once.
+    Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the microbatches by itself and reduces once.
 
     Args:
-        by_hand: the strategy does not unroll a `Minibatch`.
+        by_hand: Whether the strategy does not unroll a `Minibatch`.
 
     Attributes:
-        loss_sum: of the microbatches since `take_loss`.
-        tokens: predicted in them.
-        watch: told about the one backward pass that reduces, under ``ddp``.
+        loss_sum: Summed loss of the microbatches since `take_loss`.
+        tokens: Tokens predicted in them.
+        watch: The watch of the one backward pass that reduces, under ``ddp``.
     """
 
     def __init__(self, by_hand: bool) -> None:
@@ -214,17 +228,16 @@ class BenchModule(LightningModule):
         self.loss_sum += float(loss.detach())
         self.tokens += count
 
-    def _run_by_hand(self, share: list[tuple[Any, float]]) -> None:
+    def _run_by_hand(self, microbatches: list[tuple[Any, float]]) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        for number, (microbatch, weight) in enumerate(share):
+        for number, (microbatch, weight) in enumerate(microbatches):
             loss, count = self.compute(microbatch)
             self._count(loss * bool(weight), count if weight else 0)
-            mean = loss * (weight / max(count, 1) / len(share))
-            if number < len(share) - 1:
-                self.lag_backward(
-                    mean
-                )  # DDP reduces in the pass that `manual_backward` announces, and in no other
+            mean = loss * (weight / max(count, 1) / len(microbatches))
+            if number < len(microbatches) - 1:
+                # DDP reduces in the pass that `manual_backward` announces, and in no other.
+                self.lag_backward(mean)
             else:
                 self._reduce(mean)
         optimizer.step()
@@ -246,10 +259,10 @@ class CausalModel(BenchModule):
     """A causal language model over packed samples.
 
     Args:
-        config: of the model, randomly initialised.
-        seed: of the weights.
-        slowness: 1.5 for a device that is 1.5 times slower: it sleeps after each pass.
-        by_hand: the strategy does not unroll a `Minibatch`.
+        config: The configuration of the model, whose weights are random.
+        seed: The seed of the weights.
+        slowness: A factor; a device that is 1.5 times slower sleeps after each pass.
+        by_hand: Whether the strategy does not unroll a `Minibatch`.
     """
 
     def __init__(

@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 from lightning_odc.balance.planner import COLLECTIVE_SAFE
 from lightning_odc.balance.planner import POLICIES as PLANNED
-from lightning_odc.demo.options import OptionError, available_cores
+from lightning_odc.demo.options import PRECISIONS, OptionError, available_cores
 
 COMMUNICATIONS = ("ddp", "collective", "lockstep", "on_demand")
 PAPERS_OWN = "lb_micro_paper"
 """``lb_micro`` as in the paper: microbatches are packed rank by rank, not along those of the other ranks."""
-POLICIES = (*PLANNED, PAPERS_OWN)
-EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN)
+SHUFFLED = "shuffled"
+"""``local_sort`` without the sorting: samples in the order in which a shuffling loader delivers them."""
+POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED)
+EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN, SHUFFLED)
 COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted")
 MODELS = ("demo", "tiny", "small", "wide")
 PAPER_MODELS = ("1.5b", "7b")
@@ -26,33 +28,36 @@ KIB = 1024
 
 
 class Combination(NamedTuple):
-    """What is compared: how ranks communicate, and who places the samples."""
+    """What is compared: how ranks communicate, who places the samples, and by which cost (none: ``--cost``)."""
 
     communication: str
     policy: str
+    cost: str = ""
 
     def __str__(self) -> str:
-        return f"{self.communication}+{self.policy}"
+        return "+".join(filter(None, self))
 
     @classmethod
     def parse(cls, text: str) -> Combination:
-        """From ``communication+policy``.
+        """From ``communication+policy`` or ``communication+policy+cost``.
 
         Raises:
             OptionError: unknown names, or a policy that this communication cannot run.
         """
-        communication, _, policy = text.partition("+")
-        if communication not in COMMUNICATIONS or policy not in POLICIES:
+        communication, _, rest = text.partition("+")
+        policy, _, cost = rest.partition("+")
+        if communication not in COMMUNICATIONS or policy not in POLICIES or cost not in ("", *COSTS):
             raise OptionError(
                 f"--runs {text!r} is unknown: write communication+policy, with one of {', '.join(COMMUNICATIONS)} and "
-                f"one of {', '.join(POLICIES)}, for example on_demand+lb_mini"
+                f"one of {', '.join(POLICIES)}, for example on_demand+lb_mini; if you like, followed by + and one of "
+                f"{', '.join(COSTS)}"
             )
         if communication != "on_demand" and policy not in EQUAL_COUNTS:
             raise OptionError(
                 f"--runs {text}: {policy} gives ranks different numbers of microbatches, and {communication} would "
                 f"hang; use on_demand+{policy} or {communication}+lb_micro"
             )
-        return cls(communication, policy)
+        return cls(communication, policy, cost)
 
 
 DEFAULT_RUNS = (
@@ -88,17 +93,22 @@ class TrainOptions:
     lengths: str | None = None
     ranks: int | None = None
     samples_per_rank: int | None = None
+    samples_per_microbatch: int = 1
     minibatches: int = 5
     repetitions: int = 3
     max_length: int | None = None
     packing_ratio: float = 1.0
     cost: str = "model"
     slow_rank: float = 1.0
+    precision: str = "32-true"
     seconds_per_minibatch: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "samples_per_rank", "minibatches", "repetitions", "max_length"):
+        for name in (
+            *("ranks", "samples_per_rank", "samples_per_microbatch"),
+            *("minibatches", "repetitions", "max_length"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"--{name.replace('_', '-')} {value}: use 1 or more")
@@ -111,16 +121,19 @@ class TrainOptions:
             raise OptionError(f"--seed {self.seed}: use 0 or more")
         if self.cost not in COSTS:
             raise OptionError(f"--cost {self.cost!r} is unknown: choose from {', '.join(COSTS)}")
+        if self.precision not in PRECISIONS:
+            raise OptionError(
+                f"--precision {self.precision!r} is unknown: choose from {', '.join(PRECISIONS)}"
+            )
         self._check_runs()
         self._check_ranks()
         self._check_model()
 
     def _check_runs(self) -> None:
-        runs = self.runs or ()
+        runs = self.runs or DEFAULT_RUNS
         if len(set(runs)) < len(runs):
             raise OptionError("--runs names a combination twice")
-        learners = [run for run in runs if run.communication in ("ddp", "collective")]
-        if self.cost == "fitted" and (self.runs is None or learners):
+        if any(self.cost_of(run) == "fitted" and run.communication in ("ddp", "collective") for run in runs):
             raise OptionError(
                 "--cost fitted learns from measured times, which collectives and ddp do not have: name other --runs"
             )
@@ -148,6 +161,10 @@ class TrainOptions:
             raise OptionError(
                 f"--lengths {lengths!r} is neither a file or folder nor one of {', '.join(DISTRIBUTIONS)}"
             )
+
+    def cost_of(self, combination: Combination) -> str:
+        """The cost by which a combination is planned."""
+        return combination.cost or self.cost
 
     def filled(self) -> TrainOptions:
         """The same with every default that depends on other options."""

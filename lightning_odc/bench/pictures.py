@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from lightning_odc.bench.results import Row
-from lightning_odc.demo.pictures import COLOURS
-
-_GREY = "#8c8c8c"
+from lightning_odc.callbacks.timeline.palette import GREY, MODES
+from lightning_odc.files import write_whole
 
 
 def rows_picture(rows: Sequence[Row]) -> Figure:
@@ -18,7 +19,7 @@ def rows_picture(rows: Sequence[Row]) -> Figure:
     axes = figure.add_subplot()
     for place, row in enumerate(rows):
         low, middle, high = row.seconds
-        colour = COLOURS.get(row.combination.communication, _GREY)
+        colour = MODES.get(row.combination.communication, GREY)
         axes.barh(place, middle, color=colour, alpha=0.6)
         axes.barh(
             place,
@@ -36,3 +37,10 @@ def rows_picture(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("seconds per minibatch (median, 95 % interval; hatched: waiting for others)")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def write_picture(path: Path, figure: Figure) -> None:
+    """Write the figure as PNG, atomically."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_whole(path, buffer.getvalue())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,6 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from lightning_odc.demo.options import OptionError, available_cores
+from lightning_odc.engine.transports.host import available_memory, gib
 
 PROCESS_BYTES = 150 * 2**20
 """Private memory of a rank that has imported everything and made nothing yet, about."""
@@ -31,12 +38,58 @@ class RankFailedError(RuntimeError):
     """A rank raised or ended; the message is one line.
 
     Attributes:
-        details: the traceback of the rank, if it had time for one.
+        details: The traceback of the rank, if it had time for one.
     """
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+class CutShort:
+    """A context that may end early, when a rank fails or at Ctrl-C: one line on stderr, and no exception.
+
+    Attributes:
+        code: The exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+        failure: One line, if it ended early.
+        details: The traceback of the rank that failed.
+    """
+
+    def __init__(self) -> None:
+        self.code, self.failure, self.details = 0, "", ""
+
+    def __enter__(self) -> CutShort:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, RankFailedError):
+            self.code, self.failure, self.details = 1, str(error), error.details
+        elif isinstance(error, KeyboardInterrupt):
+            self.code, self.failure = 130, "interrupted"
+        if self.code:
+            print(f"lightning-odc: {self.failure}; what was measured before is kept", file=sys.stderr)
+        return bool(self.code)
+
+
+def check_memory(needed: int, what: str, instead: str) -> None:
+    """Refuse what does not fit into memory.
+
+    Args:
+        needed: Bytes, on all ranks together.
+        what: The subject of the message.
+        instead: What to use instead.
+
+    Raises:
+        OptionError: it does not fit.
+    """
+    free = available_memory()
+    if needed > free:
+        raise OptionError(f"{what} need about {gib(needed)} GiB, and {gib(free)} GiB are free: use {instead}")
+
+
+def threads_per_rank(world_size: int) -> int:
+    """The cores divided among the ranks."""
+    return max(available_cores() // world_size, 1)
 
 
 class _Rank(NamedTuple):
@@ -54,9 +107,9 @@ class Ranks:
     Ctrl-C, which is for the parent, and end when it does, however that ends.
 
     Args:
-        world_size: how many.
-        preload: modules that the server imports before it forks.
-        prepare: called with the rank in its process before the group is made.
+        world_size: The number of ranks.
+        preload: Modules that the server imports before it forks.
+        prepare: A function that is called with the rank in its process before the group is made.
     """
 
     def __init__(
@@ -82,6 +135,10 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
+        # Ctrl-C is blocked where the server begins: it would die of it, with a traceback, while it imports for seconds.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._scratch = tempfile.TemporaryDirectory(prefix="lightning-odc-")
         store = str(Path(self._scratch.name) / "store")
         for rank in range(self.world_size):
@@ -210,12 +267,13 @@ def _rank_main(
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     if prepare is not None:
         prepare(rank)
-    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    torch.set_num_threads(threads_per_rank(world_size))
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (job := pipe.recv()) is not None:
         function, arguments, telling = job
         options = {"tell": partial(_tell, pipe)} if telling else {}
+        _quieten()
         try:
             pipe.send(("done", function(rank, world_size, *arguments, **options)))
         except BaseException as error:
@@ -223,6 +281,13 @@ def _rank_main(
             pipe.send(("failed", (line, "".join(traceback.format_exception(error)))))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _quieten() -> None:
+    """Lightning's hints are for the reader of a training script, which a benchmark is not."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
 
 
 def _tell(pipe: Connection, item: Any) -> None:

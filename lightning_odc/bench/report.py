@@ -10,12 +10,12 @@ from dataclasses import asdict
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 import transformers
-from rich.console import Console
+from numpy.typing import ArrayLike
 
 from lightning_odc._version import __version__
-from lightning_odc.bench.lengths import Samples
 from lightning_odc.bench.options import TrainOptions
 from lightning_odc.bench.results import (
     Interval,
@@ -24,54 +24,63 @@ from lightning_odc.bench.results import (
     Split,
     baseline_of,
     loss_difference,
+    quartiles,
     splits,
     summarize,
 )
+from lightning_odc.bench.tables import markdown
+from lightning_odc.bench.training import cached_samples
 from lightning_odc.demo.options import available_cores
-from lightning_odc.demo.report import length_facts, write_atomically, write_json
+from lightning_odc.files import write_json, write_whole
 
 MIB = 2**20
-LOSS_TOLERANCE = 1e-5
-"""Relative; as in the demo, whose comment derives it."""
+LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-3}
+"""Relative difference of a minibatch's loss up to which combinations and repetitions agree.
+
+They add the same gradients in different orders. In fp32 the sum of a minibatch's 16 gradients is right to
+16 x 6e-8, and a step moves the loss by a fraction of that: measured, 5e-8 after a few minibatches. A modest error
+is far larger: to lose the gradient of the shortest one of 16 samples changes the next losses by 2e-5 to 4e-4. In
+bf16 the two orders differ by 1e-5, because a last bit of a parameter decides about a rounding of 4e-3.
+"""
+BUSY_LOAD = 0.5
+"""Load average per core, before the run, above which its times are not to be trusted."""
+
+
+def introduction(options: TrainOptions) -> str:
+    """What is about to be measured."""
+    samples = cached_samples(options)
+    facts = ", ".join(f"{name} {value:,.0f}" for name, value in length_facts(samples.lengths).items())
+    devices = f"{options.ranks} {'emulated devices' if options.emulate else 'ranks'}"
+    return (
+        f"model {options.model} on {devices}, {options.samples_per_rank} samples per rank and minibatch; "
+        f"{samples.source} (tokens: {facts}); {options.repetitions} repetitions of {options.minibatches} "
+        f"minibatches, the combinations in turns"
+    )
 
 
 class Outcome:
-    """Everything a run has to say, also when it was cut short.
+    """Everything that a benchmark of trainings has to say, also when it was cut short.
 
     Args:
-        options: filled in.
-        samples: what is trained on.
+        options: The options of the benchmark, filled in.
 
     Attributes:
-        runs: as far as they came.
-        failure: one line, if it was cut short.
-        details: the traceback of the rank that failed.
-        overhead: seconds of a minibatch in which nobody sleeps; emulated devices only.
-        seconds_per_cost: the unit of time of emulated devices.
+        runs: The runs, as far as they came.
+        code: The exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
+        failure: One line, if it was cut short.
+        details: The traceback of the rank that failed.
+        overhead: Seconds of a minibatch in which no rank sleeps; emulated devices only.
+        seconds_per_cost: The unit of time of emulated devices.
     """
 
-    def __init__(self, options: TrainOptions, samples: Samples) -> None:
+    def __init__(self, options: TrainOptions) -> None:
         self.options = options
-        self.samples = samples
         self.runs: list[Run] = []
+        self.code = 0
         self.failure = self.details = ""
         self.overhead = 0.0
         self.seconds_per_cost = 1.0
         self.load = os.getloadavg()[0]
-
-    @property
-    def introduction(self) -> str:
-        """What is about to be measured."""
-        options = self.options
-        facts = ", ".join(
-            f"{name} {value:,.0f}" for name, value in length_facts(self.samples.lengths.tolist()).items()
-        )
-        devices = f"{options.ranks} {'emulated devices' if options.emulate else 'ranks'}"
-        return (
-            f"model {options.model} on {devices}, {options.samples_per_rank} samples per rank and minibatch; "
-            f"{self.samples.source} (tokens: {facts}); {options.repetitions} repetitions of {options.minibatches} "
-            f"minibatches, the combinations in turns"
-        )
 
     @property
     def rows(self) -> list[Row]:
@@ -84,18 +93,23 @@ class Outcome:
         rows = self.rows
         if not rows:
             return "Nothing was measured."
-        parts = [table(rows, self.options.emulate), "", *(sentence(split) for split in splits(self.runs))]
+        parts = [table(rows, self.options), "", *(sentence(split) for split in splits(self.runs))]
         difference = loss_difference(self.runs)
-        verdict = "losses agree" if difference <= LOSS_TOLERANCE else "LOSSES DIFFER"
+        verdict = "losses agree" if self.losses_agree else "LOSSES DIFFER"
         reason = "" if math.isfinite(difference) else " (a loss is NaN or infinite)"
         parts.append(f"{verdict}: largest relative difference {difference:.1e}{reason}")
         if self.options.emulate:
             parts.append(self._emulation(rows))
-        if self.load > 0.5 * available_cores():
+        if self.load > BUSY_LOAD * available_cores():
             parts.append(f"The machine was busy before (load {self.load:.1f}): expect uneven times.")
         if self.failure:
             parts.append(f"Cut short: {self.failure}")
         return "\n".join(parts)
+
+    @property
+    def losses_agree(self) -> bool:
+        """Whether all combinations and repetitions computed the same losses, up to rounding."""
+        return loss_difference(self.runs) <= LOSS_TOLERANCE[self.options.precision]
 
     def _emulation(self, rows: Sequence[Row]) -> str:
         slowest = max(row.seconds[1] for row in rows)
@@ -106,14 +120,11 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of ``bench.json``."""
-        given = asdict(self.options)
+        given, samples = asdict(self.options), cached_samples(self.options)
         given |= {"runs": [str(run) for run in self.options.runs or ()], "output": None}
         return {
             "options": given,
-            "lengths": {
-                "source": self.samples.source,
-                "tokens": length_facts(self.samples.lengths.tolist()),
-            },
+            "lengths": {"source": samples.source, "tokens": length_facts(samples.lengths)},
             "baseline": str(baseline_of([row.combination for row in self.rows])),
             "rows": [row.record() for row in self.rows],
             "splits": [split.record() for split in splits(self.runs)],
@@ -126,7 +137,7 @@ class Outcome:
             "machine": machine(self.load),
         }
 
-    def write_files(self, console: Console) -> None:
+    def write_files(self) -> None:
         """Write ``bench.json``, ``bench.md`` and ``bench.png`` into the output folder, if there is one.
 
         Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said why it
@@ -137,17 +148,27 @@ class Outcome:
             return
         if not self.rows:
             if self.details:
-                write_atomically(folder / "bench-error.txt", self.details.encode())
-                console.print(f"files in {folder}/: bench-error.txt")
+                write_whole(folder / "bench-error.txt", self.details.encode())
+                print(f"files in {folder}/: bench-error.txt")
             return
         (folder / "bench-error.txt").unlink(missing_ok=True)
         write_json(folder / "bench.json", self.as_dict())
-        write_atomically(folder / "bench.md", f"{self.introduction}\n\n{self.text}\n".encode())
-        from lightning_odc.bench.pictures import rows_picture
-        from lightning_odc.demo.pictures import write_picture
+        write_whole(folder / "bench.md", f"{introduction(self.options)}\n\n{self.text}\n".encode())
+        from lightning_odc.bench.pictures import rows_picture, write_picture
 
         write_picture(folder / "bench.png", rows_picture(self.rows))
-        console.print(f"files in {folder}/: bench.json, bench.md, bench.png")
+        print(f"files in {folder}/: bench.json, bench.md, bench.png")
+
+
+def length_facts(lengths: ArrayLike) -> dict[str, float]:
+    """The figures that describe the tail: median, mean, 90th percentile, longest."""
+    ordered = np.sort(lengths).tolist()
+    return {
+        "median": quartiles(ordered)[1],
+        "mean": sum(ordered) / len(ordered),
+        "90%": ordered[int(0.9 * (len(ordered) - 1))],
+        "longest": ordered[-1],
+    }
 
 
 def machine(load: float) -> dict[str, Any]:
@@ -172,27 +193,47 @@ def _run_record(run: Run) -> dict[str, Any]:
         "idle": [[one.idle for one in run.of(index)] for index in range(run.count)],
         "losses": [run.loss(index) for index in range(run.count)],
         "bounds": run.bounds,
+        "estimated_idle": run.estimates,
         "totals": [asdict(one) for one in run.totals],
     }
 
 
-def table(rows: Sequence[Row], emulated: bool) -> str:
-    """The rows as Markdown; what is emulated has no memory worth telling, but may have bounds."""
-    heads = ["communication", "policy", "s/minibatch [95 %]", "speed-up [95 %]", "idle", "over bound"]
-    heads += ["bound / measured"] if emulated else ["settle + publish", "peak memory", "window"]
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for row in rows:
-        low, middle, high = row.seconds
-        cells = [*row.combination, f"{middle:.3f} [{low:.3f}, {high:.3f}]"]
-        cells.append("-" if row.speed_up is None else show_ratio(row.speed_up))
-        cells += [f"{100 * value:z.1f} %" for value in (row.idle, row.over_bound)]
-        if emulated:
-            cells.append("-" if row.efficiency is None else f"{100 * row.efficiency:.1f} %")
-        else:
-            cells.append(f"{100 * row.settling:.2f} %")
-            cells += [f"{size / MIB:.0f} MiB" if size else "-" for size in (row.peak_bytes, row.window_bytes)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def table(rows: Sequence[Row], options: TrainOptions) -> str:
+    """The rows as Markdown."""
+    found = [_cells(row, options) for row in rows]
+    return markdown(list(found[0]), [list(cells.values()) for cells in found])
+
+
+def _cells(row: Row, options: TrainOptions) -> dict[str, str]:
+    """By head; what is emulated has no memory worth telling, but may have bounds."""
+    low, middle, high = row.seconds
+    communication, policy, _ = row.combination
+    cells = {"communication": communication, "policy": policy, "cost": options.cost_of(row.combination)}
+    if not any(run.cost for run in options.runs or ()):
+        del cells["cost"]  # the same in all rows
+    cells |= {
+        "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",
+        "speed-up [95 %]": "-" if row.speed_up is None else show_ratio(row.speed_up),
+        "idle": show_percent(row.idle),
+        "idle, estimated": show_percent(row.estimated_idle),
+        "over bound": show_percent(row.over_bound),
+    }
+    if options.emulate:
+        return cells | {"bound / measured": show_percent(row.efficiency)}
+    return cells | {
+        "settle + publish": show_percent(row.settling, 2),
+        "peak memory": _show_mib(row.peak_bytes),
+        "window": _show_mib(row.window_bytes),
+    }
+
+
+def show_percent(fraction: float | None, digits: int = 1) -> str:
+    """A fraction in percent, or a dash."""
+    return "-" if fraction is None else f"{100 * fraction:z.{digits}f} %"
+
+
+def _show_mib(size: int) -> str:
+    return f"{size / MIB:.0f} MiB" if size else "-"
 
 
 def show_ratio(ratio: Interval) -> str:

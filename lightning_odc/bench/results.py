@@ -11,6 +11,7 @@ that the same file gives the same table. With few pairs such intervals are too n
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,9 +22,9 @@ import numpy as np
 from lightning_odc.bench.options import PAPERS_OWN, Combination
 from lightning_odc.callbacks.idle.summary import waits_in_meetings
 from lightning_odc.callbacks.timeline.clocks import Passage
-from lightning_odc.demo.result import relative_spread
 
 WARM_UP = 1
+"""Minibatches at the start of every run that are trained on but not timed."""
 RESAMPLES = 2000
 Interval = tuple[float, float, float]
 """Low end, value, high end."""
@@ -36,13 +37,13 @@ class MinibatchRecord:
     """One minibatch on one rank.
 
     Attributes:
-        seconds: from its start to the start of the next one.
-        waits: seconds of waiting for others, by cause.
-        loss_sum: of this rank's tokens.
-        tokens: predicted on this rank.
-        settling: seconds of own work in settle and publish.
-        processor: seconds of processor time, all threads.
-        meetings: when this rank entered and left each collective.
+        seconds: Time from its start to the start of the next one.
+        waits: Seconds of waiting for others, by cause.
+        loss_sum: Sum over this rank's tokens.
+        tokens: Tokens predicted on this rank.
+        settling: Seconds of own work in settle and publish.
+        processor: Seconds of processor time, all threads.
+        meetings: Times at which this rank entered and left each collective.
     """
 
     seconds: float
@@ -64,15 +65,15 @@ class Totals:
     """What a rank says at the end of a run.
 
     Attributes:
-        peak_bytes: largest private memory, 0 where the kernel does not tell.
-        window_bytes: of its window.
-        reads: shards that it read from peers' windows.
-        stolen: microbatches of others that it ran.
+        peak_bytes: Largest private memory, 0 where the kernel does not tell.
+        window_bytes: Size of its window.
+        traffic: Reads and adds over the transport, by the names of the engine's ``Traffic``.
+        stolen: Microbatches of others that it ran.
     """
 
     peak_bytes: int = 0
     window_bytes: int = 0
-    reads: int = 0
+    traffic: dict[str, int] = field(default_factory=dict)
     stolen: int = 0
 
 
@@ -81,10 +82,11 @@ class Run:
     """All minibatches of one combination in one repetition, as far as it came.
 
     Attributes:
-        ranks: by rank, what it told.
-        totals: by rank; empty if the run did not end.
-        bounds: seconds of each minibatch without any communication, if they are known: of emulated devices, and of
+        ranks: Records of every rank, by rank.
+        totals: Totals of every rank; empty if the run did not end.
+        bounds: Seconds of each minibatch without any communication, if they are known: of emulated devices, and of
             plans that are run as they were made, so not under ``steal``, where ranks take from each other.
+        estimates: Idle fraction of each minibatch by the planner's cost, if the plan is run as it was made.
     """
 
     combination: Combination
@@ -92,6 +94,7 @@ class Run:
     ranks: list[list[MinibatchRecord]]
     totals: list[Totals] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
+    estimates: list[float] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -128,27 +131,29 @@ class Run:
 
 @dataclass
 class Row:
-    """What one combination measured over all repetitions; shares are parts of all ranks' time.
+    """What one combination measured over all repetitions; fractions are of all ranks' time.
 
     Attributes:
-        seconds: per minibatch: the median, with its interval.
-        speed_up: over the baseline, with its interval; ``None`` without common minibatches.
-        idle: share of waiting.
-        over_bound: time over the busy time of the busiest rank, minus 1.
-        settling: share of settle and publish, waiting left out.
-        processor: share of the machine's cores that was busy.
-        peak_bytes: of the rank that took most, its window left out.
-        window_bytes: of its window.
-        efficiency: time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
-        stolen: microbatches per minibatch that another rank ran than was planned.
-        minibatches: how many were timed.
-        total: seconds of all of them.
+        seconds: Time per minibatch: the median, with its interval.
+        speed_up: Speed-up over the baseline, with its interval; ``None`` without common minibatches.
+        idle: Fraction of waiting.
+        estimated_idle: The same by the planner's cost; ``None`` where `Run.estimates` are empty.
+        over_bound: Time over the busy time of the busiest rank, minus 1.
+        settling: Fraction of settle and publish, waiting left out.
+        processor: Fraction of the machine's cores that was busy.
+        peak_bytes: Memory of the rank that took most, its window left out.
+        window_bytes: Size of its window.
+        efficiency: Time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
+        stolen: Microbatches per minibatch that another rank ran than was planned.
+        minibatches: Number of timed ones.
+        total: Seconds of all of them.
     """
 
     combination: Combination
     seconds: Interval
     speed_up: Interval | None
     idle: float
+    estimated_idle: float | None
     over_bound: float
     settling: float
     processor: float
@@ -169,10 +174,10 @@ class Split:
     """A speed-up as a product.
 
     Attributes:
-        slow: divided by
-        fast: is the speed-up.
-        total: of all factors.
-        factors: name of the cause, and its factor with an interval.
+        slow: The slower combination.
+        fast: The faster one.
+        total: Product of all factors.
+        factors: Name of the cause, and its factor with an interval.
     """
 
     slow: Combination
@@ -189,8 +194,8 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interva
     """See Note [Confidence intervals].
 
     Args:
-        values: ``[n]`` or ``[n, k]``.
-        statistic: of an array ``[..., n]`` or ``[..., n, k]``, over ``n``.
+        values: Array ``[n]`` or ``[n, k]``.
+        statistic: A function of an array ``[..., n]`` or ``[..., n, k]``, over ``n``.
     """
     array = np.asarray(values, dtype=np.float64)
     value = float(statistic(array))
@@ -199,6 +204,12 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interva
     drawn = np.random.default_rng(0).integers(len(array), size=(RESAMPLES, len(array)))
     low, high = np.quantile(statistic(array[drawn]), [0.025, 0.975])
     return float(low), value, float(high)
+
+
+def quartiles(values: Sequence[float]) -> Interval:
+    """First quartile, median and third quartile, by linear interpolation."""
+    first, median, third = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return first, median, third
 
 
 def median_interval(seconds: Sequence[float]) -> Interval:
@@ -226,8 +237,8 @@ def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
 
 def baseline_of(combinations: Sequence[Combination]) -> Combination:
     """What speed-ups are over: the paper's baseline if it is there, then ours, else the first."""
-    wanted = [Combination("collective", policy) for policy in (PAPERS_OWN, "lb_micro")]
-    return next((one for one in wanted if one in combinations), combinations[0])
+    wanted = [("collective", policy) for policy in (PAPERS_OWN, "lb_micro")]
+    return next((one for pair in wanted for one in combinations if one[:2] == pair), combinations[0])
 
 
 def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
@@ -259,11 +270,13 @@ def _row(
             bound += run.bounds[index] if run.bounds else 0.0
     ended = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
     stolen = [sum(one.stolen for one in run.totals) / run.count for run in runs if run.totals]
+    estimates = [run.estimates[index] for run in runs if run.estimates for index in run.timed]
     return Row(
         combination=combination,
         seconds=median_interval(list(own.values())),
         speed_up=ratio_interval(slow, own),
         idle=idle / (world_size * span),
+        estimated_idle=statistics.fmean(estimates) if estimates else None,
         over_bound=span / busiest - 1,
         settling=settling / (world_size * span),
         processor=processor / (cores * span),
@@ -290,7 +303,7 @@ def _split(
     runs: Sequence[Run], order: list[Combination], slow: Combination, fast: Combination
 ) -> Split | None:
     """The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured."""
-    lockstep, on_demand = (Combination(one, slow.policy) for one in ("lockstep", "on_demand"))
+    lockstep, on_demand = (slow._replace(communication=one) for one in ("lockstep", "on_demand"))
     chain = [(slow, "")]
     if lockstep in order and slow.communication == "collective":
         chain.append((lockstep, "cheaper bytes"))
@@ -321,3 +334,13 @@ def loss_difference(runs: Sequence[Run]) -> float:
         for index in range(run.count):
             losses.setdefault(index, []).append(run.loss(index))
     return max(map(relative_spread, losses.values()), default=0.0)
+
+
+def relative_spread(losses: Sequence[float]) -> float:
+    """Largest minus smallest over the size of the smallest; infinite if one of them is NaN or infinite.
+
+    Comparisons with NaN are false: ``max`` and ``min`` alone would pass over it.
+    """
+    if not all(map(math.isfinite, losses)):
+        return math.inf
+    return (max(losses) - min(losses)) / max(abs(min(losses)), 1e-12)

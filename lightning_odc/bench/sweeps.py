@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Console
-
 from lightning_odc.bench import training
 from lightning_odc.bench.options import PAPERS_OWN, Combination, SweepOptions, TrainOptions
-from lightning_odc.bench.report import Outcome, machine, show_ratio
+from lightning_odc.bench.report import Outcome, machine, show_percent, show_ratio
 from lightning_odc.bench.results import Interval, Row, loss_difference, ratio_interval, times
+from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.train import check, measure
 from lightning_odc.demo.options import prepare_output
-from lightning_odc.demo.report import write_atomically, write_json
+from lightning_odc.files import write_json, write_whole
 
 # Lockstep meets as collectives do. On a few cores gloo's own time is not what a real machine's collectives take, and
 # bytes are not emulated, so they are left out of the comparison.
@@ -67,10 +66,10 @@ class Cell:
     Attributes:
         speed_up: `BEST` over `BASELINE`, measured.
         over_own: `BEST` over `OWN_BASELINE`, measured.
-        bound: the same ratio as `speed_up` for the very same minibatches, if communication took no time.
-        long_bound: the same over 100 minibatches.
-        efficiency: of every combination, time without communication over measured time.
-        idle: of every combination, measured.
+        bound: The same ratio as `speed_up` for the very same minibatches, if communication took no time.
+        long_bound: The same over 100 minibatches.
+        efficiency: Of every combination: time without communication over measured time.
+        idle: Measured idle fraction of every combination.
     """
 
     sweep: str
@@ -96,25 +95,25 @@ def run_sweep(options: SweepOptions) -> int:
     """
     if options.output is not None:
         prepare_output(options.output)
-    console, code = Console(highlight=False, soft_wrap=True, markup=False), 0
+    code = 0
     cells: list[Cell] = []
     measured: dict[TrainOptions, Cell] = {}
     load = os.getloadavg()[0]
     for sweep, value, setting in settings(options):
         if setting not in measured:  # the golden one is in every sweep
-            outcome = Outcome(setting, training.cached_samples(setting))
             check(setting)
-            code = measure(outcome)
+            outcome = measure(setting)
+            code = outcome.code
             if code:
                 break
             measured[setting] = cell(sweep, value, outcome)
         cells.append(replace(measured[setting], sweep=sweep, value=value))
-        console.print(f"{sweep} {value}: {show_ratio(cells[-1].speed_up)}, bound {cells[-1].bound:.3f}")
+        print(f"{sweep} {value}: {show_ratio(cells[-1].speed_up)}, bound {cells[-1].bound:.3f}", flush=True)
         if options.output is not None:
             record = {"cells": [asdict(one) for one in cells], "machine": machine(load)}
             write_json(options.output / "sweep.json", record)
-            write_atomically(options.output / "sweep.md", f"{tables(cells)}\n".encode())
-    console.print(f"\n{tables(cells)}")
+            write_whole(options.output / "sweep.md", f"{tables(cells)}\n".encode())
+    print(f"\n{tables(cells)}")
     return code
 
 
@@ -180,23 +179,24 @@ def tables(cells: Sequence[Cell]) -> str:
 
 def table(cells: Sequence[Cell]) -> str:
     """The settings of one sweep as Markdown."""
-    heads = [
+    head = [
         cells[0].sweep,
         "speed-up [95 %]",
         "same plans, no communication",
         "100 minibatches, no communication",
     ]
-    heads += ["paper", "bound / measured: on demand", "lockstep", "over our lb_micro"]
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for one in cells:
-        paper = PUBLISHED.get((one.sweep, one.value), "-")
-        cells_of = [
+    head += ["paper", "bound / measured: on demand", "lockstep", "over our lb_micro"]
+    rows = [
+        (
             f"{one.value:g}",
             show_ratio(one.speed_up),
             f"x{one.bound:.3f}",
             f"x{one.long_bound:.3f}",
-            paper,
-        ]
-        cells_of += [f"{100 * one.efficiency[str(run)]:.1f} %" for run in (BEST, BASELINE)]
-        lines.append(f"| {' | '.join([*cells_of, show_ratio(one.over_own)])} |")
-    return "\n".join(lines)
+            PUBLISHED.get((one.sweep, one.value), "-"),
+            show_percent(one.efficiency[str(BEST)]),
+            show_percent(one.efficiency[str(BASELINE)]),
+            show_ratio(one.over_own),
+        )
+        for one in cells
+    ]
+    return markdown(head, rows)

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import Callback
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_odc.bench import training
 from lightning_odc.bench.emulation import seconds_per_cost
+from lightning_odc.bench.lengths import Samples
 from lightning_odc.bench.models import count_parameters, emulated_cost, find_config
-from lightning_odc.bench.options import TrainOptions
-from lightning_odc.bench.processes import PROCESS_BYTES, RankFailedError, Ranks
-from lightning_odc.bench.report import Outcome
+from lightning_odc.bench.options import Combination, TrainOptions
+from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.report import Outcome, introduction
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run
 from lightning_odc.demo.options import OptionError, prepare_output
-from lightning_odc.engine.transports.host import available_memory, gib
+from lightning_odc.engine.transports.host import gib
 
 PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")
 _STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published shard and accumulator
 _SILENT_MINIBATCHES = 2
 
 Advance = Callable[[str], None]
+Watch = Callable[[Combination, int], Sequence[Callback]]
 
 
 def run_train(options: TrainOptions) -> int:
@@ -38,49 +42,73 @@ def run_train(options: TrainOptions) -> int:
     check(options)
     if options.output is not None:
         prepare_output(options.output)
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    outcome = Outcome(options, training.cached_samples(options))
-    console.print(outcome.introduction)
-    code = measure(outcome)
-    console.print(outcome.text)
-    outcome.write_files(console)
-    return code
+    print(introduction(options), flush=True)
+    outcome = measure(options)
+    print(outcome.text)
+    outcome.write_files()
+    return outcome.code
 
 
-def measure(outcome: Outcome, console: Console | None = None) -> int:
-    """Fill the outcome as far as it goes; returns the exit code, with a line on stderr if it is not 0."""
+def measure(options: TrainOptions) -> Outcome:
+    """Train every combination in turns. A rank that fails and Ctrl-C end it: with a line on stderr and in the outcome.
+
+    Args:
+        options: The options, filled in and checked.
+    """
+    outcome = Outcome(options)
+    with CutShort() as cut:
+        train_all(outcome)
+    outcome.code, outcome.failure, outcome.details = cut.code, cut.failure, cut.details
+    return outcome
+
+
+def train_all(outcome: Outcome, watch: Watch | None = None) -> None:
+    """Fill the outcome's runs.
+
+    Args:
+        outcome: The outcome, with the options filled in and checked.
+        watch: Callbacks that every rank gets in addition, by combination and repetition.
+
+    Raises:
+        RankFailedError: a rank raised or ended.
+        KeyboardInterrupt: Ctrl-C; the ranks have ended.
+    """
     options = outcome.options
     assert options.ranks is not None
-    errors = console or Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    try:
-        with _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
-            _run_all(outcome, ranks, advance)
-    except RankFailedError as error:
-        outcome.failure, outcome.details = str(error), error.details
-        errors.print(f"lightning-odc: {error}; what was measured before is kept")
-        return 1
-    except KeyboardInterrupt:
-        outcome.failure = "interrupted"
-        errors.print("lightning-odc: interrupted; what was measured before is kept")
-        return 130
-    return 0
+    with _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
+        _run_all(outcome, watch, ranks, advance)
 
 
-def _run_all(outcome: Outcome, ranks: Ranks, advance: Advance) -> None:
+def _run_all(outcome: Outcome, watch: Watch | None, ranks: Ranks, advance: Advance) -> None:
     options = outcome.options
     assert options.runs is not None
+    count = WARM_UP + options.minibatches
     if options.emulate:
         outcome.overhead, outcome.seconds_per_cost = _calibrate(options, ranks, advance)
     for repetition in range(options.repetitions):
         for combination in options.runs:
-            title = f"{combination} {repetition + 1}/{options.repetitions}"
             run = Run(combination, repetition, [[] for _ in range(ranks.world_size)])
+            run.estimates = training.estimated_idle(options, combination, count)
             if options.emulate and combination.policy != "steal":
-                bounds = training.planned_bounds(options, combination, WARM_UP + options.minibatches)
+                bounds = training.planned_bounds(options, combination, count)
                 run.bounds = [cost * outcome.seconds_per_cost for cost in bounds]
             outcome.runs.append(run)
-            heard = partial(_hear, run, partial(advance, title))
-            run.totals = ranks.call(training.fit, options, combination, outcome.seconds_per_cost, heard=heard)
+            title = f"{combination} {repetition + 1}/{options.repetitions}"
+            callbacks = watch(combination, repetition) if watch else ()
+            _train(run, options, outcome.seconds_per_cost, ranks, partial(advance, title), callbacks)
+
+
+def _train(
+    run: Run,
+    options: TrainOptions,
+    seconds_per_cost: float,
+    ranks: Ranks,
+    advance: Callable[[], None],
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Fill a run, minibatch by minibatch."""
+    told = (options, run.combination, seconds_per_cost, callbacks)
+    run.totals = ranks.call(training.fit, *told, heard=partial(_hear, run, advance))
 
 
 def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRecord) -> None:
@@ -93,16 +121,13 @@ def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRec
 
 
 def _calibrate(options: TrainOptions, ranks: Ranks, advance: Advance) -> tuple[float, float]:
-    """Seconds of a minibatch in which nobody sleeps, and the unit of time: see Note [Emulated devices]."""
-    from dataclasses import replace
-
+    """Seconds of a minibatch in which no rank sleeps, and the unit of time: see Note [Emulated devices]."""
     assert options.runs is not None
     short = replace(options, minibatches=_SILENT_MINIBATCHES)
     overheads = []
     for combination in options.runs:
         run = Run(combination, 0, [[] for _ in range(ranks.world_size)])
-        heard = partial(_hear, run, partial(advance, f"{combination} without sleep"))
-        ranks.call(training.fit, short, combination, 0.0, heard=heard)
+        _train(run, short, 0.0, ranks, partial(advance, f"{combination} without sleep"))
         overheads.append(statistics.median(run.seconds(index) for index in run.timed))
     cost = training.mean_bound(options, options.runs[-1], WARM_UP + options.minibatches)
     return max(overheads), seconds_per_cost(max(overheads), cost, options.seconds_per_minibatch)
@@ -124,40 +149,37 @@ def check(options: TrainOptions) -> None:
             f"a minibatch of {options.ranks} ranks x {options.samples_per_rank} samples is more than the "
             f"{len(samples)} there are"
         )
+    each = PROCESS_BYTES
     if options.emulate:
         emulated_cost(options.model)
-        _check_memory(options.ranks, PROCESS_BYTES)
-        return
-    config = find_config(options.model, int(samples.lengths.max()))
-    most_tokens = int(options.packing_ratio * samples.lengths.max())
+    else:
+        each += _check_model(options, options.model, samples)
+    what = f"--ranks {options.ranks} with {gib(each)} GiB each"
+    check_memory(options.ranks * each, what, "fewer ranks, a smaller --model, or a shorter --max-length")
+
+
+def _check_model(options: TrainOptions, model: str, samples: Samples) -> int:
+    """Whether the model can read the samples; returns the bytes of its state and of its logits on one rank."""
+    assert options.ranks is not None
+    longest = int(samples.lengths.max())
+    config = find_config(model, longest)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and samples.lengths.max() > limit:
-        raise OptionError(
-            f"--max-length {int(samples.lengths.max())} is more than the {limit} positions of --model {options.model}"
-        )
+    if limit is not None and longest > limit:
+        raise OptionError(f"--max-length {longest} is more than the {limit} positions of --model {model}")
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is not None and vocabulary < samples.vocabulary:
         raise OptionError(
-            f"--model {options.model} knows {vocabulary} tokens, and the samples have {samples.vocabulary}: write "
+            f"--model {model} knows {vocabulary} tokens, and the samples have {samples.vocabulary}: write "
             f'"vocab_size": {samples.vocabulary} or more'
         )
-    parameters = count_parameters(options.model, config)
+    parameters = count_parameters(model, config)
     state = (
         parameters * _STATE_BYTES // options.ranks + parameters * 4
-    )  # the whole model once, before it is sharded
-    logits = 3 * 4 * most_tokens * int(getattr(config, "vocab_size", 0))
+    )  # and once whole, before it is sharded
     if any(run.communication == "ddp" for run in options.runs or ()):
         state = parameters * 4 * 5
-    _check_memory(options.ranks, PROCESS_BYTES + state + logits)
-
-
-def _check_memory(ranks: int, each: int) -> None:
-    free = available_memory()
-    if ranks * each > free:
-        raise OptionError(
-            f"--ranks {ranks} need about {gib(ranks * each)} GiB ({gib(each)} each), and {gib(free)} GiB are free: "
-            "use fewer ranks, a smaller --model, or a shorter --max-length"
-        )
+    most_tokens = int(max(options.packing_ratio, options.samples_per_microbatch) * longest)
+    return state + 3 * 4 * most_tokens * (vocabulary or 0)
 
 
 @contextlib.contextmanager

@@ -5,32 +5,35 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 import time
-import warnings
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import with_speeds
-from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
+from lightning_odc.balance.arrays import Ints, Plan
+from lightning_odc.balance.evaluate import collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.planner import Planner
 from lightning_odc.bench.emulation import SleepingLayer, SleepingModel, collate_by
 from lightning_odc.bench.lengths import Samples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, emulated_cost, find_config, planned_cost
-from lightning_odc.bench.options import EQUAL_COUNTS, PAPERS_OWN, Combination, TrainOptions
+from lightning_odc.bench.options import EQUAL_COUNTS, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.bench.processes import Tell
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
 from lightning_odc.callbacks.idle.sources import GradientWatch, MeetingTracer
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import Recipe
+
+_OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort"}
+"""The loader's policy that comes closest to one that only benchmarks have."""
 
 
 def fit(
@@ -39,20 +42,21 @@ def fit(
     options: TrainOptions,
     combination: Combination,
     seconds_per_cost: float,
+    callbacks: Sequence[Callback] = (),
     *,
     tell: Tell,
 ) -> Totals:
     """Train one combination on this rank; tells a `MinibatchRecord` after each minibatch.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
-        options: filled in.
-        combination: how.
-        seconds_per_cost: unit of time of emulated devices.
-        tell: takes the records.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        options: The options of the benchmark, filled in.
+        combination: The combination to train.
+        seconds_per_cost: The unit of time of emulated devices.
+        callbacks: More callbacks for the trainer.
+        tell: A function that takes the records.
     """
-    _quieten()
     _begin_memory()
     by_hand = combination.communication == "ddp"
     slowness = options.slow_rank if rank == world_size - 1 else 1.0
@@ -65,7 +69,7 @@ def fit(
         config = find_config(options.model, int(cached_samples(options).lengths.max()))
         module = CausalModel(config, options.seed, slowness, by_hand)
     recorder = MinibatchRecorder(tell)
-    trainer = _trainer(combination, world_size, WARM_UP + options.minibatches, recorder, options.emulate)
+    trainer = _trainer(options, combination, world_size, [recorder, *callbacks])
     trainer.fit(module, ByHand(loader) if by_hand else loader)
     return recorder.totals
 
@@ -74,20 +78,20 @@ class ByHand:
     """The microbatches of a minibatch as one batch, a list, for a strategy that knows no `Minibatch`.
 
     Args:
-        loader: with ``unroll=True``.
+        loader: A loader with ``unroll=True``.
     """
 
     def __init__(self, loader: BalancedDataLoader) -> None:
         self._loader = loader
 
     def __iter__(self) -> Iterator[list[tuple[Any, float]]]:
-        share = []
+        microbatches = []
         for item in self._loader:
             assert isinstance(item, Microbatch)
-            share.append((item.batch, item.weight))
+            microbatches.append((item.batch, item.weight))
             if item.last:
-                yield share
-                share = []
+                yield microbatches
+                microbatches = []
 
 
 @functools.lru_cache(maxsize=1)
@@ -112,18 +116,20 @@ def make_loader(
     samples = cached_samples(options)
     assert options.model is not None
     longest = int(samples.lengths.max())
+    planned: Any = options.cost_of(combination)
+    collate: Any = pack_samples
     if options.emulate:
         cost = emulated_cost(options.model)
-        planned: Any = cost if options.cost == "model" else options.cost
-        collate: Any = collate_by(cost, seconds_per_cost)
+        planned = cost if planned == "model" else planned
+        collate = collate_by(cost, seconds_per_cost)
     else:
-        planned, collate = planned_cost(options.cost, find_config(options.model, longest)), pack_samples
+        planned = planned_cost(planned, find_config(options.model, longest))
     loader = BalancedDataLoader(
         samples,
         lengths=samples.lengths,
         minibatch_size=options.samples_per_rank or 1,
         max_tokens=int(options.packing_ratio * longest),
-        policy="lb_micro" if combination.policy == PAPERS_OWN else combination.policy,
+        policy=_OFFERED.get(combination.policy, combination.policy),
         cost=planned,
         weighting="token" if options.emulate else "next_token",
         collate_fn=collate,
@@ -134,16 +140,57 @@ def make_loader(
         num_replicas=world_size,
         rank=rank,
     )
-    if combination.policy == PAPERS_OWN:
-        loader.recipe = PapersRecipe(**{one.name: getattr(loader.recipe, one.name) for one in fields(Recipe)})
+    given = {one.name: getattr(loader.recipe, one.name) for one in fields(Recipe)}
+    loader.recipe = BenchRecipe(
+        **given, compared=combination.policy, samples_per_microbatch=options.samples_per_microbatch
+    )
     return loader
 
 
-class PapersRecipe(Recipe):
-    """A recipe whose ``lb_micro`` is the paper's."""
+@dataclass(frozen=True)
+class BenchRecipe(Recipe):
+    """A recipe of what is compared here and not offered by the loader.
+
+    Attributes:
+        compared: a policy of `lightning_odc.bench.options.POLICIES`.
+        samples_per_microbatch: samples that run together where each runs alone otherwise.
+    """
+
+    compared: str = "lb_mini"
+    samples_per_microbatch: int = 1
 
     def planner(self, num_replicas: int, longest: int | None = None) -> Planner:
-        return replace(super().planner(num_replicas, longest), align=False)
+        planner = super().planner(num_replicas, longest)
+        if self.compared == PAPERS_OWN:
+            return replace(planner, align=False)
+        if self.policy != "local_sort":
+            return planner
+        given = {one.name: getattr(planner, one.name) for one in fields(Planner) if one.init}
+        return Dealer(**given, sort=self.compared != SHUFFLED, together=self.samples_per_microbatch)
+
+
+@dataclass(frozen=True)
+class Dealer(Planner):
+    """Gives each rank every ``num_ranks``-th sample; needs as many samples on every rank.
+
+    For example, lengths ``[3, 9, 5, 1, 4, 2]`` on two ranks, two samples together: rank 0 has samples 0, 2 and 4. It
+    runs them as ``[[2, 4], [0]]`` if they are sorted by length, as ``[[0, 2], [4]]`` otherwise.
+
+    Args:
+        sort: Whether a rank runs its longest samples first.
+        together: How many samples are a microbatch.
+    """
+
+    sort: bool = True
+    together: int = 1
+
+    def plan_checked(self, lengths: Ints, cap: int) -> Plan:
+        plan: Plan = []
+        for rank in range(self.num_ranks):
+            own = np.arange(rank, len(lengths), self.num_ranks)
+            order = (own[np.argsort(-lengths[own], kind="stable")] if self.sort else own).tolist()
+            plan.append([order[i : i + self.together] for i in range(0, len(order), self.together)])
+        return plan
 
 
 def planned_bounds(options: TrainOptions, combination: Combination, count: int) -> list[float]:
@@ -154,13 +201,11 @@ def planned_bounds(options: TrainOptions, combination: Combination, count: int) 
     """
     assert options.ranks is not None
     assert options.model is not None
-    loader = make_loader(options, combination, options.ranks, 0)
     speeds = [1.0] * (options.ranks - 1) + [1 / options.slow_rank]
     lengths, cost = cached_samples(options).lengths, with_speeds(emulated_cost(options.model), speeds)
-    meets = combination.communication in ("collective", "lockstep")
-    evaluate = collective_cost if meets and combination.policy in EQUAL_COUNTS else on_demand_cost
-    plans = (loader.plan(step % len(loader), epoch=step // len(loader)) for step in range(count))
-    return [evaluate(plan.microbatches, lengths, cost) for plan in plans]
+    evaluate = _cost_under(combination)
+    loader = make_loader(options, combination, options.ranks, 0)
+    return [evaluate(plan, lengths, cost) for plan in _plans(loader, count)]
 
 
 def mean_bound(options: TrainOptions, combination: Combination, count: int) -> float:
@@ -168,14 +213,44 @@ def mean_bound(options: TrainOptions, combination: Combination, count: int) -> f
     return float(np.mean(planned_bounds(options, combination, count)))
 
 
+def estimated_idle(options: TrainOptions, combination: Combination, count: int) -> list[float]:
+    """For the first ``count`` minibatches the idle part of all ranks' time, as the planner's cost alone estimates it.
+
+    The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
+    """
+    assert options.ranks is not None
+    loader = make_loader(options, combination, options.ranks, 0)
+    if combination.policy == "steal" or loader.recipe.learns:
+        return []
+    lengths, evaluate = cached_samples(options).lengths, _cost_under(combination)
+    return [idle_of_plan(plan, lengths, loader.recipe.cost, evaluate) for plan in _plans(loader, count)]
+
+
+def idle_of_plan(plan: Plan, lengths: Any, cost: Any, evaluate: Callable[[Plan, Any, Any], float]) -> float:
+    """The idle part of all ranks' time if costs were times: what ``evaluate`` gives the minibatch, less the work."""
+    work = sum(map(sum, microbatch_costs(plan, lengths, cost)))
+    return 1 - work / (len(plan) * evaluate(plan, lengths, cost))
+
+
+def _plans(loader: BalancedDataLoader, count: int) -> Iterator[Plan]:
+    for step in range(count):
+        yield loader.plan(step % len(loader), epoch=step // len(loader)).microbatches
+
+
+def _cost_under(combination: Combination) -> Callable[[Plan, Any, Any], float]:
+    """What a plan takes: as long as its busiest rank; where ranks meet in every microbatch, the slowest of each."""
+    meets = combination.communication in ("collective", "lockstep") and combination.policy in EQUAL_COUNTS
+    return collective_cost if meets else on_demand_cost
+
+
 class MinibatchRecorder(Callback):
     """Tells of every minibatch after it has ended.
 
     Args:
-        tell: takes a `MinibatchRecord`.
+        tell: A function that takes a `MinibatchRecord`.
 
     Attributes:
-        totals: after the fit.
+        totals: The totals of this rank, after the fit.
     """
 
     def __init__(self, tell: Tell) -> None:
@@ -213,7 +288,7 @@ class MinibatchRecorder(Callback):
         if isinstance(strategy, ODCStrategy):
             strategy.engine.unlisten(self._meetings)
             self.totals.window_bytes = strategy.engine.window_bytes
-            self.totals.reads = strategy.engine.traffic.reads
+            self.totals.traffic = asdict(strategy.engine.traffic)
             self.totals.stolen = getattr(strategy.engine, "stolen", 0)
         elif isinstance(self._meetings, GradientWatch):
             self._meetings.release()
@@ -243,32 +318,27 @@ class MinibatchRecorder(Callback):
 
 
 def _trainer(
-    combination: Combination, world_size: int, steps: int, recorder: Callback, emulate: bool
+    options: TrainOptions, combination: Combination, world_size: int, callbacks: list[Callback]
 ) -> Trainer:
     communication: Any = combination.communication
     strategy: Any = "ddp"
     if communication != "ddp":
-        layers: Any = {SleepingLayer} if emulate else None
+        layers: Any = {SleepingLayer} if options.emulate else None
         strategy = ODCStrategy(communication=communication, auto_wrap_policy=layers, hang_report_after=None)
     return Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=world_size,
-        max_steps=steps,
-        callbacks=[recorder],
+        precision=options.precision,  # type: ignore[arg-type]
+        max_steps=WARM_UP + options.minibatches,
+        callbacks=callbacks,
+        plugins=[LightningEnvironment()],  # this machine alone, also inside a cluster's job
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-
-
-def _quieten() -> None:
-    """Lightning's hints are for the reader of a training script, which this is not."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
 
 
 def _begin_memory() -> None:

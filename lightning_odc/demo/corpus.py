@@ -1,4 +1,4 @@
-"""The demo's text: functions and classes cut from the Python standard library's own source.
+"""Real text: functions and classes cut from the Python standard library's own source.
 
 Real code has what this package is about, a long tail: half of the definitions are shorter than 450
 bytes, one in a hundred is longer than 18,000. Nothing is downloaded, and every rank cuts the same samples
@@ -12,10 +12,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import random
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,9 +36,6 @@ SKIPPED_DIRECTORIES = frozenset(
     {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages"}
     | {"test", "tests", "turtledemo"}
 )
-
-Plan = list[list[list[int]]]
-"""``plan[minibatch][rank]`` is that rank's sample indices, in the order in which it trains on them."""
 
 
 class CorpusError(OptionError):
@@ -102,6 +98,12 @@ def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
     return Corpus(samples, max_length, dropped=len(definitions) - len(samples), files=files)
 
 
+def read_samples(max_length: int, *, equal: bool) -> Corpus:
+    """`read_corpus`, or with ``equal`` the same text in `equal_pieces`."""
+    corpus = read_corpus(max_length)
+    return equal_pieces(corpus) if equal else corpus
+
+
 @functools.cache
 def _definitions(root: Path) -> tuple[tuple[bytes, ...], int]:
     """Everything that can be cut out of the files of a folder, and how many files there are."""
@@ -132,7 +134,7 @@ def cut_definitions(source: bytes) -> Iterator[bytes]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Invalid escapes in old modules are not the demo's business.
+            warnings.simplefilter("ignore")  # Invalid escapes in old modules are not our business.
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
@@ -154,52 +156,3 @@ def equal_pieces(corpus: Corpus) -> Corpus:
 def encode(sample: bytes) -> Tensor:
     """Token ids of a sample: :data:`BOS`, its bytes, :data:`EOS`. Shape ``[len(sample) + 2]``, int64."""
     return torch.tensor([BOS, *sample, EOS])
-
-
-def plan_minibatches(
-    lengths: Sequence[int],
-    *,
-    ranks: int,
-    samples_per_rank: int,
-    minibatches: int,
-    seed: int,
-    longest_first: bool = True,
-) -> Plan:
-    """Draw global minibatches and deal each of them to the ranks.
-
-    Samples are drawn without replacement until too few are left for a minibatch, then from a new shuffle.
-    The plan depends on the arguments alone, so every rank makes the same one.
-
-    Args:
-        lengths: tokens per sample.
-        ranks: how many ranks share a minibatch.
-        samples_per_rank: samples of each rank in a minibatch.
-        minibatches: how many to plan.
-        seed: of the shuffles.
-        longest_first: sort each rank's share by length. This is the paper's *LocalSort*, the kindest order
-            to collectives that needs no agreement: the ranks' longest samples meet in the first
-            microbatch, their shortest in the last. Otherwise a share stays in the order of the shuffle.
-
-    Returns:
-        ``plan[minibatch][rank]``, each a list of ``samples_per_rank`` sample indices.
-
-    Raises:
-        CorpusError: there are fewer samples than one minibatch needs.
-    """
-    size = ranks * samples_per_rank
-    if size > len(lengths):
-        raise CorpusError(
-            f"a minibatch of {ranks} ranks x {samples_per_rank} samples is more than the {len(lengths)} there are"
-        )
-    generator = random.Random(seed)
-    order: list[int] = []
-    plan: Plan = []
-    for _ in range(minibatches):
-        if len(order) < size:
-            order = generator.sample(range(len(lengths)), len(lengths))
-        drawn, order = order[:size], order[size:]
-        shares = [drawn[start : start + samples_per_rank] for start in range(0, size, samples_per_rank)]
-        if longest_first:
-            shares = [sorted(share, key=lambda index: -lengths[index]) for share in shares]
-        plan.append(shares)
-    return plan

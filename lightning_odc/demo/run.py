@@ -1,180 +1,173 @@
-"""Runs the demo: the same minibatches under every mode, in turns, through Lightning's own ``Trainer``.
-
-Lightning starts the other ranks by running the command again with ``LOCAL_RANK`` in the environment, so
-every rank comes through :func:`run_demo`; only the first one shows and writes anything.
-"""
+"""The demo: a preset of ``lightning-odc bench train``, with a friendly report and a timeline of every mode."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
-import warnings
-from collections.abc import Callable, Iterator
+import itertools
+import math
+import platform
+from collections.abc import Sequence
 from functools import partial
 
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.table import Table
 
-from lightning_odc import ODCStrategy
+from lightning_odc.bench import train
+from lightning_odc.bench.options import SHUFFLED, Combination, TrainOptions
+from lightning_odc.bench.processes import RankFailedError, threads_per_rank
+from lightning_odc.bench.report import BUSY_LOAD, LOSS_TOLERANCE, Outcome, length_facts
+from lightning_odc.bench.results import WARM_UP, loss_difference
 from lightning_odc.callbacks import TimelineRecorder
-from lightning_odc.demo.corpus import Corpus, Plan, equal_pieces, plan_minibatches, read_corpus
-from lightning_odc.demo.data import DemoData
-from lightning_odc.demo.measure import Recorder
-from lightning_odc.demo.model import SHARDED_LAYERS, ByteModel
-from lightning_odc.demo.options import DemoOptions, Mode, available_cores, prepare_output
-from lightning_odc.demo.outcome import Outcome, timeline_folder
-from lightning_odc.demo.processes import OneMachine, other_ranks
-from lightning_odc.demo.result import WARM_UP, Repetition
+from lightning_odc.demo.corpus import Corpus, read_samples
+from lightning_odc.demo.options import DemoOptions, available_cores, prepare_output
+from lightning_odc.demo.result import Result, timeline_folder
+
+BINS = 10
+SPREAD = 0.15
+"""Relative range of the repetitions' speed-ups above which they say that something disturbed the run."""
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo as one of its ranks; the first rank prints the report and writes the files.
-
-    To be called by a command that does nothing else, as ``lightning-odc demo`` is, because Lightning runs
-    the same command again for the other ranks.
+    """Train, print, write.
 
     Returns:
         The exit code: 0, or 1 if the losses of the modes differ by more than rounding explains.
 
     Raises:
-        OptionError: the output folder cannot be written to.
-        CorpusError: the text does not suffice for the options.
+        OptionError: the output folder cannot be written to, or text or memory do not suffice for the options.
+        SystemExit: a rank failed.
         KeyboardInterrupt: Ctrl-C; the processes that were started have ended.
     """
-    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    console = Console(quiet=not first, highlight=False, soft_wrap=True)
-    if first:
-        prepare_output(options.output)
-    _quieten()
-    torch.set_num_threads(threads_per_rank(options))
-    corpus, plan = make_data(options)
-    outcome = Outcome(options, corpus, threads_per_rank(options))
-    outcome.show_data(console)
-    with _progress_bar(options, shown=first) as advance:
-        outcome.repetitions = train_all(options, corpus, plan, advance)
-    if not first:
-        return 0
-    outcome.write_files()
-    outcome.show_results(console)
+    prepare_output(options.output)
+    console = Console(highlight=False, soft_wrap=True)
+    corpus = read_samples(options.max_length, equal=options.equal_lengths)
+    outcome = Outcome(preset(options))
+    train.check(outcome.options)
+    show_data(console, options, corpus, outcome.load)
+    try:
+        train.train_all(outcome, partial(timeline_recorders, options))
+    except RankFailedError as error:
+        raise SystemExit(f"{error.details}lightning-odc: {error}") from None
+    result = Result(options, corpus, outcome)
+    result.write_files()
+    show_results(console, result)
     return 0 if outcome.losses_agree else 1
 
 
-def threads_per_rank(options: DemoOptions) -> int:
-    """The cores divided among the ranks. Lightning's launcher does this in the first process alone."""
-    return max(1, available_cores() // options.devices)
-
-
-def make_data(options: DemoOptions) -> tuple[Corpus, Plan]:
-    """The samples, and which of them each rank trains on in each minibatch; the same on every rank."""
-    corpus = read_corpus(options.max_length)
-    if options.equal_lengths:
-        corpus = equal_pieces(corpus)
-    plan = plan_minibatches(
-        corpus.lengths,
+def preset(options: DemoOptions) -> TrainOptions:
+    """The demo as a benchmark."""
+    policy = SHUFFLED if options.order == "shuffled" else "local_sort"
+    return TrainOptions(
+        output=options.output,
+        runs=tuple(Combination(mode, policy) for mode in options.communication),
+        model=f"{options.layers}x{options.hidden_size}",
+        lengths="equal" if options.equal_lengths else "stdlib",
         ranks=options.devices,
         samples_per_rank=options.samples_per_rank,
-        minibatches=WARM_UP + options.minibatches,
-        seed=options.seed,
-        longest_first=options.order == "sorted",
-    )
-    return corpus, plan
-
-
-def train_all(
-    options: DemoOptions, corpus: Corpus, plan: Plan, advance: Callable[[str], None]
-) -> list[Repetition]:
-    """Train every repetition of every mode, the modes in turns so that a slow minute hits all of them.
-
-    ``advance`` is called after each minibatch with a line on where the run is.
-    """
-    repetitions = []
-    with other_ranks() as others:
-        for number in range(1, options.repetitions + 1):
-            for mode in options.communication:
-                title = f"{mode} {number}/{options.repetitions}"
-                recorder = Recorder(partial(_tell, advance, title))
-                timeline = timeline_recorder(options, mode) if number == options.repetitions else None
-                trainer = make_trainer(options, mode, recorder, timeline)
-                others.watch(trainer)
-                fit(trainer, options, DemoData(corpus, plan, options.samples_per_microbatch), recorder)
-                recorded = None if timeline is None else timeline.timeline
-                repetitions.append(Repetition(mode, recorder.ranks, recorded))
-    return repetitions
-
-
-def _tell(advance: Callable[[str], None], title: str, loss: float) -> None:
-    """One more minibatch is done."""
-    advance(f"{title}  loss {loss:.3f}")
-
-
-def timeline_recorder(options: DemoOptions, mode: Mode) -> TimelineRecorder:
-    """Records the last minibatch alone, the same one under every mode."""
-    last = WARM_UP + options.minibatches - 1
-    return TimelineRecorder(timeline_folder(options.output, mode), (last, last))
-
-
-def make_trainer(
-    options: DemoOptions, mode: Mode, recorder: Recorder, timeline: TimelineRecorder | None = None
-) -> Trainer:
-    """A trainer as a user would write it, with everything switched off that is not being measured."""
-    return Trainer(
-        strategy=ODCStrategy(communication=mode, auto_wrap_policy=SHARDED_LAYERS),
-        accelerator="cpu",
-        devices=options.devices,
-        precision=options.precision,
-        max_epochs=1,
-        callbacks=[recorder] if timeline is None else [recorder, timeline],
-        plugins=[OneMachine()],
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
-def fit(trainer: Trainer, options: DemoOptions, data: DemoData, recorder: Recorder) -> None:
-    """One repetition, from the same initial weights every time."""
-    model = ByteModel(
-        layers=options.layers,
-        hidden_size=options.hidden_size,
+        samples_per_microbatch=options.samples_per_microbatch,
+        minibatches=options.minibatches,
+        repetitions=options.repetitions,
         max_length=options.max_length,
+        precision=options.precision,
         seed=options.seed,
     )
-    try:
-        trainer.fit(model, data)
-    except SystemExit:
-        if recorder.interrupted:
-            raise KeyboardInterrupt from None
-        raise
 
 
-@contextlib.contextmanager
-def _progress_bar(options: DemoOptions, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """One bar over all modes and repetitions; yields the function that moves it by one minibatch."""
-    console = Console(stderr=True, quiet=not shown)
-    where = TextColumn("{task.description}")
-    columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), where)
-    # Drawn when a minibatch ends, not by a thread that would run beside the measured work.
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        minibatches = (WARM_UP + options.minibatches) * options.repetitions * len(options.communication)
-        task = progress.add_task("starting", total=minibatches)
-        progress.refresh()
-
-        def advance(description: str) -> None:
-            progress.update(task, advance=1, description=description, refresh=True)
-
-        yield advance
+def timeline_recorders(
+    options: DemoOptions, combination: Combination, repetition: int
+) -> list[TimelineRecorder]:
+    """What records the last minibatch of the last repetition, the same one under every mode."""
+    if repetition < options.repetitions - 1:
+        return []
+    last = WARM_UP + options.minibatches - 1
+    return [TimelineRecorder(timeline_folder(options.output, combination.communication), (last, last))]
 
 
-def _quieten() -> None:
-    """Lightning's hints are for the reader of a training script, which this is not."""
-    # Both names of Lightning: where both packages are installed, the last one imported gets all messages.
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning\.")
-    warnings.filterwarnings("ignore", category=PossibleUserWarning)
+def show_data(console: Console, options: DemoOptions, corpus: Corpus, load: float) -> None:
+    """Print what is trained on and how ranks share it, before the run."""
+    cores = available_cores()
+    console.print(
+        f"[bold]{len(corpus.samples):,} functions and classes[/] of Python {platform.python_version()}'s "
+        f"standard library; {corpus.dropped:,} longer than {corpus.max_length:,} tokens left out"
+    )
+    facts = length_facts(corpus.lengths)
+    console.print("tokens: " + ", ".join(f"{name} {value:,.0f}" for name, value in facts.items()))
+    console.print(histogram_text(corpus.lengths, corpus.max_length))
+    console.print(
+        f"minibatch: {options.devices} rank(s) x {options.samples_per_rank} samples, "
+        f"{options.samples_per_microbatch} per microbatch, {options.order}; "
+        f"{threads_per_rank(options.devices)} thread(s) per rank"
+    )
+    if load > BUSY_LOAD * cores:
+        console.print(f"[yellow]this machine is busy (load {load / cores:.1f} per core): expect uneven times")
+    if options.devices > cores:
+        console.print(
+            f"[yellow]{options.devices} ranks share {cores} cores: a waiting rank lends its core to a busy one, so the "
+            "times say little about the modes"
+        )
+
+
+def histogram(lengths: Sequence[int], longest: int) -> list[tuple[int, int, int]]:
+    """``(from, to, count)`` of :data:`BINS` equal bins over ``1..longest``, both ends included."""
+    edges = [round(longest * step / BINS) for step in range(BINS + 1)]
+    pairs = itertools.pairwise(edges)
+    return [(low + 1, high, sum(low < length <= high for length in lengths)) for low, high in pairs]
+
+
+def histogram_text(lengths: Sequence[int], longest: int, width: int = 40) -> str:
+    """The histogram as lines of blocks, the fullest bin ``width`` blocks wide."""
+    bins = histogram(lengths, longest)
+    fullest = max(count for *_, count in bins)
+    digits = len(f"{longest:,}")
+    lines = []
+    for low, high, count in bins:
+        bar = "█" * round(width * count / fullest) or ("▏" if count else "")
+        lines.append(f"{low:>{digits},} - {high:>{digits},}  {bar} {count:,}")
+    return "\n".join(lines)
+
+
+def show_results(console: Console, result: Result) -> None:
+    """Print the table, whether the losses agree, and where the files are."""
+    options, outcome = result.options, result.outcome
+    console.print(results_table(result))
+    difference = loss_difference(outcome.runs)
+    verdict = "[green]losses agree[/]" if outcome.losses_agree else "[bold red]LOSSES DIFFER[/]"
+    reason = "" if math.isfinite(difference) else "; a loss is NaN or infinite"
+    tolerance = f"(tolerance {LOSS_TOLERANCE[options.precision]:.0e}{reason})"
+    console.print(f"{verdict}: largest relative difference {difference:.1e} {tolerance}")
+    pairs = result.speedup_by_repetition
+    if len(pairs) > 1:
+        uneven = max(pairs) / min(pairs) > 1 + SPREAD
+        console.print(
+            f"speed-up by repetition: {', '.join(f'x{pair:.2f}' for pair in pairs)}; "
+            f"undisturbed: x{result.speedup_undisturbed:.2f}"
+            + (" [yellow](they differ: was the machine busy?)" if uneven else "")
+        )
+    console.print(
+        f"files in {options.output}/:\n"
+        f"  timelines.png       every rank in minibatch {options.minibatches}, all modes; grey is waiting\n"
+        "  timelines/<mode>/   the same as traces: open timeline.json in https://ui.perfetto.dev\n"
+        "  minibatches.png, lengths.png, result.json"
+    )
+
+
+def results_table(result: Result) -> Table:
+    """One row per mode, at most 80 characters wide."""
+    headings = ["mode", "samples\n/s", "tokens\n/s", "s/minibatch\n[q1-q3]", "final\nloss", "speed-up"]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in [*headings, "idle", "over\nbound"]:
+        table.add_column(escape(heading), justify="left" if heading == "mode" else "right", no_wrap=True)
+    for mode, run in result.runs.items():
+        first, median, third = run["seconds_quartiles"]
+        cells = [
+            mode,
+            f"{run['samples_per_second']:.2f}",
+            f"{run['tokens_per_second']:,.0f}",
+            f"{median:.3f} [{first:.3f}-{third:.3f}]",
+            f"{run['loss'][-1]:.4f}",
+            f"x{result.speedups[mode]:.2f}" if result.speedups else "-",
+            f"{run['idle_share']:z.1%}",
+            f"{run['over_bound']:z.1%}",
+        ]
+        table.add_row(*map(escape, cells))
+    return table

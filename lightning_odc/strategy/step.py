@@ -361,10 +361,9 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        records = self._engine.settle({"logs": self._logbook.post(), "times": self._stopwatch.take()})
-        logs = [record["logs"] for record in records]
-        self._totals += self._logbook.merge(logs, own=self._module.global_rank)
-        self._stopwatch.report([record["times"] for record in records])
+        records = self._engine.settle(self._logbook.post(), self._stopwatch.take())
+        self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
+        self._stopwatch.report([record.times for record in records])
 
     def step_in_hooks(self, optimizers: Iterable[Optimizer]) -> None:
         """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does.

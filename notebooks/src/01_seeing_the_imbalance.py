@@ -17,11 +17,11 @@ from lightning.pytorch import Trainer
 
 import lightning_odc  # noqa: F401
 from lightning_odc import ODCStrategy, balance
+from lightning_odc.bench.models import CausalModel, byte_llama
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
-from lightning_odc.demo.corpus import plan_minibatches, read_corpus
-from lightning_odc.demo.data import DemoData
-from lightning_odc.demo.model import SHARDED_LAYERS, ByteModel
+from lightning_odc.demo.corpus import read_corpus
 from lightning_odc.lessons import pictures, replay, texts
+from lightning_odc.lessons.dealing import DealtTexts, deal_minibatches
 from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 
 quiet()
@@ -73,7 +73,7 @@ print(
 # Let us draw two minibatches of our texts, and deal them out to two ranks, four texts each.
 
 # %%
-plan = plan_minibatches(
+plan = deal_minibatches(
     lengths, ranks=2, samples_per_rank=4, minibatches=8, seed=3, longest_first=False
 )
 
@@ -155,9 +155,7 @@ show(
 def train(name, communication, corpus, plan, steps):
     """Train on a plan, and return the timeline of the given optimizer steps."""
     trainer = Trainer(
-        strategy=ODCStrategy(
-            communication=communication, auto_wrap_policy=SHARDED_LAYERS
-        ),
+        strategy=ODCStrategy(communication=communication),
         accelerator="cpu",
         devices=2,
         max_epochs=1,
@@ -165,8 +163,8 @@ def train(name, communication, corpus, plan, steps):
         callbacks=[TimelineRecorder(f"runs/{name}", steps=steps)],
         **QUIET,
     )
-    model = ByteModel(layers=4, hidden_size=256, max_length=corpus.max_length)
-    trainer.fit(model, DemoData(corpus, plan))
+    model = CausalModel(byte_llama(4, 256, corpus.max_length), seed=0)
+    trainer.fit(model, DealtTexts(corpus, plan))
     return load_timeline(f"runs/{name}/timeline.json")
 
 
@@ -246,9 +244,7 @@ show(
 # many floating-point operations for its length.
 
 # %%
-cost = balance.transformer(
-    ByteModel(layers=4, hidden_size=256, max_length=2048).model.config
-)
+cost = balance.transformer(byte_llama(4, 256, max_length=2048))
 
 
 def expected_idle(skew, plan, meeting):
@@ -262,7 +258,7 @@ def expected_idle(skew, plan, meeting):
 SKEWS = [0, 0.25, 0.5, 0.75, 1, 1.25]
 curves = {}
 for ranks in (32, 8, 2):
-    dealt = plan_minibatches(
+    dealt = deal_minibatches(
         lengths,
         ranks=ranks,
         samples_per_rank=8,

@@ -19,11 +19,10 @@ import numpy as np
 from lightning.pytorch import Trainer
 
 from lightning_odc import BalancedDataLoader, ODCStrategy, balance
-from lightning_odc.bench.policies import SlowedModel
+from lightning_odc.bench.models import CausalModel, byte_llama
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.demo.corpus import encode, read_corpus
-from lightning_odc.demo.model import SHARDED_LAYERS
 from lightning_odc.lessons import pictures, replay
 from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 
@@ -364,7 +363,7 @@ corpus = read_corpus(max_length=1024)
 samples = [encode(sample) for sample in corpus.samples]
 
 
-class OneSlowRank(SlowedModel):
+class OneSlowRank(CausalModel):
     def on_train_start(self):
         self.slowness = 3.0 if self.global_rank == 1 else 1.0
 
@@ -382,20 +381,18 @@ def train(name, policy, cost):
         seed=1,
     )
     trainer = Trainer(
-        strategy=ODCStrategy(auto_wrap_policy=SHARDED_LAYERS),
+        strategy=ODCStrategy(),
         accelerator="cpu",
         devices=2,
         max_steps=4,
         callbacks=[TimelineRecorder(f"runs/{name}", steps=range(2, 4))],
         **QUIET,
     )
-    trainer.fit(OneSlowRank(layers=2, hidden_size=256, max_length=1024), loader)
+    trainer.fit(OneSlowRank(byte_llama(2, 256, 1024), seed=0), loader)
     return load_timeline(f"runs/{name}/timeline.json")
 
 
-dense = balance.transformer(
-    OneSlowRank(layers=2, hidden_size=256, max_length=1024).model.config, dense=True
-)
+dense = balance.transformer(byte_llama(2, 256, 1024), dense=True)
 recorded = {
     "lb_mini": train("lb_mini", "lb_mini", dense),
     "steal": train("steal", "steal", dense),

@@ -14,13 +14,16 @@ pytest.importorskip("rich")
 
 from lightning_odc.balance import transformer
 from lightning_odc.balance.costs import resolve_cost
+from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
 from lightning_odc.bench import comm, models, sweeps, training
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.lengths import PUBLISHED, draw, find_samples
 from lightning_odc.bench.options import Combination, SweepOptions, TrainOptions, parse_size
+from lightning_odc.bench.report import table
 from lightning_odc.bench.results import (
     MinibatchRecord,
     Run,
+    baseline_of,
     bootstrap,
     loss_difference,
     median_interval,
@@ -59,6 +62,41 @@ def test_a_speed_up_is_a_product_of_its_causes() -> None:
     only_ends = splits([runs[0], runs[3]])[0]
     assert [name for name, _ in only_ends.factors] == ["communication and balancing"]
     assert splits(runs[2:3]) == []
+
+
+def test_runs_are_told_by_their_costs_too() -> None:
+    fitted = Combination.parse("on_demand+lb_mini+fitted")
+    assert (fitted, str(fitted), str(BALANCED)) == (
+        BALANCED._replace(cost="fitted"),
+        "on_demand+lb_mini+fitted",
+        "on_demand+lb_mini",
+    )
+    quadratic = [one._replace(cost="quadratic") for one in (ON_DEMAND, COLLECTIVE)]
+    assert baseline_of([LOCKSTEP, *quadratic]) == quadratic[1]
+    runs = [run(COLLECTIVE, [8.0]), run(quadratic[1], [9.0]), run(ON_DEMAND, [4.0]), run(fitted, [2.0])]
+    runs[-1].estimates = [0.5, 0.25]
+    last = splits(runs)[-1]
+    assert (last.slow, last.fast) == (COLLECTIVE, fitted)
+    assert [(name, factor[1]) for name, factor in last.factors] == [
+        ("communication", 2.0),
+        ("balancing", 2.0),
+    ]
+    rows = summarize(runs, cores=2)
+    lines = table(rows, TrainOptions(runs=tuple(one.combination for one in runs))).splitlines()
+    assert lines[0].startswith("| communication | policy | cost | s/minibatch")
+    assert [line.split(" | ")[2] for line in lines[2:]] == ["model", "quadratic", "model", "fitted"]
+    assert [line.split(" | ")[6] for line in lines[2:]] == ["-", "-", "-", "25.0 %"]
+    assert " cost " not in table(rows[:1], TrainOptions(runs=(COLLECTIVE,)))
+
+
+def test_what_the_planner_would_estimate() -> None:
+    plan, lengths = [[[0], [1]], [[2], [3]]], [3, 1, 1, 2]
+    assert training.idle_of_plan(plan, lengths, "tokens", collective_cost) == pytest.approx(1 - 7 / 10)
+    assert training.idle_of_plan(plan, lengths, "tokens", on_demand_cost) == pytest.approx(1 - 7 / 8)
+    options = TrainOptions(lengths="equal", cost="tokens").filled()
+    assert training.estimated_idle(options, COLLECTIVE, 2) == [0, 0]
+    assert training.estimated_idle(options, BALANCED._replace(cost="fitted"), 2) == []
+    assert training.estimated_idle(options, BALANCED._replace(policy="steal"), 2) == []
 
 
 def test_only_minibatches_that_both_have_are_compared() -> None:
@@ -188,3 +226,24 @@ def test_lengths_from_a_file(name: str, text: str, tmp_path: Path) -> None:
 
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("4K", "1m", "256M", "7")] == [4096, 2**20, 2**28, 7]
+
+
+@pytest.mark.parametrize(
+    ("policy", "together", "plan"),
+    [
+        ("local_sort", 1, [[2], [4], [0]]),
+        ("local_sort", 2, [[2, 4], [0]]),
+        ("shuffled", 1, [[0], [2], [4]]),
+        ("shuffled", 2, [[0, 2], [4]]),
+    ],
+)
+def test_samples_are_dealt_in_turns(
+    policy: str, together: int, plan: list[list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "lengths.txt").write_text("3 9 5 1 4 2")
+    options = TrainOptions(
+        lengths=str(tmp_path / "lengths.txt"), samples_per_microbatch=together, model="tiny"
+    )
+    loader = training.make_loader(options.filled(), Combination("collective", policy), 2, 0)
+    planner = loader.recipe.planner(2, 9)
+    assert planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0] == plan

@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from lightning_odc import cli
-from lightning_odc.bench import comm, engine_costs, train
+from lightning_odc.bench import processes
 from lightning_odc.bench.processes import RankFailedError, Ranks
 from lightning_odc.bench.results import MinibatchRecord
 
@@ -54,6 +54,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
         "collective+lb_micro",
         "lockstep+lb_micro",
         "on_demand+lb_micro",
+        "on_demand+lb_mini+fitted",
         "on_demand+steal",
     ]
     code, found = bench(tmp_path, *TINY, "--runs", *runs)
@@ -70,6 +71,8 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
     assert all(row["peak_bytes"] > 2**24 for row in rows.values())
     assert rows["lockstep+lb_micro"]["idle"] > 0
     assert rows["ddp+lb_micro"]["idle"] > 0
+    assert rows["on_demand+lb_mini+fitted"]["estimated_idle"] is None
+    assert 0 <= rows["collective+lb_micro"]["estimated_idle"] < 1
     (split,) = [one for one in found["splits"] if one["fast"] == "on_demand+lb_micro"]
     factors = [factor[1] for factor in split["factors"].values()]
     assert list(split["factors"]) == ["cheaper bytes", "fewer waits"]
@@ -97,8 +100,8 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     assert found["overhead_seconds"] > 0
     totals = found["runs"][1]["totals"]
     # Each of three minibatches has at least 4 microbatches, each of 3 layers reads 3 peers' shards twice in each.
-    assert sum(one["reads"] for one in totals) >= 3 * 4 * 3 * 3 * 2
-    assert found["runs"][0]["totals"][0]["reads"] == 0
+    assert sum(one["traffic"]["reads"] for one in totals) >= 3 * 4 * 3 * 3 * 2
+    assert found["runs"][0]["totals"][0]["traffic"]["reads"] == 0
     slow, fast = (sum(run["bounds"]) for run in found["runs"][:2])
     assert slow > fast
 
@@ -134,7 +137,7 @@ def test_a_rank_that_fails_is_one_line_and_leaves_no_process() -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def processes() -> dict[int, tuple[int, int]]:
+def living() -> dict[int, tuple[int, int]]:
     """Parent and session of every process that lives."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -147,12 +150,12 @@ def processes() -> dict[int, tuple[int, int]]:
 
 def members(session: int) -> list[int]:
     """Processes of a session that live."""
-    return [pid for pid, (_, own) in processes().items() if own == session]
+    return [pid for pid, (_, own) in living().items() if own == session]
 
 
 def grandchildren() -> list[int]:
     """Ranks of this process: their parent is a server, whose parent is this process."""
-    known = processes()
+    known = living()
     return [pid for pid, (server, _) in known.items() if known.get(server, (0, 0))[0] == os.getpid()]
 
 
@@ -289,6 +292,8 @@ def test_nothing_measured_leaves_earlier_results(
     ("line", "message"),
     [
         ("--runs on_demand+fast", "is unknown: write communication+policy"),
+        ("--runs on_demand+lb_mini+dear", "'on_demand+lb_mini+dear' is unknown"),
+        ("--runs collective+lb_micro+fitted", "collectives and ddp do not have"),
         ("--runs collective+lb_mini", "collective would hang; use on_demand+lb_mini or collective+lb_micro"),
         ("--runs ddp+steal", "would hang"),
         ("--runs on_demand+steal on_demand+steal", "names a combination twice"),
@@ -345,8 +350,8 @@ def test_bad_options_get_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (comm, engine_costs, train):  # on a machine with more, some of these would run
-        monkeypatch.setattr(module, "available_memory", lambda: 16 * 2**30)
+    # On a machine with more, some of these would run.
+    monkeypatch.setattr(processes, "available_memory", lambda: 16 * 2**30)
 
     def llama(**values: Any) -> str:
         return json.dumps({"model_type": "llama", "max_position_embeddings": 4096, **values})

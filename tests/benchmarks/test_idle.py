@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from benchmarks.idle.__main__ import main
 from benchmarks.idle.overhead import VARIANTS, seconds_in, summarize, table
 from benchmarks.idle.truth import compare, expected
-from lightning_odc.bench.idle_table import estimated_idle
 
 CPU = [(1.0, 1.0), (1.04, 1.0), (1.0, 1.0), (1.0, 1.1)]  # seconds of both ranks, by variant
 
@@ -28,13 +27,6 @@ def test_waiting_by_arithmetic() -> None:
     assert expected("ddp", sleeps) == [1.0, 2.0]
     # Rank 0 waits for nobody before a batch.
     assert expected("ddp", sleeps[::-1]) == [1.0, 0.0]
-
-
-def test_what_the_packer_would_estimate() -> None:
-    costs = [[3.0, 1.0], [1.0, 2.0]]
-    assert estimated_idle(costs, meets_in_every_microbatch=True) == pytest.approx(1 - 7 / 10)
-    assert estimated_idle(costs, meets_in_every_microbatch=False) == pytest.approx(1 - 7 / 8)
-    assert estimated_idle([[], []], meets_in_every_microbatch=False) == 0
 
 
 def test_errors_are_relative_to_the_truth_and_to_the_step() -> None:

@@ -1,4 +1,4 @@
-"""The demo's corpus and its plan of minibatches."""
+"""The demo's corpus."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import ast
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_odc.demo.corpus import (
     BOS,
@@ -19,7 +17,6 @@ from lightning_odc.demo.corpus import (
     cut_definitions,
     encode,
     equal_pieces,
-    plan_minibatches,
     read_corpus,
 )
 from tests.support.ranks import run_ranks
@@ -108,54 +105,3 @@ def test_equal_pieces_hold_the_same_text_in_equal_lengths(corpus: Corpus) -> Non
     assert len(set(pieces.lengths)) == 1
     assert len(pieces.samples) == len(corpus.samples)
     assert b"".join(corpus.samples).startswith(b"".join(pieces.samples))
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 99), min_size=12, max_size=40),
-    ranks=st.integers(1, 4),
-    samples_per_rank=st.integers(1, 3),
-    minibatches=st.integers(1, 5),
-    seed=st.integers(0, 3),
-)
-def test_plans_deal_every_sample_once_and_sort_each_share(
-    lengths: list[int], ranks: int, samples_per_rank: int, minibatches: int, seed: int
-) -> None:
-    plan = plan_minibatches(
-        lengths, ranks=ranks, samples_per_rank=samples_per_rank, minibatches=minibatches, seed=seed
-    )
-    assert [[len(share) for share in minibatch] for minibatch in plan] == [
-        ranks * [samples_per_rank]
-    ] * minibatches
-    first_epoch = len(lengths) // (ranks * samples_per_rank)
-    dealt = [index for minibatch in plan[:first_epoch] for share in minibatch for index in share]
-    assert len(set(dealt)) == len(dealt)
-    for minibatch in plan:
-        for share in minibatch:
-            assert [lengths[index] for index in share] == sorted((lengths[i] for i in share), reverse=True)
-
-
-def test_order_changes_the_order_alone() -> None:
-    lengths = list(range(100))
-    plans = [
-        plan_minibatches(
-            lengths, ranks=2, samples_per_rank=8, minibatches=3, seed=0, longest_first=longest_first
-        )
-        for longest_first in (True, False)
-    ]
-    assert plans[0] != plans[1]
-    as_sets = [[[set(share) for share in minibatch] for minibatch in plan] for plan in plans]
-    assert as_sets[0] == as_sets[1]
-
-
-def test_plans_follow_the_seed() -> None:
-    def plan(seed: int) -> object:
-        return plan_minibatches(range(1, 50), ranks=2, samples_per_rank=4, minibatches=3, seed=seed)
-
-    assert plan(0) == plan(0)
-    assert plan(0) != plan(1)
-
-
-def test_too_large_a_minibatch_is_refused() -> None:
-    with pytest.raises(CorpusError, match="2 ranks x 3 samples is more than the 5"):
-        plan_minibatches([1] * 5, ranks=2, samples_per_rank=3, minibatches=1, seed=0)

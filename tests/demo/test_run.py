@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ import pytest
 
 from lightning_odc import cli
 from lightning_odc.callbacks import load_timeline
-from tests.support.ranks import run_ranks, torchrun_environment
 
-for package in ("transformers", "matplotlib", "rich"):
-    pytest.importorskip(package)
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from lightning_odc.bench.processes import RankFailedError, Ranks
 
 SMALL = "--layers 2 --hidden-size 64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 2 --seed 3"
 DEMO = [sys.executable, "-m", "lightning_odc", "demo", *SMALL.split()]
@@ -31,6 +32,9 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
     """Sessions to end and to check: when a demo has ended, so have all its processes."""
     processes: list[subprocess.Popen[str]] = []
     yield processes
+    deadline = time.monotonic() + 30
+    while any(members(process.pid) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)  # the server of the ranks follows its parent
     left_behind = [process for process in processes if members(process.pid)]
     for process in left_behind:
         os.killpg(process.pid, signal.SIGKILL)
@@ -39,12 +43,10 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def start(arguments: list[str], started: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    """Start the demo in a session of its own, without what another launcher may have left in the environment."""
-    launchers = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in launchers}
+    """Start the demo in a session of its own, as if inside a cluster's job of four tasks."""
     process = subprocess.Popen(
         DEMO + arguments,
-        env=environment,
+        env=os.environ | {"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "job"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -110,7 +112,7 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
             assert [span.details["number"] for span in rank.of("minibatch")] == [2]
             assert len(rank.of("forward")) == 3
 
-    # Only the first rank speaks, and only of the demo.
+    # Ranks are silent.
     assert sum(line.startswith("mode ") for line in out.splitlines()) == 1
     assert [line.split()[0] for line in out.splitlines() if line.startswith(tuple(modes))] == modes
     assert "losses agree" in out
@@ -136,20 +138,30 @@ def test_ctrl_c_ends_every_process_with_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def _run(_: int, options: str) -> tuple[int, str]:
-    for name in torchrun_environment(0, 1, 0):
-        del os.environ[name]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = cli.main(["demo", *SMALL.split(), *options.split()])
-    return code, out.getvalue()
-
-
-def test_one_process_is_enough(tmp_path: Path) -> None:
+def test_one_process_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = f"--devices 1 --output {tmp_path} --communication on_demand --repetitions 1 --equal-lengths"
-    ((code, out),) = run_ranks(_run, options, world_size=1)
-    assert code == 0
+    more = "--order shuffled --samples-per-microbatch 2 --precision bf16-mixed"
+    assert cli.main(["demo", *SMALL.split(), *options.split(), *more.split()]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["speedup"] is None
     assert len(set(result["corpus"]["tokens"].values())) == 1
+    assert result["loss_tolerance"] == 1e-3
+    (rank,) = load_timeline(tmp_path / result["timelines"]["on_demand"]["trace"]).ranks
+    assert len(rank.of("forward")) == 2  # three samples, two in the first microbatch
+    out = capsys.readouterr().out
     assert "on_demand" in out
     assert "speed-up by" not in out
+
+
+def test_a_rank_that_fails_ends_the_demo_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: Any, **__: Any) -> None:
+        raise RankFailedError("rank 1 failed: ValueError: no luck", "the traceback\n")
+
+    monkeypatch.setattr(Ranks, "call", call)
+    with pytest.raises(
+        SystemExit, match=r"^the traceback\nlightning-odc: rank 1 failed: ValueError: no luck$"
+    ):
+        cli.main(["demo", *SMALL.split(), "--output", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []

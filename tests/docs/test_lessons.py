@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
 from lightning_odc.lessons import pictures, strokes, texts
+from lightning_odc.lessons.dealing import deal_minibatches
 from lightning_odc.lessons.display import mean_of_log, read_log
 from lightning_odc.lessons.interleavings import (
     PROTOCOL,
@@ -213,3 +216,54 @@ def test_logs_are_read(tmp_path):
     assert read_log(tmp_path, "idle/fraction") == [0.5]
     with pytest.raises(KeyError, match="'other' was not logged"):
         read_log(tmp_path, "other")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 99), min_size=12, max_size=40),
+    ranks=st.integers(1, 4),
+    samples_per_rank=st.integers(1, 3),
+    minibatches=st.integers(1, 5),
+    seed=st.integers(0, 3),
+)
+def test_plans_deal_every_sample_once_and_sort_each_share(
+    lengths, ranks, samples_per_rank, minibatches, seed
+):
+    plan = deal_minibatches(
+        lengths, ranks=ranks, samples_per_rank=samples_per_rank, minibatches=minibatches, seed=seed
+    )
+    assert [[len(share) for share in minibatch] for minibatch in plan] == [
+        ranks * [samples_per_rank]
+    ] * minibatches
+    first_epoch = len(lengths) // (ranks * samples_per_rank)
+    dealt = [index for minibatch in plan[:first_epoch] for share in minibatch for index in share]
+    assert len(set(dealt)) == len(dealt)
+    for minibatch in plan:
+        for share in minibatch:
+            assert [lengths[index] for index in share] == sorted((lengths[i] for i in share), reverse=True)
+
+
+def test_order_changes_the_order_alone():
+    lengths = list(range(100))
+    plans = [
+        deal_minibatches(
+            lengths, ranks=2, samples_per_rank=8, minibatches=3, seed=0, longest_first=longest_first
+        )
+        for longest_first in (True, False)
+    ]
+    assert plans[0] != plans[1]
+    as_sets = [[[set(share) for share in minibatch] for minibatch in plan] for plan in plans]
+    assert as_sets[0] == as_sets[1]
+
+
+def test_plans_follow_the_seed():
+    def plan(seed):
+        return deal_minibatches(range(1, 50), ranks=2, samples_per_rank=4, minibatches=3, seed=seed)
+
+    assert plan(0) == plan(0)
+    assert plan(0) != plan(1)
+
+
+def test_too_large_a_minibatch_is_refused():
+    with pytest.raises(ValueError, match="2 ranks x 3 samples is more than the 5"):
+        deal_minibatches([1] * 5, ranks=2, samples_per_rank=3, minibatches=1, seed=0)

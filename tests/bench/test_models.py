@@ -1,22 +1,27 @@
-"""The demo's model on one process."""
+"""The model of a benchmark on one process."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.bench.models import CausalModel, find_config
+from lightning_odc.data.packing import PackedBatch, pack_samples
 from lightning_odc.demo.corpus import VOCABULARY, encode
-from lightning_odc.demo.model import SHARDED_LAYERS, ByteModel
-
-# `self.log` without a trainer says that it does nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
 
-def small(seed: int = 0) -> ByteModel:
-    return ByteModel(layers=2, hidden_size=64, max_length=128, seed=seed)
+def small(seed: int = 0) -> CausalModel:
+    return CausalModel(find_config("2x64", 128), seed)
+
+
+def step(model: CausalModel, batch: PackedBatch) -> dict[str, Any]:
+    output = model.training_step(batch, 0)
+    assert output is not None
+    return output
 
 
 def test_weights_follow_the_seed_and_leave_the_random_state_alone() -> None:
@@ -29,16 +34,16 @@ def test_weights_follow_the_seed_and_leave_the_random_state_alone() -> None:
     assert not torch.equal(first, other)
 
 
-def test_one_unit_per_layer_is_there_to_shard() -> None:
-    layers = [module for module in small().modules() if type(module) in SHARDED_LAYERS]
-    assert len(layers) == 2
+def test_layers_and_width_are_those_of_the_name() -> None:
+    config = small().model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 1)
 
 
 def test_the_loss_is_a_sum_over_predicted_tokens() -> None:
     model = small()
     samples = [encode(b"def f(): pass\n"), encode(b"class C: ...\n")]
-    together = model.training_step(pack_samples(samples), 0)
-    alone = [model.training_step(pack_samples([sample]), 0) for sample in samples]
+    together = step(model, pack_samples(samples))
+    alone = [step(model, pack_samples([sample])) for sample in samples]
     assert together["num_items"] == sum(len(sample) - 1 for sample in samples)
     assert together["num_items"] == sum(step["num_items"] for step in alone)
     torch.testing.assert_close(together["loss"], sum(step["loss"] for step in alone))
@@ -49,7 +54,7 @@ def test_the_loss_is_a_sum_over_predicted_tokens() -> None:
 
 def test_losses_are_collected_until_they_are_taken() -> None:
     model = small()
-    steps = [model.training_step(pack_samples([encode(text)]), 0) for text in (b"abc", b"defg")]
+    steps = [step(model, pack_samples([encode(text)])) for text in (b"abc", b"defg")]
     loss_sum, tokens = model.take_loss()
     assert tokens == 4 + 5
     assert loss_sum == pytest.approx(sum(float(step["loss"].detach()) for step in steps))
@@ -62,9 +67,9 @@ def test_training_lowers_the_loss() -> None:
     batch = pack_samples([encode(b"import os, sys\n" * 4)])
     losses = []
     for _ in range(20):
-        step = model.training_step(batch, 0)
+        output = step(model, batch)
         optimizer.zero_grad()
-        (step["loss"] / step["num_items"]).backward()
+        (output["loss"] / output["num_items"]).backward()
         optimizer.step()
-        losses.append(float(step["loss"].detach()))
+        losses.append(float(output["loss"].detach()))
     assert losses[-1] < 0.8 * losses[0]
