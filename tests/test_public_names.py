@@ -60,8 +60,8 @@ COMMANDS = {
     "bench": set(),
     "bench train": {
         *("--cost", "--emulate", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
-        *("--packing-ratio", "--ranks", "--repetitions", "--runs", "--samples-per-rank"),
-        *("--seconds-per-minibatch", "--seed", "--slow-rank"),
+        *("--packing-ratio", "--precision", "--ranks", "--repetitions", "--runs", "--samples-per-microbatch"),
+        *("--samples-per-rank", "--seconds-per-minibatch", "--seed", "--slow-rank"),
     },
     "bench sweep": {"--minibatches", "--most-ranks", "--output", "--seconds-per-minibatch", "sweeps"},
     "bench comm": {"--output", "--ranks", "--rounds", "--sizes", "--skew"},

@@ -19,7 +19,7 @@ from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
-from tests.support.interleaving import Interleaved, Scheduler
+from tests.support.interleaving import Interleaved, Scheduler, interleave
 
 UNITS = (
     UnitSpec("first", 4, torch.float32, 4, torch.float32),
@@ -97,10 +97,10 @@ def explore(
     """Play with one interleaving; returns each rank's exception."""
     rng = random.Random(seed)
     counts = [[rng.choice([0, 1, 2, 3]) for _ in range(world_size)] for _ in range(STEPS)]
-    hub, scheduler = ThreadHub(world_size, timeout=20), Scheduler(world_size, seed)
+    hub = ThreadHub(world_size, timeout=20)
     errors: list[BaseException | None] = [None] * world_size
 
-    def run(rank: int) -> None:
+    def work(rank: int, scheduler: Scheduler) -> None:
         protocol = protocol_class(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=10, **options)
         try:
             play(protocol, counts)
@@ -108,15 +108,8 @@ def explore(
             errors[rank] = error
             protocol.transport._scheduled = False  # type: ignore[attr-defined]
             protocol.fail(str(error))
-        finally:
-            scheduler.leave(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), f"seed {seed} hangs"
+    scheduler = interleave(world_size, seed, work)
     assert scheduler.operations > 100
     return errors
 
