@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,9 @@ def oracle(seeds: int) -> list[Table]:
             ]
             gaps = [_gap(lengths, num_ranks, cost_of(num_ranks)) for lengths in drawn]
             known = np.array([gap for gap in gaps if gap is not None])
-            found = [float((known < 1e-5).mean()), float(known.mean()), float(known.max())]
+            found = [math.nan] * 3
+            if len(known):
+                found = [float((known < 1e-5).mean()), float(known.mean()), float(known.max())]
             rows.append([name, f"{num_ranks} x {per_rank}", len(gaps), len(known), *found])
     return [Table("oracle", "Above the optimum, where CP-SAT finds it in 2 s", columns, rows)]
 

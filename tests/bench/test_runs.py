@@ -333,7 +333,7 @@ def test_nothing_measured_leaves_earlier_results(
         ("--cost dear", "--cost 'dear' is unknown"),
         ("--precision 16", "--precision '16' is unknown: choose from 32-true, bf16-mixed"),
         ("--samples-per-microbatch 0", "--samples-per-microbatch 0: use 1 or more"),
-        ("--model 0x32", "no model can be made of it"),
+        ("--model 4x100", "--model 4x100: the width 100 is not a multiple of 64"),
         ("--seed -1", "--seed -1: use 0 or more"),
         ("--minibatches 0", "--minibatches 0: use 1 or more"),
         ("--slow-rank 0.5", "--slow-rank 0.5: use 1 or more"),
