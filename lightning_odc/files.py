@@ -57,25 +57,28 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_regular(path: Path) -> bytes:
-    """Read a file that is neither a link nor a pipe nor a device.
+def read_regular(path: Path, own: bool = False) -> bytes:
+    """Read a file that is neither a link nor a pipe nor a device; ``own``: and that only this user may write.
 
     Raises:
-        OSError: it is, or cannot be read.
+        OSError: it is not so, or cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        info = os.fstat(handle)
+        if not stat.S_ISREG(info.st_mode):
             raise OSError(f"{path} is not a regular file")
+        if own and (info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            raise OSError(f"{path} belongs to another user, or others may write to it")
         return file.read()
 
 
 @contextmanager
-def one_at_a_time(directory: Path) -> Iterator[None]:
-    """Let one process at a time in, as far as the file system can; wait for the others 5 seconds at most."""
+def one_at_a_time(directory: Path, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+    """Let one process at a time in, as far as the file system can; wait for the others so long at most."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = time.monotonic() + seconds
         while not _try_lock(handle) and time.monotonic() < deadline:
             time.sleep(_LOCK_EVERY)
         yield

@@ -1,10 +1,7 @@
 """Torchmetrics for idle time and load imbalance, exact over any number of ranks and steps; usable without a trainer.
 
-Note [A rank that was not updated did nothing]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank without work in a step often has nothing to report, and the others did wait for nobody there. For both metrics
-a missing update means what an update with zeros means: `IdleFraction` counts no time for that rank, `LoadImbalance`
-counts a rank that was busy for 0 seconds. Every rank of the process group takes part in the mean, updated or not.
+A rank without work in a step often has nothing to report, and no other rank waits for it. So for both metrics a
+missing update means what an update with zeros means.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ class IdleFraction(Metric):
 
     With ``idle[r, s]`` and ``busy[r, s]`` the seconds given by rank ``r`` in its update ``s``, the value is
     ``sum(idle) / sum(idle + busy)``, the sums running over all ranks and updates: a mean over ranks and steps in
-    which each counts as long as it took. It is ``nan`` as long as no time was counted at all. For a rank that was
-    never updated see Note [A rank that was not updated did nothing].
+    which each counts as long as it took. It is ``nan`` as long as no time was counted at all. A rank that was not
+    updated adds no time.
 
     Args:
         **kwargs: as in `torchmetrics.Metric`.
@@ -84,10 +81,9 @@ class LoadImbalance(Metric):
     one update that is the slowest rank's time over the mean. For several it is a ratio of sums, not a mean of
     ratios, so that long steps count more; and the slowest rank is looked for in every step, so that two ranks that
     are slow in turns are as unbalanced as if it were always the same. To compare totals instead, update once, with
-    the totals. The mean is over all ranks of the process group, see
-    Note [A rank that was not updated did nothing]; a rank that was updated fewer times was busy for 0 seconds in the
-    steps that it lacks. It is 1 for perfect balance, the number of ranks if only one works, and ``nan`` as long as
-    nobody was busy.
+    the totals. The mean is over all ranks of the process group, updated or not: a rank that was updated fewer times
+    was busy for 0 seconds in the steps that it lacks. The value is 1 for perfect balance, the number of ranks if only
+    one works, and ``nan`` as long as no rank was busy.
 
     Args:
         **kwargs: as in `torchmetrics.Metric`.

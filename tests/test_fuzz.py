@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lightning_odc import Minibatch
 from lightning_odc.callbacks.timeline.chrome_trace import FORMAT, decode, encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Span, Timeline
-from lightning_odc.data.length_cache import LengthCache
+from lightning_odc.data.length_cache import remembered
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 
 JSON = st.recursive(
@@ -73,17 +73,15 @@ def test_a_trace_that_is_none(content):
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.integers(0, 5), st.booleans())
-def test_a_cache_with_anything_in_it(tmp_path, content, count, keep_line):
-    cache = LengthCache(tmp_path)
-    folder = tmp_path / "lengths"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    line = json.dumps(
-        {"format": "lightning-odc lengths 1", "key": "ab", "count": count, "sha256": ""}
-    ).encode()
-    (folder / "ab.lengths").write_bytes((line + b"\n" if keep_line else b"") + content)
+def test_a_cache_with_anything_in_it(tmp_path, content, count, keep_size):
+    folder = tmp_path / "lengths" / "ab"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    body = (content * 8 * count)[: 8 * count] if keep_size else content
+    (folder / "ab.lengths").write_bytes(content[:32] + body)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert cache.get("ab", count, lambda: np.arange(count)).tolist() == list(range(count))
+        lengths = remembered("ab", count, lambda: np.arange(count), tmp_path)
+    assert lengths.tolist() == list(range(count))
 
 
 @given(

@@ -24,7 +24,7 @@ from lightning_odc.balance import (
     least_cost,
     on_demand_cost,
     plan_minibatch,
-    plan_window,
+    regroup,
     resolve_cost,
     with_speeds,
 )
@@ -161,7 +161,8 @@ def _idle_ahead(seeds: int, per_rank: int, ahead: int) -> float:
     for seed in range(max(8 * seeds // ahead, 1)):
         lengths = draw_lengths("longalign", 8, per_rank * ahead, seed)
         needed += float(PAPER_1_5B.samples(lengths.astype(float)).sum()) / 8
-        options: dict[str, Any] = {"window": ahead, "max_tokens": 65_536, "cost": PAPER_1_5B}
-        for plan in plan_window(lengths.tolist(), 8, 8 * per_rank, **options):
-            spent += on_demand_cost(plan, lengths, PAPER_1_5B)
+        for members in regroup(PAPER_1_5B.samples(lengths.astype(float)), 8, 8 * per_rank):
+            own = lengths[members]
+            plan = plan_minibatch(own, 8, 65_536, cost=PAPER_1_5B)
+            spent += on_demand_cost(plan, own, PAPER_1_5B)
     return 1 - needed / spent

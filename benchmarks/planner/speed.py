@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,15 @@ import numpy as np
 
 from benchmarks.planner.rivals import KINDS, draw_lengths, karmarkar_karp_with_swaps
 from benchmarks.tables import Column, Table
-from lightning_odc.balance import PolynomialCost, plan_minibatch, resolve_cost, stream_plans, with_speeds
+from lightning_odc.balance import (
+    Plan,
+    Planner,
+    PolynomialCost,
+    epoch_order,
+    plan_minibatch,
+    resolve_cost,
+    with_speeds,
+)
 
 _RANKS, _PER_RANK, _REPEATS = 64, 8, 3
 _EPOCHS = ((64, 512), (256, 2048), (8, 64), (8, 32), (8, 8))
@@ -61,7 +69,7 @@ def epoch(samples: int) -> list[Table]:
         row: list[Any] = [f"{num_ranks} x {size // num_ranks}"]
         for starts in (16, 0):
             part = lengths if size == _EPOCHS[0][1] and starts else lengths[: samples // 10]
-            plans = stream_plans(part, num_ranks, size, starts=starts, drop_last=True)
+            plans = _plans(part, num_ranks, size, starts=starts)
             row.append(milliseconds(deque, plans, maxlen=0) / 1e3 / len(part) * 1e6)
         rows.append([*row, _peak_memory(lengths, num_ranks, size)])
     heads = [
@@ -73,9 +81,17 @@ def epoch(samples: int) -> list[Table]:
     return [Table("epoch", title, [*heads, Column("MiB at most", ".2f")], rows)]
 
 
+def _plans(lengths: Any, num_ranks: int, size: int, **options: Any) -> Iterator[Plan]:
+    """The plans of a shuffled epoch, without the samples that do not fill a minibatch."""
+    planner = Planner(num_ranks, int(lengths.max()), **options)
+    order = epoch_order(len(lengths), seed=0, epoch=0)
+    for begin in range(0, len(order) - size + 1, size):
+        yield planner.plan(lengths[order[begin : begin + size]])
+
+
 def _peak_memory(lengths: Any, num_ranks: int, size: int) -> float:
     """MiB allocated at most while 50 minibatches are planned, after the first."""
-    plans = stream_plans(lengths, num_ranks, size)
+    plans = _plans(lengths, num_ranks, size)
     next(plans)
     tracemalloc.start()
     deque(islice(plans, 50), maxlen=0)

@@ -14,6 +14,7 @@ from lightning_odc.balance.costs import (
     tokens,
     with_speeds,
 )
+from lightning_odc.balance.epochs import epoch_order, num_minibatches, plan_window, regroup, stream_plans
 from lightning_odc.balance.evaluate import (
     average_costs,
     collective_cost,
@@ -30,7 +31,6 @@ from lightning_odc.balance.planner import (
     permutation,
     plan_minibatch,
 )
-from lightning_odc.balance.stream import epoch_order, num_minibatches, plan_window, regroup, stream_plans
 from lightning_odc.balance.transformer import TransformerCost, transformer
 
 __all__ = [

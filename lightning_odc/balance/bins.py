@@ -25,6 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.costs import Terms
 from lightning_odc.balance.workload import Workload
 
 _MOST_EXACT = 24
@@ -33,7 +34,7 @@ _NODES = 600
 Bins = list[list[int]]
 
 
-def pack(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0) -> Bins:
+def pack_bins(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0) -> Bins:
     """As few bins as found, and then as even ones; or more of them, if that costs less.
 
     Args:
@@ -46,11 +47,11 @@ def pack(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.
         Bins, none of them empty; none at all without samples. If ``pair`` is 0, their number is the smallest possible
         for up to 24 samples unless a search of 600 steps does not settle it, and that of best-fit decreasing otherwise.
     """
-    fewest = _pack(sizes, cap)
+    fewest = _pack_fewest(sizes, cap)
     if not pair or len(fewest) == len(sizes):
         return fewest
     falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])
-    likely = int(math.fsum(share(size, cap, overhead, pair)[0] for size in sizes))
+    likely = int(math.fsum(bin_fraction(size, cap, overhead, pair)[0] for size in sizes))
     counts = {
         min(max(count, len(fewest)), len(sizes)) for count in (*range(likely - 1, likely + 3), len(sizes))
     }
@@ -70,8 +71,8 @@ def packing_cost(bins: Bins, sizes: Sequence[int], overhead: float, pair: float)
     return overhead * len(bins) + pair * across / 2
 
 
-def share(size: int, cap: int, overhead: float, pair: float) -> tuple[float, float]:
-    """A sample's share of bins and of their cost, if bins were filled evenly and as far as it pays.
+def bin_fraction(size: int, cap: int, overhead: float, pair: float) -> tuple[float, float]:
+    """How much of a bin and of its cost a sample takes, if bins were filled evenly and as far as it pays.
 
     Filling a bin beyond ``sqrt(2 * overhead / pair)`` tokens costs more in pairs than another bin would.
     """
@@ -81,7 +82,7 @@ def share(size: int, cap: int, overhead: float, pair: float) -> tuple[float, flo
     return size / full, overhead * size / full + pair * size * (full - size) / 2
 
 
-def _pack(sizes: Sequence[int], cap: int) -> Bins:
+def _pack_fewest(sizes: Sequence[int], cap: int) -> Bins:
     """As few bins as found, and then as even ones: spread the sizes if they fit, else best fit."""
     if sum(sizes) <= cap:
         return [list(range(len(sizes)))] if sizes else []
@@ -96,19 +97,19 @@ def _pack(sizes: Sequence[int], cap: int) -> Bins:
     return bins
 
 
-def pack_exactly(sizes: Sequence[int], costs: Sequence[float], cap: int, count: int) -> Bins:
+def pack_exact_count(sizes: Sequence[int], costs: Sequence[float], cap: int, count: int) -> Bins:
     """Exactly ``count`` bins under the cap, of even cost if possible.
 
     Args:
         sizes: ``[k]`` tokens, ``k >= count``.
         costs: ``[k]``, what to even out.
         cap: most tokens of a bin.
-        count: at least as many as ``pack`` makes.
+        count: The number of bins, at least as many as `pack_bins` makes.
     """
     falling = sorted(range(len(sizes)), key=lambda position: -costs[position])
     bins = spread(sizes, falling, costs, cap, count)
     if bins is None:
-        bins = pack(sizes, cap)
+        bins = pack_bins(sizes, cap)
         while len(bins) < count:
             bins.append(_halve(bins, costs))
     return bins
@@ -219,20 +220,37 @@ _COUNTS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """The samples of one rank, and what they cost there.
+class RankSamples:
+    """The samples of one rank, and what they cost there. Bins hold positions in these lists.
 
     Attributes:
+        indices: ``[k]``, of the samples in the minibatch.
         sizes: ``[k]`` tokens.
         costs: ``[k]``.
-        overhead: of a microbatch.
-        pair: of every two tokens of different samples in one microbatch.
+        overhead: Cost of a microbatch.
+        pair: Cost of every two tokens of different samples in one microbatch.
     """
 
+    indices: Sequence[int]
     sizes: Sequence[int]
     costs: Sequence[float]
     overhead: float = 0.0
     pair: float = 0.0
+
+    @classmethod
+    def of(cls, rank: int, indices: Ints, lengths: Ints, terms: Terms) -> RankSamples:
+        """From the lengths and costs of a minibatch."""
+        costs = terms.rows[rank, indices].tolist()
+        overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
+        return cls(indices.tolist(), lengths[indices].tolist(), costs, overhead, pair)
+
+    def microbatches(self, bins: Bins) -> list[list[int]]:
+        """Bins as lists of indices: the costliest microbatch first, in each the costliest sample first."""
+        falling = sorted(bins, key=lambda members: (-self.cost_of(members), self.indices[members[0]]))
+        return [
+            [self.indices[p] for p in sorted(members, key=lambda p: (-self.costs[p], self.indices[p]))]
+            for members in falling
+        ]
 
     def cost_of(self, members: Sequence[int]) -> float:
         """Cost of one microbatch, without its overhead."""
@@ -243,52 +261,52 @@ class Share:
         return alone + self.pair * (total * total - sum(self.sizes[p] * self.sizes[p] for p in members)) / 2
 
 
-def pack_equally(shares: Sequence[Share], cap: int, lined_up: bool) -> list[Bins]:
+def pack_equal_counts(ranks: Sequence[RankSamples], cap: int, lined_up: bool) -> list[Bins]:
     """Equally many bins for every rank, as long as it has that many samples.
 
     Args:
-        shares: the samples of every rank.
+        ranks: the samples of every rank.
         cap: most tokens of a bin.
         lined_up: `align` them.
 
     Returns:
         Bins of positions; as few as possible, or as many as cost least if samples cost each other.
     """
-    fewest = max(len(pack(share.sizes, cap)) for share in shares)
-    if not any(share.pair for share in shares):
-        return _even_in_cost(shares, cap, fewest, lined_up)
-    most = max(len(share.sizes) for share in shares)
+    fewest = max(len(pack_bins(own.sizes, cap)) for own in ranks)
+    if not any(own.pair for own in ranks):
+        return _even_in_cost(ranks, cap, fewest, lined_up)
+    most = max(len(own.sizes) for own in ranks)
     counts = sorted({round(fewest * (most / fewest) ** (step / _COUNTS)) for step in range(_COUNTS + 1)})
-    options = [_even_in_cost(shares, cap, count, lined_up) for count in counts]
-    options += [[_exactly(share, share.sizes, cap, count) for share in shares] for count in counts]
-    return min(options, key=lambda packed: _collective_cost(shares, packed))
+    options = [_even_in_cost(ranks, cap, count, lined_up) for count in counts]
+    options += [[_exactly(own, own.sizes, cap, count) for own in ranks] for count in counts]
+    return min(options, key=lambda packed: _collective_cost(ranks, packed))
 
 
-def _even_in_cost(shares: Sequence[Share], cap: int, count: int, lined_up: bool) -> list[Bins]:
-    packed = [_exactly(share, share.costs, cap, count) for share in shares]
-    return align(shares, packed, cap) if lined_up else packed
+def _even_in_cost(ranks: Sequence[RankSamples], cap: int, count: int, lined_up: bool) -> list[Bins]:
+    packed = [_exactly(own, own.costs, cap, count) for own in ranks]
+    return align(ranks, packed, cap) if lined_up else packed
 
 
-def _exactly(share: Share, even: Sequence[float], cap: int, count: int) -> Bins:
+def _exactly(own: RankSamples, even: Sequence[float], cap: int, count: int) -> Bins:
     """As many bins, even in this, or as many as there are samples."""
-    return pack_exactly(share.sizes, even, cap, min(count, len(share.sizes))) if share.sizes else []
+    return pack_exact_count(own.sizes, even, cap, min(count, len(own.sizes))) if own.sizes else []
 
 
-def _collective_cost(shares: Sequence[Share], packed: list[Bins]) -> float:
+def _collective_cost(ranks: Sequence[RankSamples], packed: list[Bins]) -> float:
     """The sum of the largest ``m``-th bins."""
     count = max(map(len, packed))
-    loads = np.zeros((len(shares), count))
-    for row, share, bins in zip(loads, shares, packed, strict=True):
-        row[: len(bins)] = sorted((share.cost_of(members) + share.overhead for members in bins), reverse=True)
+    loads = np.zeros((len(ranks), count))
+    for row, own, bins in zip(loads, ranks, packed, strict=True):
+        row[: len(bins)] = sorted((own.cost_of(members) + own.overhead for members in bins), reverse=True)
     return math.fsum(loads.max(0).tolist())
 
 
-def align(shares: Sequence[Share], packed: list[Bins], cap: int) -> list[Bins]:
+def align(ranks: Sequence[RankSamples], packed: list[Bins], cap: int) -> list[Bins]:
     """Bins of every rank that line up at least as well as ``packed``.
 
     Args:
-        shares: the samples of every rank.
-        packed: for every rank equally many bins of positions in its share, none empty; otherwise returned as it is.
+        ranks: the samples of every rank.
+        packed: Equally many bins for every rank, none empty; otherwise returned as it is.
         cap: most tokens of a bin.
 
     Returns:
@@ -297,27 +315,27 @@ def align(shares: Sequence[Share], packed: list[Bins], cap: int) -> list[Bins]:
     count = len(packed[0])
     if count < 2 or any(len(bins) != count for bins in packed):
         return packed
-    first = [_falling(share, bins) for share, bins in zip(shares, packed, strict=True)]
-    loads = np.array([_loads(share, bins) for share, bins in zip(shares, first, strict=True)])
-    order = sorted(range(len(shares)), key=lambda rank: -max(shares[rank].costs))
+    first = [_falling(own, bins) for own, bins in zip(ranks, packed, strict=True)]
+    loads = np.array([_loads(own, bins) for own, bins in zip(ranks, first, strict=True)])
+    order = sorted(range(len(ranks)), key=lambda rank: -max(ranks[rank].costs))
     aligned, along = list(first), np.zeros_like(loads)
     for rank in order:
         profile = along.max(0)
-        aligned[rank] = _along(shares[rank], cap, profile.tolist()) or first[rank]
-        along[rank] = _loads(shares[rank], aligned[rank])
+        aligned[rank] = _along(ranks[rank], cap, profile.tolist()) or first[rank]
+        along[rank] = _loads(ranks[rank], aligned[rank])
     for rank in order:
         if not (along[rank] >= along.max(0)).any():
             continue  # it is nowhere what the others wait for
         others = np.delete(along, rank, axis=0).max(0) if len(along) > 1 else np.zeros(count)
-        again = _along(shares[rank], cap, others.tolist())
+        again = _along(ranks[rank], cap, others.tolist())
         if again is not None:
-            new = np.array(_loads(shares[rank], again))
+            new = np.array(_loads(ranks[rank], again))
             if _span(others, new) < _span(others, along[rank]):
                 aligned[rank], along[rank] = again, new
     return aligned if math.fsum(along.max(0).tolist()) < math.fsum(loads.max(0).tolist()) else first
 
 
-def _along(share: Share, cap: int, profile: list[float]) -> Bins | None:
+def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
     """Each sample, the costliest first, where it raises the profile least, and there where most room is left below it.
 
     None if a sample finds no room.
@@ -325,9 +343,9 @@ def _along(share: Share, cap: int, profile: list[float]) -> Bins | None:
     count = len(profile)
     bins: Bins = [[] for _ in range(count)]
     loads, rooms, empty = [0.0] * count, [cap] * count, count
-    falling = sorted(range(len(share.costs)), key=lambda position: -share.costs[position])
+    falling = sorted(range(len(own.costs)), key=lambda position: -own.costs[position])
     for place, position in enumerate(falling):
-        size, cost = share.sizes[position], share.costs[position]
+        size, cost = own.sizes[position], own.costs[position]
         must_open = len(falling) - place <= empty
         least, target = (math.inf, math.inf), -1
         for b in range(count):
@@ -343,15 +361,15 @@ def _along(share: Share, cap: int, profile: list[float]) -> Bins | None:
         bins[target].append(position)
         loads[target] += cost
         rooms[target] -= size
-    return _falling(share, bins)
+    return _falling(own, bins)
 
 
-def _falling(share: Share, bins: Bins) -> Bins:
-    return sorted(bins, key=lambda members: -math.fsum(share.costs[position] for position in members))
+def _falling(own: RankSamples, bins: Bins) -> Bins:
+    return sorted(bins, key=lambda members: -math.fsum(own.costs[position] for position in members))
 
 
-def _loads(share: Share, bins: Bins) -> list[float]:
-    return [math.fsum(share.costs[position] for position in members) for members in bins]
+def _loads(own: RankSamples, bins: Bins) -> list[float]:
+    return [math.fsum(own.costs[position] for position in members) for members in bins]
 
 
 def _span(profile: Floats, loads: Floats) -> float:
@@ -367,13 +385,13 @@ def fitting_pairs(lengths: Ints, cap: int, count: int) -> list[tuple[int, int]]:
     return pairs if all(int(lengths[a] + lengths[b]) <= cap for a, b in pairs) else []
 
 
-def share_with_pairs(work: Workload, sizes: list[int], pairs: list[tuple[int, int]]) -> list[Ints]:
-    """The samples of every rank: one of the pairs for each of the largest shares, the rest the costliest first.
+def partition_with_pairs(work: Workload, sizes: list[int], pairs: list[tuple[int, int]]) -> list[Ints]:
+    """The samples of every rank: one of the pairs for each that gets the most, the rest the costliest first.
 
     Args:
         work: the workload.
         sizes: how many samples every rank gets; as many of the largest size as there are pairs.
-        pairs: of samples, numbered as the caller does.
+        pairs: Pairs of samples, numbered as the caller does.
 
     Returns:
         For every rank its samples, numbered as the caller does.
@@ -381,15 +399,15 @@ def share_with_pairs(work: Workload, sizes: list[int], pairs: list[tuple[int, in
     number = {int(sample): position for position, sample in enumerate(work.order)}
     paired = [[number[sample] for sample in pair] for pair in pairs]
     larger = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
-    shares: list[list[int]] = [[] for _ in sizes]
+    groups: list[list[int]] = [[] for _ in sizes]
     for rank, pair in zip(larger, paired, strict=True):
-        shares[rank] = pair
+        groups[rank] = pair
     rows = np.broadcast_to(work.costs, (work.num_ranks, work.costs.shape[1]))
-    loads = [float(work.base[rank] + rows[rank, share].sum()) for rank, share in enumerate(shares)]
+    loads = [float(work.base[rank] + rows[rank, group].sum()) for rank, group in enumerate(groups)]
     taken = {sample for pair in paired for sample in pair}
     for sample in (one for one in range(work.num_samples) if one not in taken):
-        free = [rank for rank, share in enumerate(shares) if len(share) < sizes[rank]]
+        free = [rank for rank, group in enumerate(groups) if len(group) < sizes[rank]]
         rank = min(free, key=lambda one: loads[one] + rows[one, sample])
-        shares[rank].append(sample)
+        groups[rank].append(sample)
         loads[rank] += float(rows[rank, sample])
-    return [work.order[share] for share in shares]
+    return [work.order[group] for group in groups]

@@ -63,12 +63,6 @@ def terms_of(cost: Cost, lengths: Ints, num_ranks: int) -> Terms:
     return Terms(samples, overhead, _per_rank("pair", pair_of(cost), num_ranks))
 
 
-def evaluate(cost: Cost, lengths: Ints, num_ranks: int) -> tuple[Floats, Floats]:
-    """Costs of samples ``[1 or num_ranks, n]`` and overheads ``[num_ranks]``; see `terms_of`."""
-    terms = terms_of(cost, lengths, num_ranks)
-    return terms.samples, terms.overhead
-
-
 def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
     samples = np.asarray(cost.samples(lengths.astype(np.float64)), dtype=np.float64)
     if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
@@ -110,11 +104,9 @@ From the cost that the paper fitted to its 1.5B model, ``1.982122 x^2 + 2.611821
 """
 
 MICROBATCH = 64.0
-"""What a microbatch costs besides its samples if nobody says, in tokens of a short sample: below so many tokens, matrix
+"""What a microbatch costs besides its samples by default, in tokens of a short sample: below so many tokens, matrix
 products are no faster. `FittedCost` finds out.
 """
-
-NAMED = ("tokens", "quadratic", "quadratic_dense")
 
 
 @runtime_checkable
@@ -175,7 +167,7 @@ class FunctionCost:
     """Any function of the lengths.
 
     Attributes:
-        function: from lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
+        function: Maps lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
         constant: cost of a microbatch besides its samples.
     """
 
@@ -195,7 +187,7 @@ class SpeedCost:
     """Another cost on ranks of different speeds.
 
     Attributes:
-        cost: at speed 1.
+        cost: The cost at speed 1.
         speeds: one per rank; a rank of speed 0.5 takes twice as long.
     """
 
@@ -256,25 +248,24 @@ def resolve_cost(cost: Any) -> Cost:
     Raises:
         ValueError: it is none of these.
     """
+    named: dict[str, Callable[[], Cost]] = {
+        "tokens": tokens,
+        "quadratic": quadratic,
+        "quadratic_dense": lambda: quadratic(constant=MICROBATCH, dense=True),
+    }
     if isinstance(cost, str):
-        if cost not in NAMED:
+        if cost not in named:
             raise ValueError(
                 f"cost={cost!r} is unknown; write 'tokens', 'quadratic', 'quadratic_dense', transformer(model.config), "
                 "a FittedCost, or a function of lengths: cost=lambda lengths: lengths**1.5. A loader also takes "
                 "'fitted': BalancedDataLoader(..., cost=\"fitted\")."
             )
-        return _named(cost)
+        return named[cost]()
     if isinstance(cost, Cost):
         return cost
     if callable(cost):
         return FunctionCost(cost)
     raise ValueError(f"cost={cost!r} is no cost; write cost='quadratic', or a function of lengths.")
-
-
-def _named(name: str) -> PolynomialCost:
-    if name == "quadratic_dense":
-        return quadratic(constant=MICROBATCH, dense=True)
-    return tokens() if name == "tokens" else quadratic()
 
 
 def pair_of(cost: Cost) -> Floats:

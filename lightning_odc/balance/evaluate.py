@@ -18,9 +18,9 @@ def microbatch_costs(plan: Plan, lengths: Any, cost: Any = "quadratic") -> list[
     """Cost of each microbatch on its rank, overhead included.
 
     Args:
-        plan: of the samples of one minibatch.
+        plan: The plan of one minibatch.
         lengths: ``[n]`` tokens of the samples that the plan's indices name.
-        cost: as for `plan_minibatch`.
+        cost: See `plan_minibatch`.
     """
     array = as_lengths(lengths)
     terms = terms_of(resolve_cost(cost), array, len(plan))
@@ -37,7 +37,7 @@ def average_costs(microbatches: Sequence[Ints], cost: Any, num_ranks: int) -> li
 
     Args:
         microbatches: the lengths of each one's samples.
-        cost: as for `plan_minibatch`.
+        cost: See `plan_minibatch`.
         num_ranks: how many ranks there are.
     """
     lengths = np.concatenate(list(microbatches))
@@ -80,13 +80,13 @@ def least_cost(lengths: Any, num_ranks: int, cost: Any = "quadratic", max_tokens
     Args:
         lengths: ``[n]`` tokens of the minibatch's samples.
         num_ranks: how many ranks share them.
-        cost: as for `plan_minibatch`.
+        cost: See `plan_minibatch`.
         max_tokens: most tokens of a microbatch; by default the longest sample.
     """
     array = as_lengths(lengths)
     terms = terms_of(resolve_cost(cost), array, num_ranks)
     ranks = 1 if terms.are_alike else num_ranks
-    shares = terms.overhead[:ranks, None] * (array / check_cap(array, max_tokens))
-    work = Workload.of(terms.samples + shares, num_ranks)
+    bins = terms.overhead[:ranks, None] * (array / check_cap(array, max_tokens))
+    work = Workload.of(terms.samples + bins, num_ranks)
     alone = float((terms.samples + terms.overhead[:, None]).min(0).max())
     return max(lower_bound(work) / work.scale, alone)

@@ -15,8 +15,6 @@ microbatches count alike), in which old measurements fade. What makes it safe to
 The arithmetic is that of single Python floats in a fixed order, see Note [The same plan everywhere]: equal
 observations in equal order give equal coefficients on every rank.
 
-Note [Dense or not]
-~~~~~~~~~~~~~~~~~~~
 Whether attention is dense (Note [Dense attention]) is learnt, too: both kinds are fitted, and the one is used that
 predicts microbatches of several samples clearly better before it sees them. It begins with dense attention, since
 that tries out microbatches of many kinds. The other assumption fills them all to the brim, and a fit to microbatches
@@ -44,7 +42,7 @@ class LearntCost:
     """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
 
     Attributes:
-        coefficients: by rank: seconds per squared token, per token, and per microbatch.
+        coefficients: For every rank: seconds per squared token, per token, and per microbatch.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 
@@ -85,7 +83,7 @@ class FittedCost:
         forgetting: how much a measurement counts after one more of the same rank, between 0 and 1; 0.98 remembers
             about 50 microbatches.
         dense: attention runs over all tokens of a microbatch: it takes ``a_r (sum s_i)^2``, see Note [Dense attention].
-            By default that is learnt, see Note [Dense or not].
+            By default that is learnt, see Note [Fitting a cost].
 
     Raises:
         ValueError: a value out of range.
@@ -186,7 +184,7 @@ class FittedCost:
         if ranks != self.num_ranks:
             raise ValueError(
                 f"the saved FittedCost has {ranks} ranks, this one {self.num_ranks}; the speeds of other ranks say "
-                f"nothing: start anew with FittedCost({self.num_ranks})."
+                f"nothing: write FittedCost({self.num_ranks})."
             )
         state = deepcopy(state)
         self.forgetting, self._used = state["forgetting"], state["used"]

@@ -14,6 +14,26 @@ A *round* pairs the heaviest rank with the lightest, the second heaviest with th
 one partner after each round; an *attack* tries the heaviest rank against all others and makes the best exchange.
 Neither makes the larger load of a pair larger, so the largest load never grows. Several partitions are improved side
 by side in the same arrays: a few hundred numbers cost numpy as much as one.
+
+Example: three alike ranks hold the costs ``{9, 7}``, ``{8}`` and ``{3}``. Samples are numbered by falling cost, so 9,
+8, 7, 3 are samples 0 to 3, and 4 is the number of no sample. Each rank has two slots::
+
+    members = [[0, 2],     loads = [16,
+               [1, 4],               8,
+               [3, 4]]               3]
+
+The first round pairs rank 0 with rank 2. The sets of two slots are none, the first, the second and both. The sums
+over them are 0, 9, 7, 16 on the heavy rank and 0, 3, 0, 3 on the light one, whose second slot is empty. The larger
+load after giving a set (rows) and taking one (columns)::
+
+               {}    {3}   {}    {3}
+    {}         16    19    16    19      heavy: 16 - given + taken
+    {9}        12    10    12    10      light:  3 + given - taken
+    {7}        10    12    10    12
+    {9, 7}     19    16    19    16
+
+The first smallest entry, 10, gives 9 and takes 3: ``members`` becomes ``[[2, 3], [1, 4], [0, 4]]``, ``loads``
+``[10, 8, 9]``.
 """
 
 from __future__ import annotations
@@ -333,7 +353,7 @@ class Search:
 
     def _round(self, turn: int) -> None:
         half = self._work.num_ranks // 2
-        loads = self._loads.reshape(self._count, -1)
+        loads = self._loads.reshape(self._count, -1)  # [candidates, ranks]
         falling = np.argsort(-loads, axis=1, kind="stable") + self._first
         heavy = falling[:, :half].ravel()
         light = np.roll(falling[:, ::-1][:, :half], turn, axis=1).ravel()
@@ -346,8 +366,8 @@ class Search:
         """One exchange of the heaviest rank in each candidate; whether any got better."""
         others = np.arange(self._work.num_ranks - 1)
         loads = self._loads.reshape(self._count, -1)
-        heaviest = loads.argmax(1)[:, None]
-        light = (others + (others >= heaviest) + self._first).ravel()
+        heaviest = loads.argmax(1)[:, None]  # [candidates, 1]
+        light = (others + (others >= heaviest) + self._first).ravel()  # all rows but the heaviest of each
         heavy = np.repeat((heaviest + self._first).ravel(), len(others))
         if not len(light):
             return False
@@ -359,35 +379,36 @@ class Search:
         return bool(better.any())
 
     def _best_exchange(self, heavy: Ints, light: Ints) -> _Exchange:
-        """See Note [Exchanges]."""
+        """The best exchange of each of ``p`` pairs of rows with ``k`` slots and ``s`` sets; see Note [Exchanges]."""
         work, ranks = self._work, self._ranks
         sets = _sets_of(self._members.shape[1])
-        mine, theirs = self._members[heavy], self._members[light]
-        given = lost = work.at(ranks[heavy], mine)  # lost on the heavy rank, given to the light one
-        taken = got = work.at(ranks[light], theirs)
+        mine, theirs = self._members[heavy], self._members[light]  # [p, k] samples
+        # What a sample costs the rank that loses it, and what it costs the other: the same where ranks are alike.
+        lost = given = sets.sums(
+            work.at(ranks[heavy], mine)
+        )  # [p, s] for each set that the heavy rank may give
+        taken = got = sets.sums(work.at(ranks[light], theirs))
         if not work.alike:
-            given, got = work.at(ranks[light], mine), work.at(ranks[heavy], theirs)
-        sum_lost, sum_taken = sets.sums(lost), sets.sums(taken)
-        sum_given, sum_got = (sum_lost, sum_taken) if work.alike else (sets.sums(given), sets.sums(got))
-        larger = (self._loads[heavy, None] - sum_lost)[:, :, None] + sum_got[:, None, :]
-        np.maximum(
-            larger, (self._loads[light, None] + sum_given)[:, :, None] - sum_taken[:, None, :], out=larger
-        )
+            given = sets.sums(work.at(ranks[light], mine))
+            got = sets.sums(work.at(ranks[heavy], theirs))
+        # [p, s, s] the larger load after each exchange: the set that is given, then the one that is taken.
+        larger = (self._loads[heavy, None] - lost)[:, :, None] + got[:, None, :]
+        there = (self._loads[light, None] + given)[:, :, None] - taken[:, None, :]
+        np.maximum(larger, there, out=larger)
         if self._equal:
             larger += sets.unequal
-        give_set, take_set = np.divmod(larger.reshape(len(heavy), -1).argmin(1), len(sets.chosen))
-        give, take = sets.chosen[give_set], sets.chosen[take_set]
+        give, take = np.divmod(larger.reshape(len(heavy), -1).argmin(1), len(sets.chosen))  # [p] sets
         pair = np.arange(len(heavy))
-        heavy_load = self._loads[heavy] - sum_lost[pair, give_set] + sum_got[pair, take_set]
-        light_load = self._loads[light] - sum_taken[pair, take_set] + sum_given[pair, give_set]
-        return _Exchange(heavy, light, give, take, heavy_load, light_load)
+        heavy_load = self._loads[heavy] - lost[pair, give] + got[pair, take]
+        light_load = self._loads[light] - taken[pair, take] + given[pair, give]
+        return _Exchange(heavy, light, sets.chosen[give], sets.chosen[take], heavy_load, light_load)
 
     def _allowed(self, exchange: _Exchange) -> Bools:
         """Under equal counts a slot may hold no sample; counts may still differ by one only."""
         if not self._equal or self._work.num_samples % self._work.num_ranks == 0:
             return np.ones(len(exchange.heavy), dtype=np.bool_)
         mine, theirs = self._members[exchange.heavy], self._members[exchange.light]
-        held = mine < self._nothing, theirs < self._nothing
+        held = mine < self._nothing, theirs < self._nothing  # [p, k] slots with a sample
         moved = (held[0] & exchange.give).sum(1) - (held[1] & exchange.take).sum(1)
         fewest = self._work.num_samples // self._work.num_ranks
         counts = np.stack([held[0].sum(1) - moved, held[1].sum(1) + moved])
@@ -397,17 +418,20 @@ class Search:
         """Make the exchanges of these pairs, which have no rank in common."""
         if not len(pairs):
             return
-        heavy, light = exchange.heavy[pairs], exchange.light[pairs]
-        give, take = exchange.give[pairs], exchange.take[pairs]
+        heavy, light = exchange.heavy[pairs], exchange.light[pairs]  # [p] rows
+        give, take = exchange.give[pairs], exchange.take[pairs]  # [p, k] slots
         mine, theirs, nothing = self._members[heavy], self._members[light], self._nothing
-        width = self._members.shape[1]
-        new = np.empty((2, len(heavy), 2 * width), dtype=np.int64)
-        new[0, :, :width], new[0, :, width:] = np.where(give, nothing, mine), np.where(take, theirs, nothing)
-        new[1, :, :width], new[1, :, width:] = np.where(take, nothing, theirs), np.where(give, mine, nothing)
+        # [p, 2k] what each rank keeps, then what it gets, with gaps where a slot moved away. No sample has the highest
+        # number, so sorting moves the gaps to the end: with give = {first} and take = {first},
+        # [0, 2] and [3, 4] -> [4, 2 | 3, 4] and [4, 4 | 0, 4] -> [2, 3, 4, 4] and [0, 4, 4, 4].
+        kept_and_got = [np.where(give, nothing, mine), np.where(take, theirs, nothing)]
+        kept_and_given = [np.where(take, nothing, theirs), np.where(give, mine, nothing)]
+        new = np.stack([np.concatenate(kept_and_got, 1), np.concatenate(kept_and_given, 1)])
         new.sort(2)
-        if (new[:, :, width] < nothing).any():
-            more = int((new < nothing).sum(2).max())
-            padding = ((0, 0), (0, more - width))
-            self._members, width = np.pad(self._members, padding, constant_values=nothing), more
+        width = self._members.shape[1]
+        more = int((new < nothing).sum(2).max()) - width
+        if more > 0:  # a rank has more samples than slots now: all rows get more slots
+            self._members = np.pad(self._members, ((0, 0), (0, more)), constant_values=nothing)
+            width += more
         self._members[heavy], self._members[light] = new[0, :, :width], new[1, :, :width]
         self._loads[heavy], self._loads[light] = exchange.heavy_load[pairs], exchange.light_load[pairs]

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_cap, check_choice, check_count
-from lightning_odc.balance.bins import Bins, Share, fitting_pairs, pack, pack_equally, share_with_pairs
+from lightning_odc.balance.bins import (
+    RankSamples,
+    fitting_pairs,
+    pack_bins,
+    pack_equal_counts,
+    partition_with_pairs,
+)
 from lightning_odc.balance.costs import Cost, Terms, resolve_cost, terms_of
 from lightning_odc.balance.overheads import partition_with_overheads
 from lightning_odc.balance.partition import STARTS, partition
 from lightning_odc.balance.workload import Workload
 
 Policy = Literal["local_sort", "lb_micro", "lb_mini", "steal"]
-POLICIES = ("local_sort", "lb_micro", "lb_mini", "steal")
+POLICIES: tuple[str, ...] = get_args(Policy)
 #: Policies under which all ranks have equally many microbatches, so that collectives do not hang.
 COLLECTIVE_SAFE = ("local_sort", "lb_micro")
 
@@ -87,17 +93,14 @@ class Planner:
                 that are not positive and finite, or a number of samples that a policy with equal counts cannot share.
         """
         array = as_lengths(lengths)
-        return self.plan_checked(array, check_cap(array, self.max_tokens))
-
-    def plan_checked(self, lengths: Ints, cap: int) -> Plan:
-        """`plan` for lengths and a cap that have been checked."""
-        self.check_feasible(len(lengths))
-        terms = terms_of(self._cost, lengths, self.num_ranks)
+        cap = check_cap(array, self.max_tokens)
+        self.check_feasible(len(array))
+        terms = terms_of(self._cost, array, self.num_ranks)
         if self.policy == "local_sort":
-            return self._local_sort(lengths)
+            return self._local_sort(array)
         if self.policy == "lb_micro":
-            return self._lb_micro(lengths, cap, terms)
-        return self._lb_mini(lengths, cap, terms)
+            return self._lb_micro(array, cap, terms)
+        return self._lb_mini(array, cap, terms)
 
     def check_feasible(self, num_samples: int) -> None:
         """Check what the number of samples alone decides.
@@ -127,24 +130,18 @@ class Planner:
         likely = -(-int(lengths.sum()) // (cap * self.num_ranks))
         work = Workload.of(terms.samples, self.num_ranks, terms.overhead * likely)
         groups = [work.order[group] for group in partition(work, equal_counts=True, starts=self.starts)]
-        shares, packed = self._pack_equally(lengths, cap, terms, groups)
-        if _some_are_short(packed) and (pairs := fitting_pairs(lengths, cap, len(lengths) % self.num_ranks)):
-            paired = share_with_pairs(work, [len(group) for group in groups], pairs)
-            other_shares, other_packed = self._pack_equally(lengths, cap, terms, paired)
-            if not _some_are_short(other_packed):
-                groups, shares, packed = paired, other_shares, other_packed
-        count = max(map(len, packed))
-        plan = []
-        for group, share, bins in zip(groups, shares, packed, strict=True):
-            ordered = _costliest_first(bins, share, group.tolist())
-            plan.append(ordered + [[] for _ in range(count - len(ordered))])
-        return plan
+        plan = self._pack_equal_counts(groups, lengths, cap, terms)
+        if _some_are_short(plan) and (pairs := fitting_pairs(lengths, cap, len(lengths) % self.num_ranks)):
+            paired = partition_with_pairs(work, [len(group) for group in groups], pairs)
+            other = self._pack_equal_counts(paired, lengths, cap, terms)
+            plan = plan if _some_are_short(other) else other
+        count = max(map(len, plan))
+        return [microbatches + [[] for _ in range(count - len(microbatches))] for microbatches in plan]
 
-    def _pack_equally(
-        self, lengths: Ints, cap: int, terms: Terms, groups: list[Ints]
-    ) -> tuple[list[Share], list[Bins]]:
-        shares = [self._share(lengths, terms, rank, group) for rank, group in enumerate(groups)]
-        return shares, pack_equally(shares, cap, self.align)
+    def _pack_equal_counts(self, groups: list[Ints], lengths: Ints, cap: int, terms: Terms) -> Plan:
+        ranks = [RankSamples.of(rank, group, lengths, terms) for rank, group in enumerate(groups)]
+        packed = pack_equal_counts(ranks, cap, self.align)
+        return [own.microbatches(bins) for own, bins in zip(ranks, packed, strict=True)]
 
     def _lb_mini(self, lengths: Ints, cap: int, terms: Terms) -> Plan:
         if terms.depend_on_packing:
@@ -152,18 +149,8 @@ class Planner:
         else:
             work = Workload.of(terms.samples, self.num_ranks)
             groups = [work.order[group] for group in partition(work, starts=self.starts)]
-        plan = []
-        for rank, group in enumerate(groups):
-            share = self._share(lengths, terms, rank, group)
-            plan.append(
-                _costliest_first(pack(share.sizes, cap, share.overhead, share.pair), share, group.tolist())
-            )
-        return plan
-
-    def _share(self, lengths: Ints, terms: Terms, rank: int, group: Ints) -> Share:
-        costs = terms.samples[rank if len(terms.samples) > 1 else 0]
-        overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
-        return Share(lengths[group].tolist(), costs[group].tolist(), overhead, pair)
+        ranks = [RankSamples.of(rank, group, lengths, terms) for rank, group in enumerate(groups)]
+        return [own.microbatches(pack_bins(own.sizes, cap, own.overhead, own.pair)) for own in ranks]
 
 
 def plan_minibatch(
@@ -212,7 +199,7 @@ def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
     are the results in sample order.
 
     Args:
-        plan: with every index from 0 to ``n - 1`` once, as `plan_minibatch` returns it.
+        plan: A plan with every index from 0 to ``n - 1`` once, as `plan_minibatch` returns it.
 
     Raises:
         ValueError: the plan's indices are not those.
@@ -227,15 +214,6 @@ def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
     return back
 
 
-def _some_are_short(packed: list[Bins]) -> bool:
+def _some_are_short(plan: Plan) -> bool:
     """Whether some ranks would end with empty microbatches."""
-    return min(map(len, packed)) < max(map(len, packed))
-
-
-def _costliest_first(bins: Bins, share: Share, samples: list[int]) -> list[list[int]]:
-    """Bins of positions as microbatches of samples: costliest microbatch first, costliest sample first in each."""
-    falling = sorted(bins, key=lambda members: (-share.cost_of(members), samples[members[0]]))
-    return [
-        [samples[p] for p in sorted(members, key=lambda p: (-share.costs[p], samples[p]))]
-        for members in falling
-    ]
+    return min(map(len, plan)) < max(map(len, plan))

@@ -102,7 +102,7 @@ def _jobs(protocol: Protocol, rank: int, world_size: int, numel: int) -> dict[st
             gathered[peer].add_(chunks[peer])
 
     def settle() -> None:
-        protocol.end_version({"kind": "settle"})
+        protocol.end_version("settle")
         torch.mul(window.summed(), 0.5, out=reduced)
         window.clear()
         protocol.next_version()

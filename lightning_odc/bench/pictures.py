@@ -9,10 +9,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from lightning_odc.bench.results import Row
+from lightning_odc.callbacks.timeline.palette import GREY, MODES
 from lightning_odc.files import write_whole
-
-COLOURS = {"collective": "#c44e52", "on_demand": "#4c72b0", "lockstep": "#dd8452"}
-_GREY = "#8c8c8c"
 
 
 def rows_picture(rows: Sequence[Row]) -> Figure:
@@ -21,7 +19,7 @@ def rows_picture(rows: Sequence[Row]) -> Figure:
     axes = figure.add_subplot()
     for place, row in enumerate(rows):
         low, middle, high = row.seconds
-        colour = COLOURS.get(row.combination.communication, _GREY)
+        colour = MODES.get(row.combination.communication, GREY)
         axes.barh(place, middle, color=colour, alpha=0.6)
         axes.barh(
             place,

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.bench.options import PAPERS_OWN, Combination
-from lightning_odc.callbacks.idle.summary import Meeting, waits_in_meetings
+from lightning_odc.callbacks.idle.summary import waits_in_meetings
+from lightning_odc.callbacks.timeline.clocks import Passage
 
 WARM_UP = 1
 """Minibatches at the start of every run that are trained on but not timed."""
@@ -51,7 +52,7 @@ class MinibatchRecord:
     tokens: int
     settling: float = 0.0
     processor: float = 0.0
-    meetings: list[Meeting] = field(default_factory=list)
+    meetings: list[Passage] = field(default_factory=list)
 
     @property
     def idle(self) -> float:

@@ -1,4 +1,4 @@
-"""Finding where the first number that is none came up: on which rank, in which microbatch, in which unit."""
+"""Finding the first NaN or infinity: on which rank, in which microbatch, in which unit it came up."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from lightning_odc.callbacks.idle.measurement import CallCounter
 from lightning_odc.errors import NotFiniteError
 
 
 class FiniteCheck(Callback):
     """Stops training at the first NaN or infinity, on the rank, in the microbatch and at the unit where it came up.
 
-    Without it a NaN in one microbatch of one rank is in everybody's gradients after the settle, and nothing tells
-    whence it came. What is looked at: what every unit returns in the forward pass, and every gradient of the backward
-    pass, before it is added to anybody's. It costs a pass over all of these values and a wait for the device each time,
-    so it is for looking for an error, not for every day. Sharded with ``fully_shard`` by whatever strategy; without it,
-    the model counts as one unit.
+    Without it, a NaN in one microbatch of one rank is in all gradients after the settle, and its origin is lost. It
+    looks at what every unit returns in the forward pass, and at every gradient of the backward pass before it is added
+    to the sum. It costs a pass over all of these values and a wait for the device each time: use it to find an error,
+    not in every run. Units are what ``fully_shard`` made, under any strategy; without it, the model is one unit.
 
-    With ``precision="16-mixed"`` gradients are scaled and overflow now and then as a matter of course: they are not
-    looked at.
+    With ``precision="16-mixed"`` gradients are scaled and sometimes overflow: they are not looked at.
 
     Args:
-        outputs: look at what units return. Turn it off for a model whose layers return infinities on purpose, such as
-            masks.
+        outputs: Whether to look at what units return. Turn it off for a model whose layers return infinities on
+            purpose, such as masks.
 
     Raises:
         NotFiniteError: naming all of that; the other ranks stop with this error as with any.
@@ -37,14 +36,13 @@ class FiniteCheck(Callback):
 
     def __init__(self, outputs: bool = True) -> None:
         self.outputs = outputs
-        self._hooks: list[RemovableHandle] = []
-        self._microbatch = self._depth = self._batch = 0
+        self._hooks: list[RemovableHandle | CallCounter] = []
+        self._microbatch = self._batch = 0
         self._rank = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._rank = trainer.global_rank
-        self._hooks.append(pl_module.register_forward_pre_hook(self._enter))
-        self._hooks.append(pl_module.register_forward_hook(self._leave, always_call=True))
+        self._hooks.append(CallCounter(pl_module, self._begin_microbatch))
         units = {name or "(root)": module for name, module in _units(pl_module).items()}
         for name, module in units.items():
             if self.outputs and module is not pl_module:
@@ -53,7 +51,7 @@ class FiniteCheck(Callback):
             self._look_at_gradients(units)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self._batch, self._microbatch, self._depth = trainer.fit_loop.batch_idx, 0, 0
+        self._batch, self._microbatch = trainer.fit_loop.batch_idx, 0
 
     def teardown(self, *_: Any, **__: Any) -> None:
         for hook in self._hooks:
@@ -65,13 +63,8 @@ class FiniteCheck(Callback):
 
     # -- internals ----------------------------------------------------------------------------------------
 
-    def _enter(self, *_: Any) -> None:
-        """A call of the module from outside is a microbatch; one from its own step is not."""
-        self._microbatch += self._depth == 0
-        self._depth += 1
-
-    def _leave(self, *_: Any) -> None:
-        self._depth -= 1
+    def _begin_microbatch(self, _: Any) -> None:
+        self._microbatch += 1
 
     def _look_at_output(self, unit: str) -> Any:
         def look(module: nn.Module, _: Any, output: Any) -> None:
@@ -85,9 +78,7 @@ class FiniteCheck(Callback):
     def _look_at_gradients(self, units: dict[str, nn.Module]) -> None:
         """Parameters that a unit gathers are other objects than its shards, and the same ones each time."""
         seen: set[int] = set()
-        for unit, module in reversed(
-            units.items()
-        ):  # inner units first: theirs are no parameters of the outer one
+        for unit, module in reversed(units.items()):  # inner units first: the outer one does not own theirs
             if isinstance(module, FSDPModule):
                 module.unshard()
             for name, parameter in module.named_parameters():

@@ -99,11 +99,11 @@ class PaddingWatch:
         self._max_tokens = max_tokens
         self._told = False
 
-    def look(self, share: Minibatch) -> None:
-        """Compare a share with the lengths of its samples."""
-        if self._told or share.origin is None:
+    def look(self, minibatch: Minibatch) -> None:
+        """Compare a minibatch with the lengths of its samples."""
+        if self._told or minibatch.origin is None:
             return
-        for microbatch, detail in zip(share, share.origin.details, strict=True):
+        for microbatch, detail in zip(minibatch, minibatch.origin.details, strict=True):
             self._compare(token_count(microbatch), detail.lengths)
 
     def _compare(self, found: int | None, lengths: list[int]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -50,8 +51,8 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def check_shares_are_whole(loaders: Any) -> None:
-    """Refuse loaders of shares from which Lightning takes every rank's n-th share.
+def check_samplers(loaders: Any) -> None:
+    """Refuse loaders of minibatches of which Lightning takes every n-th for a rank.
 
     Args:
         loaders: any collection of those that yield `Minibatch`es, as Lightning made them.
@@ -130,12 +131,44 @@ def check_stream(window: int | None, lengths: Any, recipe: Recipe, num_workers: 
         )
 
 
+class WorkerOptions(TypedDict, total=False):
+    """Arguments of ``torch.utils.data.DataLoader`` about the processes that read samples, with torch's defaults."""
+
+    num_workers: int
+    pin_memory: bool
+    prefetch_factor: int | None
+    persistent_workers: bool
+    timeout: float
+    worker_init_fn: Any
+    multiprocessing_context: Any
+
+
+def check_options(options: WorkerOptions) -> None:
+    """Let torch refuse options that do not go together, before anything is read.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: what torch says.
+    """
+    unknown = sorted(set(options) - set(WorkerOptions.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"BalancedDataLoader does not know {', '.join(unknown)}. It takes `minibatch_size` (samples per rank and "
+            "minibatch) instead of a batch size or sampler, and of torch's options "
+            f"{', '.join(WorkerOptions.__annotations__)}."
+        )
+    nothing: Any = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns again when the loader is really made
+        DataLoader[Any](nothing, **options)
+
+
 def check_single(loaders: Any, balance: str | None) -> None:
     """Refuse several training loaders at once where minibatches are balanced.
 
     Args:
         loaders: what the trainer trains on: one loader, or a collection of them.
-        balance: of the strategy.
+        balance: The strategy's ``balance``.
 
     Raises:
         ValueError: it is a collection with a loader that yields `Minibatch`es.

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
+from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.plan import Weighting
-from lightning_odc.data.reading import WorkerOptions
 
 
 def balanced_from(
@@ -38,18 +38,18 @@ def balanced_from(
     and all that concerns workers.
 
     Args:
-        dataloader: with torch's own sampling; a `BalancedDataLoader` is returned as it is.
-        num_replicas: as in `BalancedDataLoader`.
-        rank: as in `BalancedDataLoader`.
-        policy: as in `BalancedDataLoader`.
-        max_tokens: as in `BalancedDataLoader`.
-        cost: as in `BalancedDataLoader`.
-        length_fn: as in `BalancedDataLoader`.
-        weighting: as in `BalancedDataLoader`.
-        seed: as in `BalancedDataLoader`; by default that of the loader's generator, if it has one.
-        window: as in `BalancedDataLoader`.
-        regroup: as in `BalancedDataLoader`.
-        cache_dir: as in `BalancedDataLoader`.
+        dataloader: A loader with torch's own sampling; a `BalancedDataLoader` is returned as it is.
+        num_replicas: See `BalancedDataLoader`.
+        rank: See `BalancedDataLoader`.
+        policy: See `BalancedDataLoader`.
+        max_tokens: See `BalancedDataLoader`.
+        cost: See `BalancedDataLoader`.
+        length_fn: See `BalancedDataLoader`.
+        weighting: See `BalancedDataLoader`.
+        seed: See `BalancedDataLoader`; by default that of the loader's generator, if it has one.
+        window: See `BalancedDataLoader`.
+        regroup: See `BalancedDataLoader`.
+        cache_dir: See `BalancedDataLoader`.
         distributed_sampler: what to do with torch's ``DistributedSampler``: refuse it, since samples would be dealt
             out to ranks twice, or replace it by the loader's own dealing, where Lightning put it in.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Number
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc.balance.arrays import LENGTH_LIMIT
-from lightning_odc.data.length_cache import LengthCache, dataset_key
+from lightning_odc.data.length_cache import dataset_key, remembered
 from lightning_odc.data.rng import isolated_rng
 
 LengthArray = npt.NDArray[np.int64]
@@ -52,6 +52,10 @@ class Lengths:
     def __len__(self) -> int:
         return len(self.values)
 
+    def of(self, indices: list[int]) -> list[int]:
+        """The lengths of some samples."""
+        return self.values[indices].tolist()
+
     @cached_property
     def digest(self) -> str:
         """Short text that differs when a length does."""
@@ -75,7 +79,7 @@ def find_lengths(
         dataset: a map-style data set.
         lengths: one positive whole number per sample, in anything that numpy takes for an array.
         length_fn: the length of a sample.
-        cache_dir: where to remember scanned lengths, see :class:`LengthCache`; ``False``: nowhere.
+        cache_dir: The folder for scanned lengths, see :func:`remembered`; ``False``: they are not remembered.
 
     Raises:
         LengthsUnknownError: none of the five applies.
@@ -92,7 +96,7 @@ def find_lengths(
     source: Source = "samples" if length_fn is None else "length_fn"
     length_of = length_fn or measure
     key = dataset_key(dataset, length_of)
-    values = LengthCache(cache_dir).get(key, count, lambda: _scan(dataset, length_of))
+    values = remembered(key, count, partial(_scan, dataset, length_of), cache_dir)
     return Lengths(checked(values, count, source), source)
 
 

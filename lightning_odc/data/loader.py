@@ -1,9 +1,9 @@
-"""``BalancedDataLoader``: one rank's share of every minibatch, balanced over ranks.
+"""``BalancedDataLoader``: what one rank does of every minibatch, balanced over ranks.
 
 Note [Not a DataLoader]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Lightning builds every ``torch.utils.data.DataLoader`` anew, with a distributed sampler of its own, and replaces the
-sampler of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
+Lightning replaces every ``torch.utils.data.DataLoader`` by one with a distributed sampler of its own, and the sampler
+of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
 It has what Lightning looks for otherwise: ``__len__``; ``state_dict`` and ``load_state_dict``, saved with the loops;
 ``batch_sampler.sampler.set_epoch``, called when an epoch starts; and ``_iterator``, whose workers are stopped when
 training ends. Lightning calls ``iter`` before it loads the state and before it sets the epoch, so a pass begins when
@@ -24,21 +24,24 @@ from torch.utils.data import default_collate
 
 from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import (
+    WorkerOptions,
     check_indexed,
+    check_options,
     check_stream,
     check_unroll,
     check_world,
     current_world,
     is_stream,
 )
-from lightning_odc.data.learning import Learning
+from lightning_odc.data.iterable import Stream, StreamReading
+from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
+from lightning_odc.data.map_style import Collate, MapReading
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.plan import Plan, Recipe, Schedule, Weighting
+from lightning_odc.data.plan import MinibatchPlan, Recipe, Schedule, Weighting
 from lightning_odc.data.position import Position, Progress
-from lightning_odc.data.reading import MapReading, Reading, StreamReading, WorkerOptions, check_options
-from lightning_odc.data.shares import Collate
-from lightning_odc.data.stream import Stream
+
+Reading = MapReading | StreamReading
 
 
 class Microbatch(NamedTuple):
@@ -46,7 +49,7 @@ class Microbatch(NamedTuple):
 
     Attributes:
         batch: what ``collate_fn`` returned.
-        weight: to multiply its mean loss with; 1 on average over the microbatches of a minibatch on all ranks, and 0
+        weight: The factor of its mean loss; 1 on average over the microbatches of a minibatch on all ranks, and 0
             for one that only keeps the ranks together.
         last: whether it ends its minibatch.
     """
@@ -76,7 +79,7 @@ class BalancedDataLoader:
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
         shuffle: a new order every epoch.
-        seed: of the order, and of random numbers in the data set; by default what ``seed_everything`` was given, or 0.
+        seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
         drop_last: leave out the samples that do not fill a last minibatch; otherwise it is smaller.
         unroll: yield every `Microbatch` by itself, for strategies that do not know a `Minibatch`.
         window: how many minibatches of an ``IterableDataset`` are read ahead, and shuffled if ``shuffle``.
@@ -84,7 +87,7 @@ class BalancedDataLoader:
             them; see :func:`lightning_odc.balance.regroup`. For map-style data sets, too.
         num_replicas: how many ranks share the data; by default those of the process group.
         rank: which of them this is.
-        cache_dir: where to remember lengths that took a look at every sample; ``False``: nowhere.
+        cache_dir: The folder for lengths that took a look at every sample; ``False``: they are not remembered.
         **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
 
@@ -145,7 +148,7 @@ class BalancedDataLoader:
         self._cache_dir = cache_dir
         self._workers = workers
         self._progress = Progress()
-        self._learning: Learning | None = None
+        self._lagged_cost: LaggedCost | None = None
         self._reading: tuple[tuple[int, int], Reading] | None = None
         self._padding = PaddingWatch(None)
         self._iterator: Iterator[Minibatch] | None = None
@@ -187,35 +190,37 @@ class BalancedDataLoader:
     def __iter__(self) -> Iterator[Minibatch | Microbatch]:
         reading = self._current()
         start = self._progress.begin(reading.order, _length(reading))
-        if self._learning is not None:
-            self._learning.lag = self.minibatches_per_step + self._read_ahead()
+        if self._lagged_cost is not None:
+            self._lagged_cost.lag = self.minibatches_per_step + self._read_ahead()
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
-        fresh = self._iterator is None  # Lightning stops kept workers by the iterator, and takes it away
-        shares = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, fresh))
+        alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
+        arriving = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, alive))
         try:
-            for done, share in enumerate(shares, start.minibatches):
+            for done, arrived in enumerate(arriving, start.minibatches):
                 after = Position(start.epoch, done + 1)
-                share = reading.completed(share, start.epoch, done)
-                self._padding.look(share)
+                minibatch = reading.completed(arrived, start.epoch, done)
+                self._padding.look(minibatch)
                 if self.unroll:
-                    yield from self._unrolled(share, Position(start.epoch, done, start.microbatches), after)
+                    yield from self._unrolled(
+                        minibatch, Position(start.epoch, done, start.microbatches), after
+                    )
                     start = Position(start.epoch)
                 else:
                     self._progress.reach(after)
-                    yield share
+                    yield minibatch
         finally:
-            if self._iterator is shares and not self._workers.get("persistent_workers"):
+            if self._iterator is arriving and not self._workers.get("persistent_workers"):
                 self._iterator = None
         self._progress.reach(Position(start.epoch + 1))
 
-    def _unrolled(self, share: Minibatch, start: Position, after: Position) -> Iterator[Microbatch]:
-        for number, (batch, weight) in enumerate(share.weighted()):
+    def _unrolled(self, minibatch: Minibatch, start: Position, after: Position) -> Iterator[Microbatch]:
+        for number, (batch, weight) in enumerate(minibatch.weighted()):
             if number >= start.microbatches:
-                last = number == len(share) - 1
+                last = number == len(minibatch) - 1
                 self._progress.reach(after if last else Position(start.epoch, start.minibatches, number + 1))
                 yield Microbatch(batch, weight, last)
 
-    def plan(self, step: int, epoch: int | None = None) -> Plan:
+    def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
         """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
 
         With a cost that learns: by what has been learnt until now.
@@ -223,11 +228,11 @@ class BalancedDataLoader:
         reading = self._current()
         if not isinstance(reading, MapReading):
             raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
-        learnt = None if self._learning is None else self._learning.cost.snapshot()
+        learnt = None if self._lagged_cost is None else self._lagged_cost.cost.snapshot()
         return reading.schedule.plan(self._progress.latest.epoch if epoch is None else epoch, step, learnt)
 
     def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
-        """Any microbatch of a map-style data set, from the indices that a `Plan` has for it, on any rank."""
+        """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
         reading = self._current()
         if not isinstance(reading, MapReading):
             raise TypeError("The samples of an IterableDataset cannot be read by index.")
@@ -242,14 +247,24 @@ class BalancedDataLoader:
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:
-        learning = self._learning = self.recipe.learning(num_replicas)
+        cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas)
         if is_stream(self._samples):
             length_of = self._length_fn or measure
-            stream = Stream(self._samples, self.recipe, length_of, self._collate, num_replicas)
-            return StreamReading(stream, rank, self.unroll, learning)
+            return StreamReading(
+                Stream(
+                    self._samples,
+                    self.recipe,
+                    length_of,
+                    self._collate,
+                    num_replicas,
+                    rank,
+                    self.unroll,
+                    cost,
+                )
+            )
         schedule = Schedule(self.lengths, self.recipe, num_replicas)
         compared_by = measure if self.lengths.source == "samples" else None
-        return MapReading(schedule, rank, self._samples, self._collate, compared_by, self.unroll, learning)
+        return MapReading(schedule, rank, self._samples, self._collate, compared_by, self.unroll, cost)
 
     def _read_ahead(self) -> int:
         """How many minibatches are planned before the one that is asked for has run."""
@@ -264,8 +279,8 @@ class BalancedDataLoader:
         if not self.recipe.learns:
             return self.recipe.cost
         self._current()
-        assert self._learning is not None
-        return self._learning.cost
+        assert self._lagged_cost is not None
+        return self._lagged_cost.cost
 
     # -- where it is --------------------------------------------------------------------------------------
 
@@ -284,7 +299,7 @@ class BalancedDataLoader:
         Plain numbers and text, the same on all ranks.
         """
         order = self._current().order if self._progress.latest.started else None
-        learnt = {} if self._learning is None else {"learning": self._learning.state_dict()}
+        learnt = {} if self._lagged_cost is None else {"learning": self._lagged_cost.state_dict()}
         return {**self._progress.state(order), **learnt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -297,9 +312,9 @@ class BalancedDataLoader:
         self._progress.load(state)
         if learnt is not None and self.recipe.learns:
             self._current()
-            assert self._learning is not None
+            assert self._lagged_cost is not None
             try:
-                self._learning.load_state_dict(learnt)
+                self._lagged_cost.load_state_dict(learnt)
             except ValueError as error:
                 warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""One rank's share of a minibatch: a sequence of microbatches."""
+"""What one rank does of a minibatch: a sequence of microbatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_odc.data.learning import Learning
+    from lightning_odc.data.lagged_cost import LaggedCost
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -22,15 +22,15 @@ _TEACH = (
 
 
 class NotUnrolledError(TypeError):
-    """A `Minibatch` came to where nobody unrolls it."""
+    """A `Minibatch` came to code that does not unroll it."""
 
 
 class Detail(NamedTuple):
     """What a loader knows about a microbatch besides its content.
 
     Attributes:
-        lengths: of its samples.
-        seed: of the random numbers that belong to it, see Note [Random numbers follow the sample].
+        lengths: The lengths of its samples.
+        seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
     """
 
     lengths: list[int]
@@ -41,9 +41,9 @@ class Task(NamedTuple):
     """A microbatch to run.
 
     Attributes:
-        microbatch: what ``training_step`` gets.
-        weight: in the gradient.
-        detail: what its loader knows about it, if it does.
+        microbatch: What ``training_step`` gets.
+        weight: Its weight in the gradient.
+        detail: What its loader knows about it, if it does.
     """
 
     microbatch: Any
@@ -52,34 +52,40 @@ class Task(NamedTuple):
 
 
 class Origin:
-    """What the loader that made a share knows about it.
+    """What the loader that made a `Minibatch` knows about it.
 
     (Not a dataclass: Lightning's collection helpers would look for tensors inside.)
 
     Args:
-        details: one per microbatch.
+        details: One per microbatch.
 
     Attributes:
-        number: of the minibatch, counted from the beginning of training.
-        learning: wants to know how long the microbatches took.
+        number: The number of the minibatch, counted from the beginning of training.
+        cost: The cost that learns how long the microbatches took, if there is one.
     """
 
     def __init__(self, details: list[Detail]) -> None:
         self.details = details
         self.number = 0
-        self.learning: Learning | None = None
+        self.cost: LaggedCost | None = None
+
+    def counted(self, cost: LaggedCost | None) -> Origin:
+        """The same, for a minibatch that is handed out now; with a cost that learns from it."""
+        if cost is not None:
+            self.number, self.cost = cost.begin(), cost
+        return self
 
 
-class AllShares:
+class AllRanks:
     """What all ranks are planned to do in one minibatch, so that they can help each other.
 
     (Not a dataclass: Lightning's collection helpers would look for tensors inside.)
 
     Args:
-        costs: by rank, the planned cost of every microbatch, in any unit.
-        weights: by rank, the weight of every microbatch.
-        fetch: makes a microbatch of a rank, by its number, just as that rank's loader would.
-        details: by rank, what the loader knows about every microbatch.
+        costs: The planned cost of every microbatch by rank, in any unit.
+        weights: The weight of every microbatch by rank.
+        fetch: Makes a microbatch of a rank, by its number, just as that rank's loader would.
+        details: What the loader knows about every microbatch, by rank.
     """
 
     def __init__(
@@ -94,7 +100,7 @@ class AllShares:
         self.fetch = fetch
         self.details = details
 
-    def of(self, ranks: Sequence[int]) -> AllShares:
+    def of(self, ranks: Sequence[int]) -> AllRanks:
         """Those of some ranks, numbered from 0 in the given order."""
         fetch = self.fetch
 
@@ -102,18 +108,18 @@ class AllShares:
             return fetch(ranks[index], number)
 
         details = None if self.details is None else [self.details[rank] for rank in ranks]
-        return AllShares(
+        return AllRanks(
             [self.costs[rank] for rank in ranks], [self.weights[rank] for rank in ranks], fetch_of, details
         )
 
-    def map(self, function: Callable[[Any], Any]) -> AllShares:
+    def map(self, function: Callable[[Any], Any]) -> AllRanks:
         """The same, with ``function`` applied to every microbatch that is fetched."""
         fetch = self.fetch
 
         def fetch_mapped(rank: int, number: int) -> Any:
             return function(fetch(rank, number))
 
-        return AllShares(self.costs, self.weights, fetch_mapped, self.details)
+        return AllRanks(self.costs, self.weights, fetch_mapped, self.details)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -134,7 +140,7 @@ class Minibatch:
             compared at the end of the step, so that ranks that drifted apart are found out.
 
     Attributes:
-        all_shares: set by a loader that balances by stealing; lets a rank that has run dry run microbatches of others.
+        all_ranks: set by a loader that balances by stealing; lets a rank that has run dry run microbatches of others.
         origin: set by a loader that knows more about the microbatches.
 
     Raises:
@@ -144,7 +150,7 @@ class Minibatch:
     microbatches: list[Any]
     weights: list[float] | None
     plan: str | None
-    all_shares: AllShares | None
+    all_ranks: AllRanks | None
     origin: Origin | None
 
     def __init__(
@@ -153,7 +159,7 @@ class Minibatch:
         self.microbatches = list(microbatches)
         self.weights = None if weights is None else [float(weight) for weight in weights]
         self.plan = plan
-        self.all_shares = None
+        self.all_ranks = None
         self.origin = None
         self._check()
 
@@ -205,7 +211,7 @@ class Minibatch:
         mapped = Minibatch(
             [function(microbatch) for microbatch in self.microbatches], self.weights, self.plan
         )
-        mapped.all_shares, mapped.origin = self.all_shares, self.origin
+        mapped.all_ranks, mapped.origin = self.all_ranks, self.origin
         return mapped
 
     def pin_memory(self) -> Minibatch:

@@ -78,7 +78,7 @@ def unpack_tokens(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         values: ``[1, T, ...]``, for instance the model's logits.
-        cu_seqlens: as in `PackedBatch`.
+        cu_seqlens: The bounds of the samples, see `PackedBatch`.
 
     Returns:
         One view per sample, ``[length, ...]``.

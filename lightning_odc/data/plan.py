@@ -1,9 +1,13 @@
-"""Which samples make up a minibatch, and on which rank: the plan of an epoch."""
+"""Which samples make up a minibatch, and on which rank.
+
+A `Recipe` is what the user chose. A `Schedule` is the recipe for the samples of a map-style data set: it cuts an epoch
+into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what every rank does.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -22,110 +26,8 @@ from lightning_odc.balance import (
     regroup,
 )
 from lightning_odc.balance.arrays import check_choice, check_count
-from lightning_odc.data.learning import Learning
+from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
-
-
-class Schedule:
-    """The minibatches of all epochs: a pure function of lengths, recipe and number of ranks (and of what was learnt).
-
-    Args:
-        lengths: of all samples.
-        recipe: how samples become minibatches.
-        num_replicas: how many ranks share a minibatch.
-
-    Raises:
-        ValueError: there are fewer samples than ranks, or ``drop_last`` leaves no minibatch.
-    """
-
-    def __init__(self, lengths: Lengths, recipe: Recipe, num_replicas: int) -> None:
-        self.lengths = lengths
-        self.recipe = recipe
-        self.num_replicas = num_replicas
-        self.samples_per_minibatch = recipe.minibatch_size * num_replicas
-        self._check()
-        self._planner = recipe.planner(num_replicas, int(lengths.values.max()))
-        self._order: tuple[int, IndexArray] | None = None
-        self._window: tuple[int, int, list[IndexArray]] | None = None
-
-    def _check(self) -> None:
-        if len(self.lengths) < self.num_replicas:
-            raise ValueError(
-                f"The data set has {len(self.lengths)} samples, fewer than {self.num_replicas} ranks: some rank would "
-                f"never have work. Write Trainer(devices={max(len(self.lengths), 1)}) or use more data."
-            )
-        if not len(self):
-            raise ValueError(
-                f"drop_last=True leaves no minibatch: {len(self.lengths)} samples do not fill one of "
-                f"{self.samples_per_minibatch} (minibatch_size={self.recipe.minibatch_size} on {self.num_replicas} "
-                "ranks). Write drop_last=False or a smaller minibatch_size."
-            )
-
-    def __len__(self) -> int:
-        """Minibatches per epoch."""
-        whole, rest = divmod(len(self.lengths), self.samples_per_minibatch)
-        return whole + (rest > 0 and not self.recipe.drop_last)
-
-    def order(self, epoch: int) -> IndexArray:
-        """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it."""
-        if self._order is None or self._order[0] != epoch:
-            count, recipe = len(self.lengths), self.recipe
-            order = epoch_order(count, recipe.seed, epoch) if recipe.shuffle else np.arange(count)
-            self._order = epoch, order
-        return self._order[1]
-
-    def samples(self, epoch: int, step: int) -> IndexArray:
-        """The samples of a minibatch."""
-        window, within = divmod(step, self.recipe.window)
-        if self._window is None or self._window[:2] != (epoch, window):
-            size = self.samples_per_minibatch * self.recipe.window
-            own = self.order(epoch)[window * size : (window + 1) * size]
-            groups = regrouped(self.lengths.values[own], self.recipe, self.num_replicas)
-            self._window = epoch, window, [own[group] for group in groups]
-        return self._window[2][within]
-
-    def plan(self, epoch: int, step: int, learnt: LearntCost | None = None) -> Plan:
-        """Who does what in a minibatch.
-
-        Args:
-            epoch: it belongs to.
-            step: its number in the epoch.
-            learnt: the cost, if it is one that learns.
-
-        Raises:
-            IndexError: the epoch has no such minibatch.
-        """
-        if not 0 <= step < len(self):
-            raise IndexError(
-                f"Minibatch {step} is not one of the {len(self)} of an epoch, which count from 0."
-            )
-        recipe, indices = self.recipe, self.samples(epoch, step)
-        name = f"{recipe.policy}, seed {recipe.seed}, epoch {epoch}, minibatch {step}, lengths {self.lengths.digest}"
-        return make_plan(self._planner, recipe, indices, self.lengths.values[indices], name, learnt)
-
-    def plans(self, epoch: int, first: int = 0) -> Iterator[tuple[int, Plan]]:
-        """The minibatches of an epoch from number ``first`` on, with their numbers, planned as they are asked for."""
-        for step in range(first, len(self)):
-            yield step, self.plan(epoch, step)
-
-    def costs(self, plan: Plan, learnt: LearntCost | None = None) -> list[list[float]]:
-        """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
-
-        So what ranks measure per unit of cost can be compared, even after the cost has learnt something.
-        """
-        flat = [microbatch for rank in plan.microbatches for microbatch in rank]
-        lengths = [self.lengths.values[microbatch] for microbatch in flat]
-        cost = self._planner.cost if learnt is None else learnt
-        costs = average_costs(lengths, cost, self.num_replicas)
-        scale = float(sum(sizes.sum() for sizes in lengths)) / sum(costs)
-        scaled = iter(costs)
-        return [[next(scaled) * scale for _ in rank] for rank in plan.microbatches]
-
-    def count_microbatches(self, epoch: int) -> int:
-        """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch."""
-        assert self.recipe.equal_counts
-        return sum(len(plan.microbatches[0]) for _, plan in self.plans(epoch))
-
 
 IndexArray = npt.NDArray[np.int64]
 Weighting = Literal["token", "next_token", "sample"] | Callable[[LengthArray], npt.NDArray[Any]]
@@ -140,12 +42,12 @@ class Recipe:
     Attributes:
         minibatch_size: samples per rank and minibatch, on average over ranks.
         max_tokens: the most tokens in a microbatch; ``None``: as many as the longest sample has.
-        policy: as in `lightning_odc.balance.Planner`.
-        cost: as in `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training.
+        policy: One of those of `lightning_odc.balance.Planner`.
+        cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training.
         weighting: what a sample counts in the gradient: its tokens, those that a causal model predicts (one less),
             one, or a function of the array of lengths.
         shuffle: a new order every epoch.
-        seed: of the order.
+        seed: The seed of the order.
         drop_last: leave out the samples that do not fill a last minibatch.
         window: how many consecutive minibatches are looked at together.
         regroup: let the minibatches of a window exchange samples, so that large ones meet.
@@ -193,6 +95,27 @@ class Recipe:
         window = f", window {self.window}, regroup {self.regroup}" if self.window > 1 else ""
         return f"seed {self.seed}, shuffle {self.shuffle}{window}"
 
+    def name(self, epoch: int, step: int, lengths: Lengths) -> str:
+        """What a minibatch is called, in the text of its plan."""
+        return f"{self.policy}, seed {self.seed}, epoch {epoch}, minibatch {step}, lengths {lengths.digest}"
+
+    def count_minibatches(self, num_samples: int, num_replicas: int) -> int:
+        """Minibatches of an epoch."""
+        whole, rest = divmod(num_samples, self.minibatch_size * num_replicas)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[IndexArray]:
+        """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`.
+
+        Always by the quadratic cost: a cost that is learnt while training would regroup otherwise after a resume.
+        """
+        size = self.minibatch_size * num_replicas
+        if not self.regroup:
+            return [
+                np.arange(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)
+            ]
+        return regroup(quadratic().samples(lengths.astype(np.float64)), num_replicas, size)
+
     def planner(self, num_replicas: int, longest: int | None = None) -> Planner:
         """What plans minibatches for so many ranks; ``longest`` is the length of the longest sample, if known.
 
@@ -202,8 +125,8 @@ class Recipe:
         cost = "quadratic" if self.learns else self.cost
         return Planner(num_replicas, max_tokens, cast(Policy, self.policy), cost, allow_empty=True)
 
-    def learning(self, num_replicas: int) -> Learning | None:
-        """What keeps a cost that learns, for so many ranks.
+    def lagged_cost(self, num_replicas: int) -> LaggedCost | None:
+        """The cost, if it is one that learns, for so many ranks.
 
         Raises:
             ValueError: the cost is of another number of ranks.
@@ -216,7 +139,7 @@ class Recipe:
                 f"cost=FittedCost({cost.num_ranks}) learns about {cost.num_ranks} ranks, and there are {num_replicas}: "
                 f'write cost="fitted", or FittedCost({num_replicas}).'
             )
-        return Learning(cost)
+        return LaggedCost(cost)
 
     def sample_weights(self, lengths: LengthArray) -> npt.NDArray[np.float64]:
         """What each sample counts in the gradient."""
@@ -232,19 +155,140 @@ class Recipe:
         return lengths.astype(np.float64) - (self.weighting == "next_token")
 
 
+class Schedule:
+    """The minibatches of all epochs: a pure function of lengths, recipe and number of ranks (and of what was learnt).
+
+    Args:
+        lengths: The lengths of all samples.
+        recipe: How samples become minibatches.
+        num_replicas: The number of ranks that share a minibatch.
+
+    Raises:
+        ValueError: there are fewer samples than ranks, or ``drop_last`` leaves no minibatch.
+    """
+
+    def __init__(self, lengths: Lengths, recipe: Recipe, num_replicas: int) -> None:
+        self.lengths = lengths
+        self.recipe = recipe
+        self.num_replicas = num_replicas
+        self.samples_per_minibatch = recipe.minibatch_size * num_replicas
+        self._check()
+        self._planner = recipe.planner(num_replicas, int(lengths.values.max()))
+        # Minibatches are mostly asked for one after another, so the latest epoch and the latest window are kept.
+        self._epoch: int | None = None
+        self._order: IndexArray = np.arange(len(lengths))
+        self._window: tuple[int, int] | None = None
+        self._minibatches: list[IndexArray] = []
+
+    def _check(self) -> None:
+        if len(self.lengths) < self.num_replicas:
+            raise ValueError(
+                f"The data set has {len(self.lengths)} samples, fewer than {self.num_replicas} ranks: some rank would "
+                f"never have work. Write Trainer(devices={max(len(self.lengths), 1)}) or use more data."
+            )
+        if not len(self):
+            raise ValueError(
+                f"drop_last=True leaves no minibatch: {len(self.lengths)} samples do not fill one of "
+                f"{self.samples_per_minibatch} (minibatch_size={self.recipe.minibatch_size} on {self.num_replicas} "
+                "ranks). Write drop_last=False or a smaller minibatch_size."
+            )
+
+    def __len__(self) -> int:
+        """Minibatches per epoch."""
+        return self.recipe.count_minibatches(len(self.lengths), self.num_replicas)
+
+    def order(self, epoch: int) -> IndexArray:
+        """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it."""
+        if self.recipe.shuffle and self._epoch != epoch:
+            self._epoch, self._order = epoch, epoch_order(len(self.lengths), self.recipe.seed, epoch)
+        return self._order
+
+    def samples(self, epoch: int, step: int) -> IndexArray:
+        """The samples of a minibatch."""
+        window, within = divmod(step, self.recipe.window)
+        if self._window != (epoch, window):
+            size = self.samples_per_minibatch * self.recipe.window
+            own = self.order(epoch)[window * size : (window + 1) * size]
+            groups = self.recipe.minibatches(self.lengths.values[own], self.num_replicas)
+            self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
+        return self._minibatches[within]
+
+    def plan(self, epoch: int, step: int, learnt: LearntCost | None = None) -> MinibatchPlan:
+        """Who does what in a minibatch.
+
+        Args:
+            epoch: The epoch it belongs to.
+            step: Its number in the epoch.
+            learnt: The cost, if it is one that learns.
+
+        Raises:
+            IndexError: the epoch has no such minibatch.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(
+                f"Minibatch {step} is not one of the {len(self)} of an epoch, which count from 0."
+            )
+        indices = self.samples(epoch, step)
+        lengths, name = self.lengths.values[indices], self.recipe.name(epoch, step, self.lengths)
+        return MinibatchPlan.of(self.recipe, self._planner, indices, lengths, name, learnt)
+
+    def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
+        """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
+
+        So what ranks measure per unit of cost can be compared, even after the cost has learnt something.
+        """
+        flat = [microbatch for rank in plan.microbatches for microbatch in rank]
+        lengths = [self.lengths.values[microbatch] for microbatch in flat]
+        cost = self._planner.cost if learnt is None else learnt
+        costs = average_costs(lengths, cost, self.num_replicas)
+        scale = float(sum(sizes.sum() for sizes in lengths)) / sum(costs)
+        scaled = iter(costs)
+        return [[next(scaled) * scale for _ in rank] for rank in plan.microbatches]
+
+
 @dataclass(frozen=True)
-class Plan:
+class MinibatchPlan:
     """What all ranks do in one minibatch.
 
     Attributes:
-        microbatches: by rank, lists of sample indices.
-        weights: by rank, one number per microbatch; 0 for one that only keeps the ranks' counts equal.
-        text: equal on all ranks that follow the same plan.
+        microbatches: By rank, lists of sample indices.
+        weights: By rank, one number per microbatch; 0 for one that only keeps the ranks' counts equal.
+        text: Equal on all ranks that follow the same plan.
     """
 
     microbatches: list[list[list[int]]]
     weights: list[list[float]]
     text: str
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        planner: Planner,
+        indices: IndexArray,
+        lengths: LengthArray,
+        name: str,
+        learnt: LearntCost | None = None,
+    ) -> MinibatchPlan:
+        """Distribute the samples of one minibatch.
+
+        A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
+
+        Args:
+            recipe: The weights of samples.
+            planner: The recipe's planner.
+            indices: ``[n]``, the samples in the data set.
+            lengths: ``[n]``, their lengths.
+            name: The beginning of the plan's text.
+            learnt: The cost, if it is one that learns.
+        """
+        positions = (planner if learnt is None else replace(planner, cost=learnt)).plan(lengths)
+        counts = recipe.sample_weights(lengths)
+        shortest = [int(indices[lengths.argmin()])]
+        microbatches = [[indices[m].tolist() if m else shortest for m in rank] for rank in positions]
+        weights = [[float(counts[m].sum()) if m else 0.0 for m in rank] for rank in positions]
+        digest = hashlib.sha256(repr((microbatches, weights)).encode()).hexdigest()[:12]
+        return cls(microbatches, weights, f"{name}, plan {digest}")
 
     def weights_of(self, rank: int, relative: bool = False) -> list[float]:
         """The weights of a rank; ``relative``: divided by the mean over all microbatches of all ranks."""
@@ -253,45 +297,3 @@ class Plan:
         every = [weight for weights in self.weights for weight in weights]
         mean = sum(every) / len(every)
         return [weight / mean if mean else weight for weight in self.weights[rank]]
-
-
-def make_plan(
-    planner: Planner,
-    recipe: Recipe,
-    indices: IndexArray,
-    lengths: LengthArray,
-    name: str,
-    learnt: LearntCost | None = None,
-) -> Plan:
-    """Distribute the samples of one minibatch.
-
-    A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
-
-    Args:
-        planner: of ``recipe``.
-        recipe: says what samples count.
-        indices: of the samples in the data set.
-        lengths: of the samples.
-        name: begins the plan's text.
-        learnt: the cost, if it is one that learns.
-    """
-    if learnt is not None:
-        planner = replace(planner, cost=learnt)
-    ranks = planner.plan(lengths)
-    counts = recipe.sample_weights(lengths)
-    shortest = [int(indices[lengths.argmin()])]
-    microbatches = [[indices[m].tolist() if m else shortest for m in rank] for rank in ranks]
-    weights = [[float(counts[m].sum()) if m else 0.0 for m in rank] for rank in ranks]
-    digest = hashlib.sha256(repr((microbatches, weights)).encode()).hexdigest()[:12]
-    return Plan(microbatches, weights, f"{name}, plan {digest}")
-
-
-def regrouped(lengths: LengthArray, recipe: Recipe, num_replicas: int) -> list[IndexArray]:
-    """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`.
-
-    Always by the quadratic cost: a cost that is learnt while training would regroup otherwise after a resume.
-    """
-    size = recipe.minibatch_size * num_replicas
-    if not recipe.regroup:
-        return [np.arange(begin, min(begin + size, len(lengths))) for begin in range(0, len(lengths), size)]
-    return regroup(quadratic().samples(lengths.astype(np.float64)), num_replicas, size)

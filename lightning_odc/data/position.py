@@ -14,9 +14,9 @@ class Position:
     """What has been yielded.
 
     Attributes:
-        epoch: that is under way.
-        minibatches: of it that are done.
-        microbatches: of the minibatch after those that are done, where they are yielded one by one.
+        epoch: The epoch that is under way.
+        minibatches: The number of its minibatches that are done.
+        microbatches: The number of microbatches done of the next one, where they are yielded one by one.
     """
 
     epoch: int = 0
@@ -34,8 +34,8 @@ class Order:
     """What a position refers to.
 
     Attributes:
-        order: text that is equal where samples come in the same order.
-        samples_per_minibatch: on all ranks together.
+        order: Text that is equal where samples come in the same order.
+        samples_per_minibatch: Samples of a minibatch on all ranks together.
     """
 
     order: str
@@ -76,8 +76,8 @@ class Progress:
         """Where the pass that begins now begins.
 
         Args:
-            order: of samples there is now.
-            minibatches: per epoch, if that is known; the end of an epoch is the beginning of the next one.
+            order: The order of samples there is now.
+            minibatches: Minibatches per epoch, if that is known; the end of an epoch is the beginning of the next one.
 
         Raises:
             ValueError: a loaded position is in the middle of an epoch in which samples come in another order.

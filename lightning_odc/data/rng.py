@@ -34,11 +34,11 @@ def seed_rng(*key: int) -> int:
 
 @contextmanager
 def random_numbers_of(detail: Detail | None, device: torch.device) -> Iterator[None]:
-    """Random numbers of a microbatch, see Note [Random numbers follow the sample]; without details, nobody's.
+    """Random numbers of a microbatch, see Note [Random numbers follow the sample]; the process's own without details.
 
     Args:
-        detail: names the microbatch.
-        device: on which the model draws, besides the CPU.
+        detail: Names the microbatch.
+        device: The device whose generator is seeded besides the CPU's.
     """
     if detail is None:
         yield

@@ -10,15 +10,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from lightning_odc.bench.pictures import COLOURS
 from lightning_odc.bench.report import length_facts
+from lightning_odc.callbacks.timeline.palette import BLUE, MODES
 
 
 def lengths_picture(lengths: Sequence[int], cap: int, dropped: int) -> Figure:
     """Histogram of the samples' lengths, with median, mean and the cap."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.hist(lengths, bins=48, range=(0, cap), color=COLOURS["on_demand"])
+    axes.hist(lengths, bins=48, range=(0, cap), color=BLUE)
     facts = length_facts(lengths)
     for name, style in (("median", "-"), ("mean", "--"), ("90%", ":")):
         label = f"90 % are at most {facts[name]:,.0f}" if name == "90%" else f"{name} {facts[name]:,.0f}"
@@ -45,8 +45,8 @@ def minibatches_picture(seconds: Mapping[str, NDArray[np.float64]]) -> Figure:
     width = 0.8 / len(seconds)
     for place, (mode, times) in enumerate(seconds.items()):
         centres = 1 + np.arange(times.shape[1]) + (place - (len(seconds) - 1) / 2) * width
-        axes.bar(centres, np.median(times, axis=0), width * 0.9, color=COLOURS[mode], alpha=0.55, label=mode)
-        axes.scatter(np.broadcast_to(centres, times.shape), times, color=COLOURS[mode], s=12, zorder=3)
+        axes.bar(centres, np.median(times, axis=0), width * 0.9, color=MODES[mode], alpha=0.55, label=mode)
+        axes.scatter(np.broadcast_to(centres, times.shape), times, color=MODES[mode], s=12, zorder=3)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("minibatch (the same samples under every mode)")

@@ -3,7 +3,7 @@
 Note [Who divides]
 ~~~~~~~~~~~~~~~~~~
 The gradient of a minibatch is ``sum_m w_m grad L_m / sum_m w_m`` over the microbatches ``m`` of all ranks. No rank
-knows the denominator before all ran, so nobody divides early: every rank backpropagates ``w_m L_m``, accumulators
+knows the denominator before all ran, so no rank divides early: every rank backpropagates ``w_m L_m``, accumulators
 hold plain sums, and the division happens once, when the engine settles. A plain batch is FSDP's case, the mean
 over ranks: the denominator is then the world size.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.protocol import Record
-from lightning_odc.engine.tracing import Traced, Tracer, joined, parted
+from lightning_odc.engine.tracing import Traced, Tracer, fanout
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -39,6 +38,58 @@ class Counting(StrEnum):
     MEAN = "plain batches with a mean loss"
     PLANNED = "Minibatch weights"
     EXACT = '"num_items"'
+
+
+@dataclass
+class SettleRecord:
+    """What a rank tells all ranks when it settles an optimizer step.
+
+    It is sent as a JSON list of its fields, in this order: short, and nothing of it is unpickled. A record that is
+    longer than a mailbox (64 KiB) takes several meetings.
+
+    Attributes:
+        batches: the kind of batches that the rank trained on; ``None`` if it ran nothing and agrees with any kind.
+        counting: what its weights count, a `Counting`; ``None`` if it ran no microbatch.
+        weight: the sum of its weights; 1 for plain batches.
+        least: its smallest weight if that is negative, else 0.
+        plans: fingerprints of the plans of its minibatches, in the order in which they ran.
+        is_last: it has no more batches in this epoch.
+        logs: what the strategy logs: names and sums.
+        times: what the strategy measured: seconds of microbatches.
+        note: the rank's `Engine.note`.
+        used: which parameters received a gradient here, as `flags_to_hex` writes them.
+    """
+
+    batches: str | None
+    counting: str | None
+    weight: float
+    least: float
+    plans: list[str]
+    is_last: bool
+    logs: Any
+    times: Any
+    note: Any
+    used: str = "0x0"
+
+    def as_list(self) -> list[Any]:
+        """Its fields; ``SettleRecord(*fields)`` is the record again."""
+        return list(vars(self).values())
+
+
+def flags_to_hex(flags: Sequence[bool]) -> str:
+    """Flags as the bits of a number, the first one lowest: ``[True, False, True]`` is ``0b101``, hence ``"0x5"``.
+
+    In decimal, Python refuses to write numbers of more than 4300 digits, which is 14,000 flags.
+    """
+    return hex(sum(1 << position for position, flag in enumerate(flags) if flag))
+
+
+def any_flags(by_rank: Sequence[str], count: int) -> list[bool]:
+    """Of ``count`` flags those that are set on some rank: ``["0x5", "0x1"]`` is ``[True, False, True]``."""
+    bits = 0
+    for text in by_rank:
+        bits |= int(text, 16)
+    return [bool(bits >> position & 1) for position in range(count)]
 
 
 @dataclass
@@ -71,7 +122,7 @@ class Ledger:
         self.is_weighted = True
         weight = weight.detach() if isinstance(weight, Tensor) else weight
         self.weight = self.weight + weight
-        # On a device nobody waits for it now: it is looked at when the step settles.
+        # On a device it is not waited for now: it is looked at when the step settles.
         if isinstance(weight, Tensor):
             self.least = weight.float().clamp(max=self.least)
         else:
@@ -83,19 +134,23 @@ class Ledger:
         if plan is not None:
             self.plans.append(plan)
 
-    def record(self) -> Record:
-        return {
-            "batches": None if self.is_idle else _WEIGHTED if self.is_weighted else _PLAIN,
-            "counting": self.counting,
-            "weight": float(self.weight) if self.is_weighted else 1.0,
-            "least": float(self.least),
-            "microbatches": self.microbatches,
-            "plans": self.plans,
-            "last": self.is_last,
-        }
+    def record(self, logs: Any, times: Any, note: Any, used: str = "0x0") -> SettleRecord:
+        """What a rank with these weights tells when it settles; the arguments are fields of the record."""
+        return SettleRecord(
+            batches=None if self.is_idle else _WEIGHTED if self.is_weighted else _PLAIN,
+            counting=self.counting and self.counting.value,
+            weight=float(self.weight) if self.is_weighted else 1.0,
+            least=float(self.least),
+            plans=self.plans,
+            is_last=self.is_last,
+            logs=logs,
+            times=times,
+            note=note,
+            used=used,
+        )
 
 
-def denominator(records: list[Record], weight_unit: float = 1.0) -> float:
+def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> float:
     """The global sum of weights, after checking that the ranks ran the same kind of batches by the same plan.
 
     Args:
@@ -107,42 +162,52 @@ def denominator(records: list[Record], weight_unit: float = 1.0) -> float:
 
     Raises:
         DisagreementError: naming the first rank that differs from rank 0.
-        ODCError: naming a rank with a weight that is none.
+        ODCError: naming a rank with an invalid weight.
     """
-    first, counting = records[0], next((r["counting"] for r in records if r["counting"]), None)
-    trained = [(rank, r["batches"]) for rank, r in enumerate(records) if r["batches"] is not None]
+    first, counting = records[0], next((r.counting for r in records if r.counting), None)
+    trained = [(rank, r.batches) for rank, r in enumerate(records) if r.batches is not None]
     one, kind = trained[0] if trained else (0, None)
     for rank, record in enumerate(records):
-        if record["batches"] not in (None, kind):
+        if record.batches not in (None, kind):
             raise DisagreementError(
-                f"Rank {one} trained on {kind}, rank {rank} on {record['batches']} in the same optimizer step, so "
+                f"Rank {one} trained on {kind}, rank {rank} on {record.batches} in the same optimizer step, so "
                 "their gradients have no common weight. Yield a Minibatch on every rank (an empty one where there is "
                 "nothing to do), or on none."
             )
-        if record["last"] != first["last"]:
-            ends, goes_on = (rank, 0) if record["last"] else (0, rank)
+        if record.is_last != first.is_last:
+            ends, goes_on = (rank, 0) if record.is_last else (0, rank)
             raise DisagreementError(
                 f"Rank {ends} has no more batches in this epoch, rank {goes_on} has. Every rank needs the same number "
                 "of Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches)."
             )
-        if record["counting"] not in (None, counting):
+        if record.counting not in (None, counting):
             raise DisagreementError(
-                f"Rank {rank} weighted its losses by {record['counting']}, another rank by {counting} in the same "
+                f"Rank {rank} weighted its losses by {record.counting}, another rank by {counting} in the same "
                 'optimizer step. Return {"loss": summed_loss, "num_items": n} on every rank, or on none.'
             )
-        if record["plans"] != first["plans"]:
+        if record.plans != first.plans:
             raise DisagreementError(
-                f"Rank {rank} follows another minibatch plan than rank 0: {record['plans']} against {first['plans']}. "
+                f"Rank {rank} follows another minibatch plan than rank 0: {record.plans} against {first.plans}. "
                 "Every rank must plan the same global minibatch: same seed, epoch, lengths and options."
             )
-        if not (record["least"] >= 0 and math.isfinite(record["weight"])):
+        if not (record.least >= 0 and math.isfinite(record.weight)):
             raise ODCError(
-                f"The losses of rank {rank} have the weight {record['weight']} in this optimizer step, and one of them "
-                f'has {min(record["least"], record["weight"])}. "num_items" must be finite and at least 0, for example '
+                f"The losses of rank {rank} have the weight {record.weight} in this optimizer step, and one of them "
+                f'has {min(record.least, record.weight)}. "num_items" must be finite and at least 0, for example '
                 "labels.ne(-100).sum()."
             )
-    weights = [0.0 if r["batches"] is None and kind == _WEIGHTED else r["weight"] for r in records]
+    weights = [0.0 if r.batches is None and kind == _WEIGHTED else r.weight for r in records]
     return float(sum(weights)) / (weight_unit if kind == _WEIGHTED else 1.0) or 1.0
+
+
+def check_equal_counts(counts: Sequence[int], communication: str) -> None:
+    """Refuse unequal microbatch counts where ranks wait for each other at every unit."""
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f'communication="{communication}" makes every rank wait for all others in every microbatch, so it needs '
+            f"the same number of microbatches on every rank, but this minibatch has {counts} (by rank). Use "
+            'ODCStrategy(communication="on_demand"), or give every rank equally many.'
+        )
 
 
 class Engine(Traced, ABC):
@@ -157,13 +222,16 @@ class Engine(Traced, ABC):
         notes: what all ranks told at the last settle, in rank order; empty where settling does not communicate.
     """
 
+    evaluating: bool = False
+
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.weight_unit = 1.0
-        self.settled = self.evaluating = self._failed = False
+        self.settled = self._failed = False
         self.note: Any = None
         self.notes: list[Any] = []
         self._batches = 0
+        self._listeners: list[Tracer] = []
         self._seconds: dict[str, float] = {"settle_and_publish": 0.0}
 
     @property
@@ -188,7 +256,7 @@ class Engine(Traced, ABC):
         """A training batch begins, on every rank.
 
         Args:
-            opens_window: it is the first one of an optimizer step: gradients that nobody stepped on are discarded.
+            opens_window: it is the first one of an optimizer step: gradients without an optimizer step are discarded.
             kind: ``"Minibatch"`` or ``"plain batch"``.
             is_last: this rank has no more of them in this epoch.
         """
@@ -206,7 +274,7 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
-        """A rank is about to run its share of a minibatch.
+        """A rank is about to run its part of a minibatch.
 
         Raises:
             ValueError: this engine needs equal numbers of microbatches and they are not.
@@ -216,9 +284,9 @@ class Engine(Traced, ABC):
     def begin_microbatch(self, index: int) -> None:
         """For reports."""
 
-    def tasks(self, share: Minibatch) -> Iterator[Task]:
+    def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
         """The microbatches for this rank to run; ends when there is nothing left to do."""
-        for index, task in enumerate(share.tasks()):
+        for index, task in enumerate(minibatch.tasks()):
             self.begin_microbatch(index)
             yield task
 
@@ -233,14 +301,15 @@ class Engine(Traced, ABC):
         """
 
     @abstractmethod
-    def settle(self, logs: Any) -> list[Any]:
+    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
         """End the step's gradients: meet, put the weighted mean gradient into ``.grad`` of every shard.
 
         Args:
             logs: JSON-serialisable values of this rank.
+            times: likewise.
 
         Returns:
-            Every rank's logs, in rank order.
+            Every rank's record, in rank order.
         """
 
     @abstractmethod
@@ -271,18 +340,20 @@ class Engine(Traced, ABC):
         """Give the model back to stock communication and release everything. Idempotent."""
 
     def listen(self, tracer: Tracer) -> None:
-        """Let somebody trace what this rank does, beside those who do so already."""
-        self._let_trace(joined(self.tracer, tracer))
+        """Trace what this rank does, beside the tracers that listen already."""
+        self._listeners.append(tracer)
+        self._let_trace(fanout(*self._listeners))
 
     def unlisten(self, tracer: Tracer) -> None:
         """Let this one trace no longer. Idempotent."""
-        self._let_trace(parted(self.tracer, tracer))
+        self._listeners = [one for one in self._listeners if one is not tracer]
+        self._let_trace(fanout(*self._listeners))
 
     def _let_trace(self, tracer: Tracer | None) -> None:
         self.tracer = tracer
 
     def peer_trouble(self) -> str:
-        """Which peer has failed or died, and why; empty if none has, or nobody knows."""
+        """Which peer has failed or died, and why; empty if none has, or it is not known."""
         return ""
 
     @property

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_odc.engine.agreement import check_equal_counts, check_equal_kinds
-from lightning_odc.engine.base import Engine, denominator
-from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, rest, set_comms
-from lightning_odc.engine.late_hooks import LateHooks
+from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, denominator
+from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, reset_units, set_comms
+from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import find_units
+from lightning_odc.errors import DisagreementError
 
 
 def is_broken_group(error: BaseException) -> bool:
@@ -72,7 +72,12 @@ class CollectiveEngine(Engine):
         # Collectives that do not match would end in the process group's own errors.
         if not self._has_compared_kinds:
             self._has_compared_kinds = True
-            check_equal_kinds(self.exchange("begin the first batch", kind))
+            kinds = self.exchange("begin the first batch", kind)
+            if len(set(kinds)) > 1:
+                raise DisagreementError(
+                    f"The ranks begin their first batch with {kinds} (by rank). Yield a Minibatch on every rank (an "
+                    "empty one where there is nothing to do), or on none."
+                )
 
     def discard(self) -> None:
         self._sums.clear()
@@ -116,18 +121,17 @@ class CollectiveEngine(Engine):
                     )
 
     @torch.no_grad()
-    def settle(self, logs: Any) -> list[Any]:
+    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
+            record = ledger.record(logs, times, self.note)
             self.settled = True
             self.notes = []
             if not ledger.is_weighted:
-                return [logs] * self._world_size
-            record = {**ledger.record(), "logs": logs, "note": self.note, "signals": self._signals.raised}
-            records = self.exchange("optimizer step", record)
-            self._signals.agreed.update(*(record["signals"] for record in records))
-            self.notes = [record["note"] for record in records]
+                return [record] * self._world_size
+            records = self._exchange_record(record)
+            self.notes = [record.note for record in records]
             # fully_shard has divided by the world size already.
             scale = self._world_size / denominator(records, self.weight_unit)
             for parameter, total in self._sums.items():
@@ -135,7 +139,13 @@ class CollectiveEngine(Engine):
                 parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
                 self._late_hooks.call(parameter)
             self._sums.clear()
-        return [record["logs"] for record in records]
+        return records
+
+    def _exchange_record(self, record: SettleRecord) -> list[SettleRecord]:
+        """Every rank's record; the signals that ranks were sent go with it."""
+        heard = self.exchange("optimizer step", [record.as_list(), sorted(self._signals.raised)])
+        self._signals.agreed.update(*(signals for _, signals in heard))
+        return [SettleRecord(*fields) for fields, _ in heard]
 
     def publish(self) -> None:
         """Collectives read the parameters themselves."""
@@ -162,7 +172,7 @@ class CollectiveEngine(Engine):
         if self._model is not None:
             if self._root is not None:
                 self._root.release()
-            rest(self._model, self._failed)
+            reset_units(self._model, self._failed)
             self._late_hooks.release(self._shards)
             set_comms(_units(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()

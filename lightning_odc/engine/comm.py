@@ -99,13 +99,12 @@ class WithinContext(_Allocating):
             return self._comm(*args, **kwargs)
 
 
-def rest(model: nn.Module, failed: bool = False) -> None:
-    """Bring a sharded model to rest: every unit sharded, and after a step that failed nothing under way."""
+def reset_units(model: nn.Module, failed: bool = False) -> None:
+    """Shard every unit of a model, and after a step that failed forget what ``fully_shard`` had under way."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if failed and isinstance(model, FSDPModule):
-        with contextlib.suppress(
-            AttributeError
-        ):  # torch < 2.13, or it never ran and there is nothing to reset
+        # torch < 2.13 cannot, and a model that never ran has nothing to reset.
+        with contextlib.suppress(AttributeError):
             model.reset_iter_state()
     for module in units:
         module.reshard()

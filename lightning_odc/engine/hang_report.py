@@ -2,11 +2,9 @@
 
 One-sided traffic is invisible to PyTorch's flight recorder, so this is what there is to look at after a hang.
 
-Note [Who reports]
-~~~~~~~~~~~~~~~~~~
 The rank that hangs is the one that does not wait, so a report at the place that waits would come from all ranks but
 that one. Each rank therefore has a thread that looks at all ranks' control words now and then, and reports as soon as
-*anybody* has waited for long: the waiting ranks whom they wait for, the others what they do instead. The thread
+*any* rank has waited for long: the waiting ranks whom they wait for, the others what they do instead. The thread
 sleeps nearly always and reads shared memory only; it needs the interpreter's lock, so a rank that holds it for ever
 is described by its peers alone.
 """

@@ -1,57 +1,51 @@
-"""The engine that communicates on demand: ``fully_shard`` above, the protocol below.
-
-Note [When shards are compared]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A parameter that is changed while peers read its published shard leaves no trace: version counters do not see what is
-written through ``parameter.data``. So a rank compares its shards with what it published, bit for bit: at the first
-gather of a version, and after the last backward pass of a batch. Comparing at every gather would cost two more reads of
-each shard per microbatch. A change after the last backward pass does no harm: no rank reads that shard until the
-optimizer has stepped and all ranks have published. A model in ``eval()`` may never come to a backward pass, so every
-gather compares there. A rank that ran nothing compares when the step settles. On a device that the host runs ahead of,
-the answers of all comparisons are looked at when the step settles.
-"""
+"""The engine that communicates on demand: ``fully_shard`` above, the protocol below."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.advice import PENALTY
-from lightning_odc.engine.agreement import check_equal_counts, compare_models
-from lightning_odc.engine.base import Engine, denominator
+from lightning_odc.engine.base import (
+    Engine,
+    SettleRecord,
+    any_flags,
+    check_equal_counts,
+    denominator,
+    flags_to_hex,
+)
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
     StockGather,
     StockReduceScatter,
-    rest,
+    reset_units,
     set_comms,
 )
 from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.late_hooks import LateHooks
+from lightning_odc.engine.late_gradients import LateHooks, Placeholders
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.placeholders import Placeholders
-from lightning_odc.engine.probe import lay_out_like, numbered, shown_shard
+from lightning_odc.engine.probe import probe
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.root import RootUnit
-from lightning_odc.engine.staleness import ContentChecks
+from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import Traffic, UnitWindow
-from lightning_odc.engine.units import ParamSlot, Unit, find_units
-from lightning_odc.errors import ODCError, StaleShardError
+from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
+from lightning_odc.errors import ODCError
 
 
 class OnDemandEngine(Engine):
@@ -94,8 +88,9 @@ class OnDemandEngine(Engine):
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
         self._late_hooks = LateHooks()
-        self._checks = ContentChecks(deferred=False)
+        self._staleness = StalenessGuard([], [], deferred=False)
         self._gradients = True
+        self._evaluating = False
         self._in_backward = False
         self._hooks: list[RemovableHandle] = []
         self._on_close = ExitStack()
@@ -109,6 +104,16 @@ class OnDemandEngine(Engine):
         return self._protocol
 
     @property
+    def evaluating(self) -> bool:
+        """Ranks may have different numbers of batches now, so those in lockstep do not wait at every unit."""
+        return self._evaluating
+
+    @evaluating.setter
+    def evaluating(self, evaluating: bool) -> None:
+        self._evaluating = evaluating
+        self.protocol.lockstep = self._lockstep and not evaluating
+
+    @property
     def world_size(self) -> int:
         return self.protocol.transport.world_size
 
@@ -120,7 +125,7 @@ class OnDemandEngine(Engine):
         return Protocol(transport, units, **options)
 
     def _before_publishing(self) -> None:
-        """The ranks have the same model, and nobody has read any of its shards yet."""
+        """The ranks have the same model, and no peer has read any of its shards yet."""
 
     # -- lifecycle ----------------------------------------------------------------------------------------
 
@@ -131,12 +136,15 @@ class OnDemandEngine(Engine):
     def _attach(self, model: nn.Module, carried: Mapping[str, Tensor]) -> None:
         """Attach with gradients, by parameter name, that are in the accumulators from the beginning."""
         self._model = model
-        self._units = self._probe(find_units(model), keep=carried)
+        self._units = find_units(model)
+        for unit in self._units:
+            probe(unit, partial(self._hook, unit), carried, self._accumulator_dtype)
+            if unit.divided_by_fully_shard:
+                unit.set_division(False)
         self._refuse_all_reduce_hooks()
         compare_models(self._units, self._rendezvous)
         self._before_publishing()
         transport = self._make_transport()
-        self._checks = ContentChecks(deferred=transport.runs_ahead)
         protocol = self._protocol_for(
             transport,
             [unit.spec() for unit in self._units],
@@ -145,13 +153,15 @@ class OnDemandEngine(Engine):
             lockstep=self._lockstep,
             hang_report=self._hang_report,
         )
+        if self._protocol is not None:  # parameters were unfrozen
+            protocol.go_on_from(self._protocol)
         protocol.open()
         self._protocol = protocol
-        for unit in self._units:
-            unit.carry(protocol.windows[unit.index].own_accumulator, carried)
+        self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
+        for unit, window in zip(self._units, protocol.windows, strict=True):
+            unit.carry(window.own_accumulator, carried)
         self._publish_units()
-        for unit in self._units:
-            window = protocol.windows[unit.index]
+        for unit, window in zip(self._units, protocol.windows, strict=True):
             gather, accumulate = partial(self._gather, unit, window), partial(self._accumulate, unit, window)
             set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
         self._root = RootUnit(self._units, model)
@@ -166,8 +176,8 @@ class OnDemandEngine(Engine):
         if self._root is not None:
             self._root.release()
         if self._model is not None:
-            rest(self._model, self._failed)
-        if any(not isinstance(slot.current, DTensor) for unit in self._units for slot in unit.slots):
+            reset_units(self._model, self._failed)
+        if any(unit.is_gathered for unit in self._units):
             warnings.warn(
                 "A step failed half-way, and torch before 2.13 cannot reset `fully_shard`: fit a new model.",
                 stacklevel=2,
@@ -178,21 +188,10 @@ class OnDemandEngine(Engine):
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
         self._units = []
+        self._staleness = StalenessGuard([], [], deferred=False)
         self._placeholders.lift()
         if self._protocol is not None:
             self._protocol.close()
-
-    def _probe(self, units: list[Unit], keep: Container[str]) -> list[Unit]:
-        """Let ``fully_shard`` show how it lays out every unit, and hook every unsharded parameter."""
-        for unit in units:
-            with numbered(unit):
-                own = shown_shard(unit, partial(self._hook, unit))
-                for slot in unit.slots:
-                    slot.has_gradient = slot.hooked or slot.name in keep
-                lay_out_like(unit, own, self._accumulator_dtype)
-            if unit.divided_by_fully_shard:
-                unit.set_division(False)
-        return units
 
     def _hook(self, unit: Unit, slot: ParamSlot) -> None:
         parameter = slot.current
@@ -225,16 +224,12 @@ class OnDemandEngine(Engine):
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
     def _gather(self, unit: Unit, window: UnitWindow, output: Tensor, own: Tensor) -> None:
-        if self._lockstep:
-            self.protocol.lockstep = not self.evaluating
+        """Fill ``output`` (``[world_size * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
         window.check_not_ended()  # first: after a step every parameter has changed
         if own.numel() != unit.shard_numel:
             self._gather_smaller(unit, window, own.numel() // unit.shard_numel, output)
             return
-        # See Note [When shards are compared].
-        first = not unit.verified or not cast(nn.Module, unit.modules[0]).training
-        if first and not self._checks.deferred:
-            self._verify(unit, own)  # which is a part of ``output``
+        self._staleness.before_gather(unit, own)
         window.gather(output)
 
     def _gather_smaller(self, unit: Unit, window: UnitWindow, neighbours: int, output: Tensor) -> None:
@@ -245,28 +240,6 @@ class OnDemandEngine(Engine):
         window.gather(shards.view(-1))
         unit.regroup(shards, neighbours, output)
 
-    def _verify(self, unit: Unit, own: Tensor) -> None:
-        """Compare contents, since what is written through ``parameter.data`` leaves no other trace."""
-        published = self.protocol.windows[unit.index].own_shard
-        now = None if self._checks.deferred else own  # not to keep it until then
-        self._checks.expect_same(published, own, unit.index, partial(self._stale, unit, now))
-        unit.verified = True
-
-    def _stale(self, unit: Unit, now: Tensor | None) -> StaleShardError:
-        published = self.protocol.windows[unit.index].own_shard
-        name = unit.differs_from(published, self._shard_now(unit) if now is None else now)
-        return StaleShardError(
-            f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "
-            "parameters outside the optimizer step on all ranks together, and then call "
-            "`trainer.strategy.publish_parameters()` on all of them."
-        )
-
-    def _shard_now(self, unit: Unit) -> Tensor:
-        """What this rank would publish if it did so now."""
-        own = torch.empty_like(self.protocol.windows[unit.index].own_shard).zero_()
-        unit.write_shard(own)
-        return own
-
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         if not self._in_backward:
             self._placeholders.check_not_laid(unit.fresh)
@@ -274,7 +247,7 @@ class OnDemandEngine(Engine):
             self._late_hooks.hold(slot.home)
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
-        if sum(part.numel for part in segments) * self.protocol.transport.world_size != chunks.numel():
+        if sum(segment.numel for segment in segments) * self.protocol.transport.world_size != chunks.numel():
             raise self._unexpected_gradient(unit)
         window.accumulate(chunks, segments)
 
@@ -308,7 +281,7 @@ class OnDemandEngine(Engine):
             self._drop(emptied)
 
     def _drop(self, slots: set[ParamSlot]) -> None:
-        """Empty own accumulators of some parameters, after everybody has added to them and before anybody does anew."""
+        """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again."""
         self.exchange("discard gradients", None)
         for unit in self._units:
             for slot in slots.intersection(unit.trainable):
@@ -326,12 +299,12 @@ class OnDemandEngine(Engine):
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
 
-    def tasks(self, share: Minibatch) -> Iterator[Task]:
-        if share.all_shares is None or self._lockstep or self.world_size == 1:
-            yield from super().tasks(share)
+    def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
+        if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
+            yield from super().tasks(minibatch)
             return
         self._queues_opened += 1
-        work = Stealing(self.protocol, self._queues_opened, share, share.all_shares)
+        work = Stealing(self.protocol, self._queues_opened, minibatch, minibatch.all_ranks)
         for index, task in enumerate(work):
             self.begin_microbatch(index)
             yield task
@@ -345,7 +318,7 @@ class OnDemandEngine(Engine):
             self._root.gather()
         else:  # it is Lightning that empties them, before the last backward pass of a minibatch
             self._placeholders.forget()
-        self._check_gathered()  # fully_shard frees the root unit at the end of it
+        self._staleness.before_reshard()  # fully_shard frees the root unit at the end of it
         self._in_backward = True
         try:
             yield
@@ -354,39 +327,43 @@ class OnDemandEngine(Engine):
         self._root.check_reduced()
         for unit in self._units:
             self._placeholders.lay(unit.used)
-            if not more:
-                self._verify(unit, self._shard_now(unit))
+        if not more:
+            self._staleness.after_last_backward()
 
     @torch.no_grad()
-    def settle(self, logs: Any) -> list[Any]:
+    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         self._refuse_all_reduce_hooks()
         with self._timed(), self.traced("settle"):
             self.reshard()
-            for unit in self._units:
-                if not unit.verified:
-                    self._verify(unit, self._shard_now(unit))
-            self._checks.send()
-            self.protocol.finish()
-            self._checks.raise_first()
+            self._staleness.before_settle(self.protocol.finish)
             emptied = self._placeholders.emptied()
             self._placeholders.lift()
-            used = [flag for unit in self._units for flag in unit.take_used()]
-            record = {"kind": "optimizer step", **self._take_ledger().record()}
-            record |= {"used": _pack(used), "logs": logs, "note": self.note}
-            records = self.protocol.end_version(record)
-            self.notes = [r["note"] for r in records]
-            scale = 1.0 / denominator(records, self.weight_unit)
-            used_anywhere = iter(_unpack([r["used"] for r in records], len(used)))
-            for unit in self._units:
-                flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
-                unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
-                self.protocol.windows[unit.index].clear()
-                for slot, flag in zip(unit.slots, flags, strict=True):
-                    if flag:
-                        self._late_hooks.call(slot.home)
+            records = self._end_version(logs, times)
+            self._take_gradients(records, emptied)
             self.settled = True
-        return [r["logs"] for r in records]
+        return records
+
+    def _end_version(self, logs: Any, times: Any) -> list[SettleRecord]:
+        """Every rank's record of the step, in rank order."""
+        used = [flag for unit in self._units for flag in unit.take_used()]
+        own = self._take_ledger().record(logs, times, self.note, flags_to_hex(used))
+        heard = self.protocol.end_version("optimizer step", own.as_list())
+        records = [SettleRecord(*fields) for fields in heard]
+        self.notes = [record.note for record in records]
+        return records
+
+    def _take_gradients(self, records: Sequence[SettleRecord], emptied: set[ParamSlot]) -> None:
+        """Move the sums from this rank's accumulators to ``.grad``, divided: see Note [Who divides]."""
+        scale = 1.0 / denominator(records, self.weight_unit)
+        count = sum(len(unit.slots) for unit in self._units)
+        used_anywhere = iter(any_flags([record.used for record in records], count))
+        for unit, window in zip(self._units, self.protocol.windows, strict=True):
+            flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
+            unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
+            window.clear()
+            for slot in compress(unit.slots, flags):
+                self._late_hooks.call(slot.home)
 
     def publish(self) -> None:
         with self._timed(), self.traced("publish"):
@@ -402,7 +379,7 @@ class OnDemandEngine(Engine):
         self.exchange(kind, None)
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
-        return [record["item"] for record in self.protocol.meet({"kind": kind, "item": item})]
+        return self.protocol.meet(kind, item)
 
     def _let_trace(self, tracer: Tracer | None) -> None:
         super()._let_trace(tracer)
@@ -433,21 +410,15 @@ class OnDemandEngine(Engine):
     def _publish_units(self) -> None:
         """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""
         self.reshard()
-        for unit in self._units:
-            window = self.protocol.windows[unit.index]
+        for unit, window in zip(self._units, self.protocol.windows, strict=True):
             unit.write_shard(window.own_shard)
             window.publish()
+        self._staleness.published()
 
     def reshard(self) -> None:
-        self._check_gathered()
+        self._staleness.before_reshard()
         for unit in self._units:
             unit.modules[0].reshard()
-
-    def _check_gathered(self) -> None:
-        """Before gathered parameters are freed, and what was written into them with them."""
-        for unit in (unit for unit in self._units if unit.is_gathered):
-            for name, part, shard in unit.gathered():
-                self._checks.expect_same(part, shard, name, partial(_lost, name))
 
     def _reattach(self) -> None:
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
@@ -465,23 +436,3 @@ class OnDemandEngine(Engine):
         self._attach(model, carried)
         for unit in self._units:
             unit.used.update(slot for slot in unit.slots if slot.name in used)
-        self.protocol.go_on_from(old)
-
-
-def _lost(name: str) -> StaleShardError:
-    return StaleShardError(
-        f"Parameter {name!r} was changed inside `forward` or between a forward pass and the end of its step, while it "
-        "was gathered; such a change would be lost. Change it in `on_train_batch_start` or `on_train_batch_end`, on "
-        "all ranks together, and then call `trainer.strategy.publish_parameters()` on all of them."
-    )
-
-
-def _pack(flags: list[bool]) -> str:
-    return hex(sum(1 << position for position, flag in enumerate(flags) if flag))
-
-
-def _unpack(packed: list[str], count: int) -> list[bool]:
-    bits = 0
-    for text in packed:
-        bits |= int(text, 16)
-    return [bool(bits >> position & 1) for position in range(count)]

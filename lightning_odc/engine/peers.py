@@ -30,8 +30,10 @@ class Signals:
         self.agreed.discard(number)
 
 
-#: Mailbox for the message of a rank that failed, after those for records.
-FAILURE_BOX = 2
+#: Mailboxes of a rank: two for records (see Note [Meetings are at most one ahead]), one for the message of a failure.
+RECORD_BOXES = 2
+FAILURE_BOX = RECORD_BOXES
+MAILBOXES = FAILURE_BOX + 1
 
 #: How the failure message of a rank begins that stopped only because another one had failed.
 FOLLOWED = "stopped after a peer: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +16,32 @@ from lightning_odc.engine.units import ParamSlot, Unit
 _FRACTIONS, _LEAST_EXPONENT, _NUMBERS = 128, -14, 3709
 
 
+def probe(
+    unit: Unit,
+    while_gathered: Callable[[ParamSlot], None],
+    keep: Container[str],
+    accumulator_dtype: torch.dtype | None,
+) -> None:
+    """Lay out a unit as ``fully_shard`` does.
+
+    Args:
+        unit: the unit, sharded.
+        while_gathered: called for each of its parameters while they are unsharded; may say that it is ``hooked``.
+        keep: names of parameters that get a place in the accumulator without a hook.
+        accumulator_dtype: dtype of the accumulators; ``None`` for fp32, or wider if the parameters are.
+
+    Raises:
+        NotImplementedError: its parameters lie in another order, or are gathered in another form.
+    """
+    with _numbered(unit):
+        own = _shown_shard(unit, while_gathered)
+        for slot in unit.slots:
+            slot.has_gradient = slot.hooked or slot.name in keep
+        _lay_out_like(unit, own, accumulator_dtype)
+
+
 @contextmanager
-def numbered(unit: Unit) -> Iterator[None]:
+def _numbered(unit: Unit) -> Iterator[None]:
     """A context in which the elements of this rank's shards are numbers that tell parameters and places apart.
 
     Parameters that are equal to each other, as norms and biases are in the beginning, would look the same in any order.
@@ -35,14 +59,10 @@ def numbered(unit: Unit) -> Iterator[None]:
             _write(slot, content)
 
 
-def shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tensor:
+def _shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tensor:
     """This rank's shard as ``fully_shard`` passes it to be gathered: 1-D, in the compute dtype.
 
     What the peers' slices hold does not matter, since the unit is resharded at once.
-
-    Args:
-        unit: The unit, at rest.
-        while_gathered: Called for each of its parameters while they are unsharded.
     """
     shown: list[Tensor] = []
     set_comms(unit.modules, GatherComm(lambda _, own: shown.append(own.clone())), StockReduceScatter())
@@ -55,12 +75,8 @@ def shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tens
     return own
 
 
-def lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
-    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``.
-
-    Raises:
-        NotImplementedError: its parameters lie in another order, or are gathered in another form.
-    """
+def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
+    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``, or refuse it."""
     unit.lay_out(accumulator_dtype)
     spec = unit.spec()
     derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)

@@ -24,11 +24,11 @@ Note [Meetings are at most one ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank posts its record of meeting ``m`` into mailbox ``m % 2``. It can post ``m + 2`` over it only after meeting
 ``m + 1``, to which every peer came, and a peer comes to ``m + 1`` only after it has read all records of ``m``. So two
-mailboxes are enough, and nobody reads a record that is being overwritten.
+mailboxes are enough, and no rank reads a record that is being overwritten.
 
-A record that is longer than a mailbox takes several meetings in a row, one for each part. Its length comes first, so
-after the first of them every rank knows the longest record and with it how many more meetings all come to; a rank with
-nothing left to say posts nothing into its mailbox.
+A record that is longer than a mailbox takes several meetings in a row, one for each mailbox that it fills. Its length
+comes first, so after the first of them every rank knows the longest record and with it how many more meetings all come
+to; a rank with nothing left to say posts nothing into its mailbox.
 
 Note [When the host waits for its device]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -62,21 +62,16 @@ from typing import Any
 from torch import Tensor
 
 from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.peers import Activity, Peers, Signals, Word
+from lightning_odc.engine.peers import MAILBOXES, RECORD_BOXES, Activity, Peers, Signals, Word
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.unit_window import RankState, UnitWindow
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError
 
-Record = dict[str, Any]
-
-_RECORD_BOXES = 2
-_MAILBOXES = _RECORD_BOXES + 1  # the last one is for failures
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
-_SIGNALS = "signals"
 
 
 class Protocol(RankState):
@@ -128,7 +123,7 @@ class Protocol(RankState):
         self._spec = WindowSpec(
             units=self._units,
             words=Word.COUNT + len(self._units),
-            mailboxes=_MAILBOXES,
+            mailboxes=MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
             sources=world if self._is_staged() else 1,
         )
@@ -143,7 +138,7 @@ class Protocol(RankState):
         return self._spec.total_bytes
 
     def listen(self, tracer: Tracer | None) -> None:
-        """Let somebody trace what this rank does, or nobody."""
+        """Trace what this rank does; ``None`` ends that."""
         self.tracer = self.waiter.tracer = tracer
 
     def open(self) -> None:
@@ -180,12 +175,9 @@ class Protocol(RankState):
         return self.windows[unit].summed()
 
     def go_on_from(self, other: Protocol) -> None:
-        """Take over the books and the listener of a protocol that was closed."""
-        self.traffic = other.traffic
-        self.signals = other.signals
-        self.device_waits = other.device_waits
-        for cause, seconds in other.waiter.seconds.items():
-            self.waiter.seconds[cause] += seconds
+        """Before `open`: keep the books of a protocol that was closed, and tell its tracer."""
+        self.traffic, self.signals, self.device_waits = other.traffic, other.signals, other.device_waits
+        self.waiter.seconds = other.waiter.seconds
         self.listen(other.tracer)
 
     # -- the control plane --------------------------------------------------------------------------------
@@ -197,44 +189,45 @@ class Protocol(RankState):
         self.waiter.until(self.transport.drain(), None, lambda: "waiting for its own device")
         self.finished = True
 
-    def meet(self, record: Record) -> list[Record]:
-        """Wait until every rank has come to this meeting; returns everybody's record, in rank order.
+    def meet(self, kind: str, item: Any = None) -> list[Any]:
+        """Wait until every rank has come to this meeting; returns everybody's item, in rank order.
 
         Args:
-            record: JSON-serialisable; ``record["kind"]`` must be the same on every rank.
+            kind: what ranks meet for, the same on every rank.
+            item: JSON-serialisable.
 
         Raises:
             DisagreementError: the ranks met for different reasons.
         """
         self.finish()
-        signals = sorted(self.signals.raised)
-        records = self._exchange({**record, _SIGNALS: signals} if signals else record)
-        self.signals.agreed.update(*(said.pop(_SIGNALS, ()) for said in records))
-        records[self._ranks.index(self._job_rank)] = record
-        self._agree({rank: r["kind"] for rank, r in zip(self._ranks, records, strict=True)})
-        return records
+        records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
+        kinds, items, signals = ([record[field] for record in records] for field in range(3))
+        self.signals.agreed.update(*signals)
+        self._check_same_kind(dict(zip(self._ranks, kinds, strict=True)))
+        items[self._ranks.index(self._job_rank)] = item
+        return items
 
     @property
     def _ranks(self) -> Sequence[int]:
         """Who meets, as ranks of the job, in the order of their records."""
         return [self.transport.job_rank(peer) for peer in range(self.transport.world_size)]
 
-    def _exchange(self, record: Record) -> list[Record]:
-        """Everybody's record; see Note [Meetings are at most one ahead]."""
-        message = json.dumps(record).encode()
-        said = len(message).to_bytes(_LENGTH_BYTES, "little") + message
-        heard = self._meet_once(said[:_MAILBOX_BYTES], record)
-        longest = max(int.from_bytes(part[:_LENGTH_BYTES], "little") for part in heard) + _LENGTH_BYTES
+    def _exchange(self, kind: str, record: Any) -> list[Any]:
+        """Everybody's record; see Note [Meetings are at most one ahead]. ``kind`` is for messages."""
+        text = json.dumps(record).encode()
+        own = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        heard = self._meet_once(own[:_MAILBOX_BYTES], kind)
+        longest = max(int.from_bytes(begin[:_LENGTH_BYTES], "little") for begin in heard) + _LENGTH_BYTES
         for start in range(_MAILBOX_BYTES, longest, _MAILBOX_BYTES):
-            parts = self._meet_once(said[start : start + _MAILBOX_BYTES], record)
-            heard = [before + part for before, part in zip(heard, parts, strict=True)]
-        return [json.loads(part[_LENGTH_BYTES:]) for part in heard]
+            more = self._meet_once(own[start : start + _MAILBOX_BYTES], kind)
+            heard = [before + behind for before, behind in zip(heard, more, strict=True)]
+        return [json.loads(whole[_LENGTH_BYTES:]) for whole in heard]
 
-    def end_version(self, record: Record) -> list[Record]:
-        """`meet`, and from then on nobody uses this version any more: owners update their shards at once."""
-        records = self.meet(record)
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        """`meet`, and from then on no rank uses this version any more: owners update their shards at once."""
+        items = self.meet(kind, item)
         self.ended = True
-        return records
+        return items
 
     def next_version(self) -> None:
         """After a meeting that ended a step: from now on this rank works on the next version."""
@@ -264,15 +257,15 @@ class Protocol(RankState):
         place, report = self._hang_report.place(), self.peers.report()
         return f"  This is rank {self._job_rank}{place}; it {mine}.\n{report}"
 
-    def _meet_once(self, message: bytes, record: Record) -> list[bytes]:
+    def _meet_once(self, message: bytes, kind: str) -> list[bytes]:
         """Everybody's message, in rank order; none is longer than a mailbox."""
         self._meetings += 1
-        box = self._meetings % _RECORD_BOXES
+        box = self._meetings % RECORD_BOXES
         self.peers.begin(Activity.MEET)
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
         for peer in self._peers_order:
-            self._await_meeting(peer, record)
+            self._await_meeting(peer, kind)
         messages = [
             message if peer == self.transport.rank else self.transport.fetch(peer, box)
             for peer in range(self.transport.world_size)
@@ -280,18 +273,16 @@ class Protocol(RankState):
         self.peers.begin(Activity.COMPUTE)
         return messages
 
-    def _await_meeting(self, peer: int, record: Record) -> None:
+    def _await_meeting(self, peer: int, kind: str) -> None:
         self.waiter.until(
             lambda: self.transport.load(peer, Word.MEETING) >= self._meetings,
             Cause.SETTLE,
-            lambda: (
-                f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({record['kind']})"
-            ),
+            lambda: f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({kind})",
             self.transport.job_rank(peer),
             self.peers.check_none_past,
         )
 
-    def _agree(self, kinds: dict[int, Any]) -> None:
+    def _check_same_kind(self, kinds: dict[int, str]) -> None:
         """Compare for what ranks (of the job) have come to this meeting."""
         mine = kinds[self._job_rank]
         for peer, kind in kinds.items():

@@ -1,7 +1,5 @@
-"""The root unit: the parameters that belong to no block, such as embeddings and the head.
+"""The root unit: the parameters that belong to no block, such as embeddings and the head. It is gathered by hand.
 
-Note [The root unit is gathered by hand]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``fully_shard`` gathers the root unit when the root module is called and shards it after the backward pass. Lightning
 calls the root module once per ``training_step``. With manual optimization a step may run the model and go backward
 several times within that one call, in any order. So the root unit is gathered again when one of its layers is called,

@@ -1,35 +1,122 @@
-"""Comparing contents bit for bit, without making the host wait for a device in the middle of a step."""
+"""Finding parameters that were changed where no rank may change them, before a peer computes with an old value.
+
+There are three such places. A unit that runs between the end of a version and the next one is refused by its window
+(`UnitWindow.check_not_ended`). The other two leave no trace but the contents, which are compared here: a shard that
+changed after it was published, and a gathered parameter that was written to.
+
+Note [When shards are compared]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A parameter that is changed while peers read its published shard leaves no trace: version counters do not see what is
+written through ``parameter.data``. So a rank compares its shards with what it published, bit for bit: at the first
+gather of a version, and after the last backward pass of a batch. Comparing at every gather would cost two more reads of
+each shard per microbatch. A change after the last backward pass does no harm: no rank reads that shard until the
+optimizer has stepped and all ranks have published. A model in ``eval()`` may never come to a backward pass, so every
+gather compares there. A rank that ran nothing compares when the step settles. On a device that the host runs ahead of,
+the answers of all comparisons are looked at when the step settles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from lightning_odc.engine.unit_window import UnitWindow
+from lightning_odc.engine.units import Unit
+from lightning_odc.errors import StaleShardError
 
 _INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)}
 _WIDEST = max(_INTEGERS)
 
 
-class ContentChecks:
-    """Comparisons that raise if they fail: at once, or all together when the step ends.
+class StalenessGuard:
+    """Compares contents of one model's parameters, bit for bit.
 
     Args:
-        deferred: the tensors are on a device that the host runs ahead of. The answers stay there until `raise_first`.
+        units: the units of the model.
+        windows: what this rank published, by unit.
+        deferred: the tensors are on a device that the host runs ahead of. The answers stay there until `before_settle`.
     """
 
-    def __init__(self, deferred: bool) -> None:
+    def __init__(self, units: Sequence[Unit], windows: Sequence[UnitWindow], deferred: bool) -> None:
+        self._units = units
+        self._windows = windows
         self._deferred = deferred
-        self._found: dict[Hashable, Tensor] = {}
+        self._compared: set[int] = set()  # units, since they were published last
+        self._differ: dict[Hashable, Tensor] = {}
         self._errors: dict[Hashable, Callable[[], Exception]] = {}
-        self._answers: Tensor | None = None
 
-    @property
-    def deferred(self) -> bool:
-        return self._deferred
+    def published(self) -> None:
+        """All units were published: their windows hold what the parameters are now."""
+        self._compared.clear()
 
-    def expect_same(self, one: Tensor, other: Tensor, what: Hashable, error: Callable[[], Exception]) -> None:
-        """Raise what ``error`` makes if two 1-D tensors of one dtype differ.
+    def before_gather(self, unit: Unit, own: Tensor) -> None:
+        """Compare this rank's shard, as ``fully_shard`` passes it, if it was not compared since it was published."""
+        # What `fully_shard` made of a module is a module still: it has `training`.
+        if unit.index in self._compared and unit.modules[0].training:  # type: ignore[attr-defined]
+            return
+        if not self._deferred:
+            self._compare_shard(unit, own)
+
+    def after_last_backward(self) -> None:
+        """Compare the shards of all units."""
+        for unit in self._units:
+            self._compare_shard(unit, self._shard_now(unit))
+
+    def before_reshard(self) -> None:
+        """Compare gathered parameters with their shards: what was written into them is lost when they are freed."""
+        for unit in self._units:
+            if unit.is_gathered:
+                for name, part, shard in unit.gathered():
+                    self._expect_same(part, shard, name, partial(_lost, name))
+
+    def before_settle(self, wait_for_device: Callable[[], None]) -> None:
+        """Compare what was not compared in this version, and look at all answers.
+
+        Raises:
+            StaleShardError: naming the first parameter that differs.
+        """
+        for unit in self._units:
+            if unit.index not in self._compared:
+                self._compare_shard(unit, self._shard_now(unit))
+        answers = (
+            torch.stack(list(self._differ.values())).to("cpu", non_blocking=True) if self._differ else None
+        )
+        wait_for_device()
+        errors, self._errors, self._differ = list(self._errors.values()), {}, {}
+        differs = [] if answers is None else answers.tolist()
+        for error in (error for differ, error in zip(differs, errors, strict=True) if differ):
+            raise error()
+
+    def _shard_now(self, unit: Unit) -> Tensor:
+        """What this rank would publish if it did so now."""
+        own = torch.zeros_like(self._windows[unit.index].own_shard)
+        unit.write_shard(own)
+        return own
+
+    def _compare_shard(self, unit: Unit, own: Tensor) -> None:
+        now = None if self._deferred else own  # not to keep it until the step settles
+        self._expect_same(
+            self._windows[unit.index].own_shard, own, unit.index, partial(self._changed, unit, now)
+        )
+        self._compared.add(unit.index)
+
+    def _changed(self, unit: Unit, now: Tensor | None) -> StaleShardError:
+        published = self._windows[unit.index].own_shard
+        own = self._shard_now(unit) if now is None else now
+        changed = (slot.name for slot, a, b in unit.places() if not _same_bits(published[a:b], own[a:b]))
+        return StaleShardError(
+            f"Parameter {next(changed, None)!r} changed after it was published, so peers would compute with its old "
+            "value. Change parameters outside the optimizer step on all ranks together, and then call "
+            "`trainer.strategy.publish_parameters()` on all of them."
+        )
+
+    def _expect_same(
+        self, one: Tensor, other: Tensor, what: Hashable, error: Callable[[], Exception]
+    ) -> None:
+        """Raise what ``error`` makes, now or in `before_settle`, if two 1-D tensors of one dtype differ.
 
         Args:
             one: a tensor.
@@ -38,44 +125,36 @@ class ContentChecks:
             error: called only if they differ.
         """
         if not self._deferred:
-            if not same_bits(one, other):
+            if not _same_bits(one, other):
                 raise error()
             return
-        differ = _differ(one, other)
-        before = self._found.get(what)
-        self._found[what] = differ if before is None else before.logical_or_(differ)
+        first, second = _as_integers(one, other)
+        differ, before = first.ne(second).any(), self._differ.get(what)
+        self._differ[what] = differ if before is None else before.logical_or_(differ)
         self._errors[what] = error
 
-    def send(self) -> None:
-        """Let the device send its answers, without waiting for them."""
-        if self._found:
-            self._answers = torch.stack(list(self._found.values())).to("cpu", non_blocking=True)
 
-    def raise_first(self) -> None:
-        """Raise for the first comparison that failed, after the device has done everything up to `send`."""
-        answers, self._answers = self._answers, None
-        errors, self._errors, self._found = list(self._errors.values()), {}, {}
-        if answers is None:
-            return
-        for differs, error in zip(answers.tolist(), errors, strict=True):
-            if differs:
-                raise error()
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two 1-D tensors of one dtype are equal bit for bit (so that a NaN equals itself)."""
     return torch.equal(*_as_integers(one, other))
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """The opposite, as a tensor without dimensions on their device."""
-    first, second = _as_integers(one, other)
-    return first.ne(second).any()
-
-
 def _as_integers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Both viewed as the widest integers that fit.
+
+    6 numbers of bf16 have 12 bytes. If one tensor begins at byte 4 of its storage and the other at byte 0, then
+    ``8 | 4 | 12`` is ``0b1100``: 4 bytes divide everything, and both are viewed as 3 numbers of int32.
+    """
     starts = int(one.storage_offset()) | int(other.storage_offset())
     divisible = _WIDEST | starts * one.itemsize | one.nbytes | other.nbytes
     divisor = divisible & -divisible  # the largest power of two that divides all of them
     widest = _INTEGERS[divisor]
     return one.view(widest), other.view(widest)
+
+
+def _lost(name: str) -> StaleShardError:
+    return StaleShardError(
+        f"Parameter {name!r} was changed inside `forward` or between a forward pass and the end of its step, while it "
+        "was gathered; such a change would be lost. Change it in `on_train_batch_start` or `on_train_batch_end`, on "
+        "all ranks together, and then call `trainer.strategy.publish_parameters()` on all of them."
+    )

@@ -2,12 +2,25 @@
 
 Note [Every microbatch runs exactly once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every rank's share is a queue: its owner takes from the front, thieves take from the back. Front and back stand in one
-word of the owner's window, which is changed under one lock, so no microbatch is taken twice; and the owner comes to the
-meeting only when its queue is empty, so none is left. The word also holds the number of the minibatch, so a thief sees
-when an owner has not begun this one, or has gone on (ranks may be apart by the minibatches of one optimizer step).
-Where a microbatch runs changes neither its weight nor its data, so the gradient is that of the plan (Note [Who
+Every rank's microbatches are a queue: its owner takes from the front, thieves take from the back. Front and back stand
+in one word of the owner's window, which is changed under one lock, so no microbatch is taken twice; and the owner comes
+to the meeting only when its queue is empty, so none is left. The word also holds the number of the minibatch, so a
+thief sees when an owner has not begun this one, or has gone on (ranks may be apart by the minibatches of one optimizer
+step). Where a microbatch runs changes neither its weight nor its data, so the gradient is that of the plan (Note [Who
 divides]).
+
+Two ranks, costs ``[[1], [5, 4, 3, 2]]`` (in seconds, say), minibatch number 7. Front and back of rank 1, whose
+microbatches are 0 to 3, and what happens::
+
+    front back  left         time
+      0    4    0, 1, 2, 3    0   rank 1 opens its queue: the word is 7 << 24 | 0 << 12 | 4
+      1    4    1, 2, 3       0   rank 1 takes 0, rank 0 its only one
+      1    3    1, 2          1   rank 0 has run dry. Rank 1 has 5 / 2 + 4 + 3 + 2 = 11.5 s to go (half of what is under
+                                  way counts as done), and number 3 takes 2 s here: rank 0 takes it
+      1    2    1             3   2.5 + 4 + 3 = 9.5 s there, number 2 takes 3 s here: rank 0 takes it
+      2    2    none          5   rank 1 takes 1; rank 0, done at 6, finds the queue empty and goes to the meeting
+
+Rank 1 is done at 9 instead of 14.
 """
 
 from __future__ import annotations
@@ -18,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_odc.data.minibatch import AllShares, Minibatch, Task
+from lightning_odc.data.minibatch import AllRanks, Minibatch, Task
 from lightning_odc.engine.peers import Word
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.waiting import Cause
@@ -26,13 +39,13 @@ from lightning_odc.engine.waiting import Cause
 _BITS = 12
 _MASK = (1 << _BITS) - 1
 
-#: A steal must shorten the victim's remaining time by at least this share, or it does not pay.
+#: A steal must shorten the victim's remaining time by at least this fraction, or it does not pay.
 _LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
 class Queue:
-    """A share at one moment: microbatches ``front`` to ``back - 1`` are not begun."""
+    """A rank's microbatches at one moment: ``front`` to ``back - 1`` are not begun."""
 
     front: int
     back: int
@@ -50,7 +63,7 @@ class WorkQueues:
         costs: by rank, the planned cost of every microbatch, in any unit.
 
     Raises:
-        ValueError: a share has more microbatches than a queue can count, or sums must be taken in a fixed order.
+        ValueError: a rank has more microbatches than a queue can count, or sums must be taken in a fixed order.
     """
 
     def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
@@ -60,7 +73,7 @@ class WorkQueues:
                 'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
                 "ODCStrategy(deterministic=False)."
             )
-        if max(len(share) for share in costs) > _MASK:
+        if max(map(len, costs)) > _MASK:
             raise ValueError(f"Stealing works with up to {_MASK} microbatches per rank; use larger ones.")
         self._protocol = protocol
         self._transport = protocol.transport
@@ -70,7 +83,7 @@ class WorkQueues:
         self._write(self._rank, Queue(0, len(costs[self._rank])))
 
     def take(self) -> int | None:
-        """The next microbatch of the own share, if one is left."""
+        """The next microbatch of this rank's own, if one is left."""
 
         def first(queue: Queue) -> tuple[int | None, Queue]:
             if queue.front >= queue.back:
@@ -106,13 +119,13 @@ class WorkQueues:
         """Whether this rank would finish the victim's last microbatch before the victim finished everything."""
         if queue.front >= queue.back:
             return False
-        here = self._costs[victim][queue.back - 1] * self._rate(self._rank)
+        here = self._costs[victim][queue.back - 1] * self._rate(self._rank)  # in the example 2 < 11.5 * 0.98
         return here < self._remaining(victim, queue) * (1 - _LEAST_GAIN)
 
     def _remaining(self, rank: int, queue: Queue) -> float:
         """Seconds until a rank has run its queue; of the microbatch under way half is taken as done."""
         costs = self._costs[rank]
-        under_way = costs[queue.front - 1] / 2 if queue.front else 0.0
+        under_way = costs[queue.front - 1] / 2 if queue.front else 0.0  # in the example 5 / 2
         return (under_way + sum(costs[queue.front : queue.back])) * self._rate(rank)
 
     def _rate(self, rank: int) -> float:
@@ -150,7 +163,7 @@ class WorkQueues:
         return taken
 
     def _read(self, owner: int) -> Queue:
-        word = self._transport.load_claim(owner)
+        word = self._transport.load_claim(owner)  # number of the minibatch, 12 bits of front, 12 bits of back
         if word >> (2 * _BITS) != self._number:
             return Queue(0, 0)
         return Queue(word >> _BITS & _MASK, word & _MASK)
@@ -181,24 +194,24 @@ class Stealing:
     Args:
         protocol: of this rank.
         number: of the minibatch, counted from 1 on every rank.
-        share: this rank's share.
-        everybody: all ranks' shares.
+        own: this rank's microbatches.
+        everybody: all ranks' microbatches.
 
     Attributes:
         stolen: microbatches of peers that were handed out so far.
     """
 
-    def __init__(self, protocol: Protocol, number: int, share: Minibatch, everybody: AllShares) -> None:
+    def __init__(self, protocol: Protocol, number: int, own: Minibatch, everybody: AllRanks) -> None:
         self.stolen = 0
-        self._share = share
+        self._own = own
         self._everybody = everybody
         self._rank = protocol.transport.rank
         self._queues = WorkQueues(protocol, number, everybody.costs)
         self._clock = _Clock(protocol)
 
     def __iter__(self) -> Iterator[Task]:
-        while (own := self._queues.take()) is not None:
-            yield from self._timed(self._rank, own, self._share[own])
+        while (number := self._queues.take()) is not None:
+            yield from self._timed(self._rank, number, self._own[number])
         while (found := self._queues.steal()) is not None:
             victim, number = found
             self.stolen += 1

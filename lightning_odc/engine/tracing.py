@@ -1,4 +1,4 @@
-"""What this rank did when: spans of work and waiting, in bounded memory, and nothing at all when nobody listens."""
+"""What this rank did when: spans of work and waiting, in bounded memory, and nothing at all without a listener."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tracer:
             self.dropped += 1
 
     def take(self) -> list[Span]:
-        """The spans so far; then start anew."""
+        """The spans so far; later ones begin a new list."""
         spans, self.spans = self.spans, []
         return spans
 
@@ -70,25 +70,9 @@ class Fanout(Tracer):
             tracer.record(kind, begin, **details)
 
 
-def joined(one: Tracer | None, other: Tracer | None) -> Tracer | None:
-    """A tracer that tells both, or the only one there is."""
-    return fanout(*_members(one), *_members(other))
-
-
-def parted(all_of_them: Tracer | None, gone: Tracer | None) -> Tracer | None:
-    """What is left when ``gone`` listens no longer."""
-    return fanout(*(tracer for tracer in _members(all_of_them) if tracer is not gone))
-
-
 def fanout(*tracers: Tracer) -> Tracer | None:
-    """One tracer for all of them; nobody is ``None`` and costs nothing."""
+    """One tracer for all of them; ``None`` if there is none, which costs nothing."""
     return Fanout(*tracers) if len(tracers) > 1 else next(iter(tracers), None)
-
-
-def _members(tracer: Tracer | None) -> tuple[Tracer, ...]:
-    if tracer is None:
-        return ()
-    return tracer.tracers if isinstance(tracer, Fanout) else (tracer,)
 
 
 class Traced:

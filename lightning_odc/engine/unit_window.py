@@ -183,13 +183,13 @@ class UnitWindow:
         self._go_on("read", begin)
 
     def accumulate(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
-        """Add a part of ``chunks`` into every rank's accumulator.
+        """Add each owner's chunk into its accumulator.
 
         Starts with its own and goes round. Leaves out an owner whose lock is taken, and comes back to it later.
 
         Args:
-            chunks: 1-D, ``world_size * numel`` elements: one part for every owner, in rank order.
-            segments: which elements of such a part go where in the accumulator.
+            chunks: 1-D, ``world_size * numel`` elements: one chunk for every owner, in rank order.
+            segments: which elements of a chunk go where in the accumulator.
 
         Raises:
             StaleShardError: between the end of a version and the next one.
@@ -293,8 +293,9 @@ class UnitWindow:
         if len(segments) == 1 and segments[0].numel == self.spec.grad_numel:
             add(total, row)
             return
-        for part in segments:
-            add(total.narrow(0, part.target, part.numel), row.narrow(0, part.source, part.numel))
+        for segment in segments:
+            numel = segment.numel
+            add(total.narrow(0, segment.target, numel), row.narrow(0, segment.source, numel))
 
     def _await_any_lock(self, targets: Sequence[_Accumulator]) -> None:
         """Sleep until one of the locks is free, without keeping it."""

@@ -9,11 +9,24 @@ compute dtypes differ). The reduce-scatter buffer has one row per owner with the
 parameters that received a gradient since the last reduce-scatter. The first is derived here and compared with what
 ``fully_shard`` really passes, bit for bit, when the engine attaches (shards hold distinct numbers meanwhile). The
 second is known from a hook on every unsharded parameter.
+
+Two ranks, a weight ``w`` of shape ``[3, 2]`` and a bias ``b`` of shape ``[3]``: each rank has 2 rows, rank 1 one of
+padding, so ``shard_numel`` is 4 + 2::
+
+    part of rank 0    w00 w01 w10 w11   b0 b1      offsets 0 (w) and 4 (b)
+    part of rank 1    w20 w21  0   0    b2  0
+
+The all-gather buffer is both parts in a row, 12 numbers. The reduce-scatter buffer of a backward pass that reached both
+is laid out alike, and row ``r`` is added to the accumulator of rank ``r`` as one segment,
+``Segment(target=0, source=0, numel=6)``. If it reached ``b`` alone, the buffer has 2 rows of 2 numbers, and the segment
+is ``Segment(target=4, source=0, numel=2)``.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +38,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
-from lightning_odc.engine.staleness import same_bits
-from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
+from lightning_odc.errors import DisagreementError
 
 
 @dataclass(eq=False)
@@ -89,7 +102,6 @@ class Unit:
         slots: its parameters in memory order.
         as_bytes: compute dtypes differ, so the published shard is a run of bytes.
         grad_dtype: dtype of the accumulators.
-        verified: this rank has compared its shard with the published one since that was written.
         fresh: Parameters that received a gradient since the last reduce-scatter.
         used: Parameters that received a gradient on this rank since the last settle.
         trainable: Parameters that have a place in the accumulator.
@@ -102,7 +114,6 @@ class Unit:
     slots: list[ParamSlot]
     as_bytes: bool = False
     grad_dtype: torch.dtype = torch.float32
-    verified: bool = False
     fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
     used: set[ParamSlot] = field(default_factory=set)
     trainable: list[ParamSlot] = field(default_factory=list)
@@ -152,7 +163,6 @@ class Unit:
             places.append(target.narrow(0, slot.shard_offset, local.numel()))
             values.append(local)
         torch._foreach_copy_(places, values)
-        self.verified = False
 
     def regroup(self, shards: Tensor, neighbours: int, target: Tensor) -> None:
         """Fill the all-gather buffer of a smaller mesh.
@@ -161,22 +171,20 @@ class Unit:
             shards: The shards of all ranks, shape ``[world_size, shard_numel]``.
             neighbours: How many ranks' shards each rank of the smaller mesh holds, parameter by parameter.
             target: The buffer, 1-D; one row per rank of the smaller mesh.
+
+        With 4 ranks, 2 neighbours, parameters ``w`` and ``b``, of which rank ``r`` has ``wr`` and ``br``: the rows of
+        ``shards`` are ``w0 b0``, ``w1 b1``, ``w2 b2``, ``w3 b3``, those of ``target`` ``w0 w1 b0 b1`` and
+        ``w2 w3 b2 b3``.
         """
         rows = target.view(-1, neighbours * self.shard_numel)
-        ends = [*(slot.shard_offset for slot in self.slots[1:]), self.shard_numel]
-        for slot, end in zip(self.slots, ends, strict=True):
-            start = slot.shard_offset
+        for _, start, end in self.places():
             rows[:, neighbours * start : neighbours * end] = shards[:, start:end].reshape(len(rows), -1)
 
-    def differs_from(self, published: Tensor, own: Tensor) -> str | None:
-        """Name of a parameter whose shard in ``own`` is not, bit for bit, the one in ``published``, if there is one."""
-        if not same_bits(published, own):
-            for slot in self.slots:
-                width = slot.compute_dtype.itemsize if self.as_bytes else 1
-                start, end = slot.shard_offset, slot.shard_offset + slot.local.numel() * width
-                if not same_bits(published[start:end], own[start:end]):
-                    return slot.name
-        return None
+    def places(self) -> Iterator[tuple[ParamSlot, int, int]]:
+        """Its parameters, and where each begins and ends in the published shard, padding included."""
+        ends = [*(slot.shard_offset for slot in self.slots[1:]), self.shard_numel]
+        for slot, end in zip(self.slots, ends, strict=True):
+            yield slot, slot.shard_offset, end
 
     @property
     def is_gathered(self) -> bool:
@@ -185,12 +193,12 @@ class Unit:
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The parameters of a gathered unit: name, this rank's part of it, and its shard, which should be the same."""
+        """The parameters of a gathered unit: name, this rank's slice of it, and its shard, which should be the same."""
         for slot in self.slots:
             whole, shard = slot.current, slot.home.to_local()
             if shard.numel() and shard.dim():
-                part = _part_of(whole.detach(), slot.home, shard)
-                yield slot.name, part.reshape(-1), shard.to(part.device, part.dtype).reshape(-1)
+                own = _own_slice(whole.detach(), slot.home, shard)
+                yield slot.name, own.reshape(-1), shard.to(own.device, own.dtype).reshape(-1)
 
     @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
@@ -242,11 +250,13 @@ class Unit:
             if not was_used or slot.grad_offset < 0:
                 continue
             parameter, local = slot.sharded, slot.local
-            part = total.narrow(0, slot.grad_offset, local.numel()).view(local.shape)
+            gradient = total.narrow(0, slot.grad_offset, local.numel()).view(
+                local.shape
+            )  # without the padding
             if parameter.grad is not None:
-                cast(DTensor, parameter.grad).to_local().add_(part, alpha=scale)
+                cast(DTensor, parameter.grad).to_local().add_(gradient, alpha=scale)
                 continue
-            parameter.grad = _sharded_like(parameter, (part * scale).to(local.dtype))
+            parameter.grad = _sharded_like(parameter, (gradient * scale).to(local.dtype))
 
     def describe(self) -> list[str]:
         """One line per parameter, for comparing ranks."""
@@ -258,6 +268,7 @@ class Unit:
 
 
 def _joined(fresh: list[ParamSlot]) -> list[Segment]:
+    """Of parameters of 4, 2 and 3 numbers, of which the second has no gradient, ``(0, 0, 4)`` and ``(6, 4, 3)``."""
     segments: list[Segment] = []
     source = 0
     for slot in fresh:
@@ -284,6 +295,21 @@ def find_units(model: nn.Module) -> list[Unit]:
             if slots:
                 units.append(Unit(len(units), names.get(id(modules[0])) or "(root)", list(modules), slots))
     return units
+
+
+def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
+    """Raise on every rank, naming the first difference, if the ranks sharded different models."""
+    lines = [line for unit in units for line in [f"unit {unit.name}", *unit.describe()]]
+    digests = rendezvous(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    for rank, other in enumerate(rendezvous(lines)):
+        for mine, theirs in itertools.zip_longest(lines, other, fillvalue="nothing"):
+            if mine != theirs:
+                raise DisagreementError(
+                    f"The ranks built different models. The first difference: this rank has\n  {mine}\nwhere rank "
+                    f"{rank} has\n  {theirs}\nBuild the same modules in the same order on every rank."
+                )
 
 
 def class_names(modules: Iterable[nn.Module]) -> str:
@@ -314,8 +340,8 @@ def filled_like(parameter: DTensor, local: Tensor) -> DTensor:
     return whole
 
 
-def _part_of(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:
-    """The part of a gathered parameter that belongs to this rank, shaped as its shard."""
+def _own_slice(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:
+    """The slice of a gathered parameter that belongs to this rank, shaped as its shard."""
     dim = _sharded_dim(home)
     start = home.device_mesh.get_local_rank() * math.ceil(home.shape[dim] / home.device_mesh.size())
     return whole.narrow(dim, start, shard.size(dim))

@@ -13,7 +13,7 @@ from lightning_odc.errors import WaitTimeoutError
 _SPINS = 3
 _FIRST_SLEEP = 20e-6
 _LONGEST_SLEEP = 500e-6
-_SLEEP_SHARE = 1 / 16
+_SLEEP_FRACTION = 1 / 16
 _CHECK_EVERY = 0.05
 
 
@@ -105,7 +105,7 @@ class Waiter(Traced):
                     spins -= 1
                     time.sleep(0)
                 else:
-                    time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_SHARE)))
+                    time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION)))
         finally:  # a wait that failed was a wait, too
             self.waiting_for = None
             waited = (time.monotonic_ns() - begin_ns) / 1e9

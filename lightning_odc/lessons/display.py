@@ -1,12 +1,15 @@
-"""Showing things in a notebook: pictures with a description, and nothing that the reader did not ask for."""
+"""What every notebook uses to run quietly, to read what a run has logged, and to show it."""
 
 from __future__ import annotations
 
+import csv
 import io
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +36,28 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     if "transformers" in sys.modules:
         sys.modules["transformers"].logging.disable_progress_bar()
+
+
+def read_log(directory: str | Path, name: str) -> list[float]:
+    """The values of one name in a ``CSVLogger``'s file, in the order in which they were logged.
+
+    Args:
+        directory: the logger's ``log_dir``.
+        name: of the value.
+
+    Raises:
+        KeyError: nothing of that name was logged.
+    """
+    with (Path(directory) / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or name not in rows[0]:
+        raise KeyError(f"{name!r} was not logged; there are {sorted(rows[0]) if rows else 'no values'}")
+    return [float(row[name]) for row in rows if row[name]]
+
+
+def mean_of_log(directory: str | Path, name: str, skip: int = 0) -> float:
+    """The mean of `read_log` without its first ``skip`` values, in which a training warms up."""
+    return fmean(read_log(directory, name)[skip:])
 
 
 def show(figure: Figure, description: str) -> None:

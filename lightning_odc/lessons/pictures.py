@@ -1,23 +1,26 @@
-"""The notebooks' pictures. Each function returns a figure and draws what it is given, nothing else."""
+"""The notebooks' pictures. Each function that draws returns a figure of what it is given, nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_odc.callbacks.timeline.gantt import IDLE, timelines_figure
+from lightning_odc.callbacks.timeline.gantt import timelines_figure
+from lightning_odc.callbacks.timeline.palette import BLUE, IDLE, LIGHT_BLUE, LINES, ORANGE
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
+from lightning_odc.engine.tracing import Span
 from lightning_odc.lessons.replay import Piece, duration, idle_fraction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from lightning_odc.callbacks.timeline.spans import Timeline
-
 __all__ = [
+    "close_up",
     "histogram_figure",
     "lengths_figure",
     "lines_figure",
@@ -26,10 +29,8 @@ __all__ = [
     "timelines_figure",
 ]
 
-COLOURS = ("#2c6aa8", "#f0a04b", "#41a36b", "#c8553d", "#8b6bb1", "#7f7f7f")
-"""Of lines, in this order; told apart also by people who do not tell red from green."""
-MARKERS = "osD^vP"
-_SHADES = ("#6baed6", "#2c6aa8")
+_MARKERS = "osD^vP"
+_SHADES = (LIGHT_BLUE, BLUE)
 _WIDTH = 9.0
 
 
@@ -37,7 +38,7 @@ def lengths_figure(lengths: Sequence[int]) -> Figure:
     """How many samples are how long, and what part of the work the longest of them are."""
     figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.hist(lengths, bins=50, color=_SHADES[1])
+    left.hist(lengths, bins=50, color=BLUE)
     for name, value, style in (("median", np.median(lengths), "-"), ("mean", np.mean(lengths), "--")):
         left.axvline(value, color="black", linestyle=style, linewidth=1.2, label=f"{name}: {value:,.0f}")
     left.legend(frameon=False)
@@ -45,8 +46,8 @@ def lengths_figure(lengths: Sequence[int]) -> Figure:
     falling = np.sort(np.asarray(lengths, dtype=float))[::-1]
     part = np.arange(1, len(falling) + 1) / len(falling)
     for values, label, colour in (
-        (falling**2, "attention work (tokens squared)", COLOURS[1]),
-        (falling, "tokens", COLOURS[0]),
+        (falling**2, "attention work (tokens squared)", ORANGE),
+        (falling, "tokens", BLUE),
     ):
         right.plot(100 * part, 100 * np.cumsum(values) / values.sum(), color=colour, label=label, linewidth=2)
     right.plot([0, 100], [0, 100], color="grey", linestyle=":", label="if all were equally long")
@@ -59,7 +60,7 @@ def histogram_figure(values: Sequence[float], title: str, x: str, y: str) -> Fig
     """How many values are how large."""
     figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
     axes = figure.add_subplot()
-    axes.hist(values, bins=30, color=_SHADES[1])
+    axes.hist(values, bins=30, color=BLUE)
     _name(axes, title, x, y)
     return figure
 
@@ -114,6 +115,37 @@ def one_timeline_figure(timeline: Timeline, title: str) -> Figure:
     return figure
 
 
+def close_up(timeline: Timeline, kind: str = "forward") -> Timeline:
+    """The pass in which ranks waited longest, from where the first rank begins it to where the last one ends it.
+
+    Args:
+        timeline: of ranks that meet in every pass, so that the n-th pass of all of them is at the same time.
+        kind: ``"forward"`` or ``"backward"``.
+
+    Raises:
+        ValueError: there is no such pass.
+    """
+    passes = list(zip(*(rank.of(kind) for rank in timeline.ranks), strict=False))
+    if not passes:
+        raise ValueError(f"the timeline has no {kind} passes on all of its ranks")
+    windows = [(min(span.begin for span in spans), max(span.end for span in spans)) for spans in passes]
+    cuts = [cut(timeline, begin, end) for begin, end in windows]
+    return max(cuts, key=lambda one: sum(rank.idle_seconds for rank in one.ranks))
+
+
+def cut(timeline: Timeline, begin: int, end: int) -> Timeline:
+    """What happened between two moments, in nanoseconds since the beginning of the run; minibatches are left out."""
+    return replace(timeline, ranks=[_cut_rank(rank, begin, end) for rank in timeline.ranks])
+
+
+def _cut_rank(rank: RankTimeline, begin: int, end: int) -> RankTimeline:
+    inside = [
+        span for span in rank.spans if span.begin < end and span.end > begin and span.kind != "minibatch"
+    ]
+    spans = [Span(s.kind, max(s.begin, begin), min(s.end, end), s.details) for s in inside]
+    return replace(rank, spans=spans)
+
+
 Curve = tuple[Sequence[float], Sequence[float]]
 """The x and y values of a line or of points."""
 
@@ -147,12 +179,12 @@ def lines_figure(
     factor = 100 if percent else 1
     for label, (xs, ys) in curves.items():
         place, style = divmod(labels.index(label), in_turns)
-        look: Any = {"color": COLOURS[place % len(COLOURS)], "linestyle": ("-", "--", ":")[style]}
+        look: Any = {"color": LINES[place % len(LINES)], "linestyle": ("-", "--", ":")[style]}
         axes.plot(xs, factor * np.asarray(ys), label=label, linewidth=2, **look)
     for label, (xs, ys) in (points or {}).items():
         place = labels.index(label)
         name = f"{label}, measured" if label in curves else label
-        look = {"color": COLOURS[place // in_turns % len(COLOURS)], "marker": MARKERS[place], "linestyle": ""}
+        look = {"color": LINES[place // in_turns % len(LINES)], "marker": _MARKERS[place], "linestyle": ""}
         axes.plot(xs, factor * np.asarray(ys), label=name, markersize=8, **look)
     if log_x:
         ticks = sorted({value for xs, _ in curves.values() for value in xs})

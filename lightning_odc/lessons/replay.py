@@ -1,4 +1,4 @@
-"""What a minibatch would take if only computing took time: who works and who waits, for different meetings.
+"""What a minibatch would take if only computing took time: who works and who waits, by where they synchronise.
 
 Everything here is arithmetic on plain numbers; nothing is measured.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 Times = Sequence[Sequence[Sequence[float]]]
 """``times[rank][microbatch][visit]``: seconds that a rank computes in one visit of a layer, forward or backward."""
-Meeting = Literal["layer", "microbatch", "minibatch"]
+SyncPoint = Literal["layer", "microbatch", "minibatch"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Piece:
     idle: bool
 
 
-def replay(times: Times, meeting: Meeting) -> list[Piece]:
+def replay(times: Times, meeting: SyncPoint) -> list[Piece]:
     """Let the ranks run their microbatches and meet after every layer, every microbatch, or once at the end.
 
     Args:
         times: see `Times`; except for ``"minibatch"``, all ranks have equally many microbatches.
-        meeting: when every rank waits for all others.
+        meeting: Where every rank waits for all others.
 
     Raises:
         ValueError: ranks that meet in every microbatch have different numbers of them.
@@ -92,7 +92,7 @@ def idle_fraction(pieces: Sequence[Piece]) -> float:
     return idle / sum(piece.end - piece.begin for piece in pieces)
 
 
-def average_idle(minibatches: Sequence[Sequence[Sequence[float]]], meeting: Meeting) -> float:
+def average_idle(minibatches: Sequence[Sequence[Sequence[float]]], meeting: SyncPoint) -> float:
     """The idle fraction of several minibatches, ``costs[minibatch][rank][microbatch]``, one after the other."""
     pieces = [piece for costs in minibatches for piece in replay(layered(costs, layers=1, passes=1), meeting)]
     return idle_fraction(pieces)

@@ -135,7 +135,7 @@ def normalised(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)
 
 
-def pack(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """A microbatch: prompts and answers in one row, ``labels`` for the answers only, and each token's advantage."""
     ignored = [IGNORE_INDEX] * PROMPT_TOKENS
     samples = [
@@ -185,7 +185,7 @@ def teach(model: nn.Module, steps: int, batch: int = 64, learning_rate: float = 
             Rollout(prompt=prompt(one), answer=solution(one), reward=1.0, advantage=1.0)
             for one in problems(batch, seed=step)
         ]
-        loss, count = policy_loss(model, pack(shown))
+        loss, count = policy_loss(model, pack_rollouts(shown))
         optimizer.zero_grad()
         (loss / count).backward()
         optimizer.step()

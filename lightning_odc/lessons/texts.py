@@ -30,7 +30,7 @@ def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
 
 
 def recut(corpus: Corpus, lengths: Iterable[int]) -> Corpus:
-    """The corpus's text, cut anew into samples of these lengths (in tokens), from its beginning, and again if it ends.
+    """The corpus's text, cut into other samples of these lengths (in tokens), from its beginning, and again if it ends.
 
     For experiments in which the text is to be the same and only the lengths differ.
     """
@@ -45,7 +45,7 @@ def recut(corpus: Corpus, lengths: Iterable[int]) -> Corpus:
     return replace(corpus, samples=tuple(samples), max_length=max(lengths), dropped=0)
 
 
-def share_of_longest(values: Iterable[float], part: float = 0.1) -> float:
+def fraction_in_longest(values: Iterable[float], part: float = 0.1) -> float:
     """How much of the sum of ``values`` is in the largest ``part`` of them."""
     ordered = sorted(values, reverse=True)
     return sum(ordered[: max(round(part * len(ordered)), 1)]) / sum(ordered)

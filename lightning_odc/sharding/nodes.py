@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc.engine.hybrid.engine import HybridEngine
 from lightning_odc.engine.hybrid.layout import Layout
-from lightning_odc.engine.hybrid.replica_link import Column
+from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 
@@ -128,22 +128,22 @@ def make_hybrid_engine(
     """
     seconds = timeout.total_seconds()
     silence, stall = min(SILENCE, seconds / 4), min(STALL, seconds / 4)
-    columns: list[Column] = []
+    links: list[ReplicaLink] = []
 
-    def make_column() -> Column:
-        column = Column(layout.rank, layout.column, rendezvous, main_address, layout.main_row, silence)
-        columns[:] = [column]
-        return column
+    def make_link() -> ReplicaLink:
+        link = ReplicaLink(layout.rank, layout.column, rendezvous, main_address, layout.main_row, silence)
+        links[:] = [link]
+        return link
 
     def trouble() -> str:
-        return next((column.trouble() for column in columns), "")
+        return next((link.trouble() for link in links), "")
 
     replicas = Replicas(layout, device, timedelta(seconds=stall), trouble)
     return HybridEngine(
         make_transport,
         rendezvous,
         layout=layout,
-        make_column=make_column,
+        make_link=make_link,
         replicas=replicas,
         timeout=seconds,
         **options,

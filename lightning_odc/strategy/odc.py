@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.data.checks import check_shares_are_whole, check_single, whole_minibatches
+from lightning_odc.data.checks import check_samplers, check_single, whole_minibatches
 from lightning_odc.data.convert import balanced_for_lightning
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
@@ -594,7 +594,7 @@ class ODCStrategy(ShardedStrategy):
         """Once per run, at the first `Minibatch`: until then nobody knows what a loader yields."""
         assert self.lightning_module is not None
         if self._loaders_unchecked and _compat.deals_out(self.lightning_module.trainer):
-            check_shares_are_whole(loaders)
+            check_samplers(loaders)
         self._loaders_unchecked = False
 
     # -- values -------------------------------------------------------------------------------------------
@@ -605,9 +605,9 @@ class ODCStrategy(ShardedStrategy):
             with whole_minibatches():
                 return move(batch)
         moved = batch.map(move)
-        if moved.all_shares is not None:
+        if moved.all_ranks is not None:
             convert = self.precision_plugin.convert_input
-            moved.all_shares = moved.all_shares.map(lambda microbatch: move(convert(microbatch)))
+            moved.all_ranks = moved.all_ranks.map(lambda microbatch: move(convert(microbatch)))
         return moved
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

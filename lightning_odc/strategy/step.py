@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.data.learning import Learning, Measurement
+from lightning_odc.data.lagged_cost import LaggedCost, Measurement
 from lightning_odc.data.minibatch import Detail, Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Counting, Engine
@@ -52,7 +52,7 @@ class Stopwatch:
     def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
         self._waits = waits
         self._device = device
-        self._learning: Learning | None = None
+        self._learning: LaggedCost | None = None
         self._number = 0
         self._measured: list[tuple[int, list[int], float]] = []
         self._is_set = False
@@ -60,8 +60,8 @@ class Stopwatch:
     def open(self, share: Minibatch) -> None:
         """A share of a minibatch begins."""
         self._is_set = False
-        if share.origin is not None and share.origin.learning is not None:
-            self._learning, self._number = share.origin.learning, share.origin.number
+        if share.origin is not None and share.origin.cost is not None:
+            self._learning, self._number = share.origin.cost, share.origin.number
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
@@ -188,7 +188,7 @@ def run_share(
     engine.begin_minibatch(len(minibatch), minibatch.plan)
     totals = _Totals()
     pending: Tensor | None = None
-    helping = minibatch.all_shares is not None
+    helping = minibatch.all_ranks is not None
     for task in engine.tasks(minibatch):
         if pending is not None:
             backward(pending / normalize)
@@ -361,10 +361,9 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        records = self._engine.settle({"logs": self._logbook.post(), "times": self._stopwatch.take()})
-        logs = [record["logs"] for record in records]
-        self._totals += self._logbook.merge(logs, own=self._module.global_rank)
-        self._stopwatch.report([record["times"] for record in records])
+        records = self._engine.settle(self._logbook.post(), self._stopwatch.take())
+        self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
+        self._stopwatch.report([record.times for record in records])
 
     def step_in_hooks(self, optimizers: Iterable[Optimizer]) -> None:
         """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does.

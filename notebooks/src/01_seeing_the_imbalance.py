@@ -21,7 +21,6 @@ from lightning_odc.bench.models import CausalModel, byte_llama
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.demo.corpus import read_corpus
 from lightning_odc.lessons import pictures, replay, texts
-from lightning_odc.lessons.closeup import close_up
 from lightning_odc.lessons.dealing import DealtTexts, deal_minibatches
 from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 
@@ -46,10 +45,10 @@ show(
 )
 print(f"{len(lengths):,} texts of {min(lengths)} to {max(lengths):,} tokens")
 print(
-    f"the longest tenth holds {texts.share_of_longest(lengths):.0%} of the tokens"
+    f"the longest tenth holds {texts.fraction_in_longest(lengths):.0%} of the tokens"
 )
 print(
-    f"and {texts.share_of_longest([n * n for n in lengths]):.0%} of the attention work"
+    f"and {texts.fraction_in_longest([n * n for n in lengths]):.0%} of the attention work"
 )
 
 # %% [markdown]
@@ -221,7 +220,8 @@ print_table(
 # %%
 show(
     pictures.one_timeline_figure(
-        close_up(measured["collectives"]), "one forward pass with collectives"
+        pictures.close_up(measured["collectives"]),
+        "one forward pass with collectives",
     ),
     "A close-up of one microbatch under collectives. The rank with the short text "
     "computes for a moment, then waits in the all-gather of the next layer until "

@@ -29,8 +29,14 @@ from lightning_odc.callbacks import (
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.demo.corpus import VOCABULARY, encode, read_corpus
 from lightning_odc.lessons import pictures
-from lightning_odc.lessons.display import QUIET, print_table, quiet, show
-from lightning_odc.lessons.logs import mean_of_log, read_log
+from lightning_odc.lessons.display import (
+    QUIET,
+    mean_of_log,
+    print_table,
+    quiet,
+    read_log,
+    show,
+)
 
 quiet()
 # DDP in a notebook forks this process: safe as long as torch has no threads in it

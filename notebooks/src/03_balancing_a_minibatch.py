@@ -128,13 +128,20 @@ show(
 # %%
 def minibatches(ranks, per_rank, count=200, regroup=1):
     """Plans of many minibatches under lb_mini; their samples are indices into `lengths`."""
-    options = {
-        "max_tokens": int(lengths.max()),
-        "window": regroup,
-        "drop_last": True,
-    }
-    plans = balance.stream_plans(lengths, ranks, ranks * per_rank, **options)
-    return [plan for plan, _ in zip(plans, range(count), strict=False)]
+    loader = BalancedDataLoader(
+        lengths,  # the data set; plans need its lengths only
+        lengths=lengths,
+        minibatch_size=per_rank,
+        shuffle=True,
+        seed=0,
+        drop_last=True,
+        window=regroup if regroup > 1 else None,
+        regroup=regroup > 1,
+        num_replicas=ranks,
+        rank=0,
+    )
+    steps = range(min(count, len(loader)))
+    return [loader.plan(step).microbatches for step in steps]
 
 
 def idle(policy, ranks, meeting):

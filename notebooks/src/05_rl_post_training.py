@@ -22,8 +22,14 @@ from torch.utils.data import DataLoader
 from lightning_odc import ODCStrategy, balance
 from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.lessons import pictures, strokes
-from lightning_odc.lessons.display import QUIET, print_table, quiet, show
-from lightning_odc.lessons.logs import mean_of_log, read_log
+from lightning_odc.lessons.display import (
+    QUIET,
+    mean_of_log,
+    print_table,
+    quiet,
+    read_log,
+    show,
+)
 
 quiet()
 # for tensors as small as these, more threads would only get in each other's way
@@ -140,7 +146,7 @@ def gradient(placement, rule):
                 {**one, "advantage": a}
                 for one, a in zip(microbatch, advantages, strict=True)
             ]
-        loss, tokens = strokes.policy_loss(base, strokes.pack(microbatch))
+        loss, tokens = strokes.policy_loss(base, strokes.pack_rollouts(microbatch))
         if rule == "divided per microbatch":
             (loss / tokens / len(microbatches)).backward()
         else:
@@ -205,7 +211,8 @@ class GRPO(LightningModule):
         # 3. Every rank makes the same plan, and takes its part of it.
         for microbatch in self.plan(everything)[self.global_rank]:
             loss, _ = strokes.policy_loss(
-                self.model, strokes.pack([everything[i] for i in microbatch])
+                self.model,
+                strokes.pack_rollouts([everything[i] for i in microbatch]),
             )
             self.manual_backward(
                 loss * self.trainer.world_size / strokes.answer_tokens(everything)

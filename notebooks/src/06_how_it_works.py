@@ -119,11 +119,11 @@ for rank in (rank0, rank1):
 # %%
 def late():
     time.sleep(0.5)
-    return rank0.end_version({"kind": "step", "items": 0})
+    return rank0.end_version("step", {"items": 0})
 
 
 def punctual():
-    return rank1.end_version({"kind": "step", "items": 6})
+    return rank1.end_version("step", {"items": 6})
 
 
 heard, _ = together(late, punctual)
@@ -212,9 +212,7 @@ def run_rank(number, rank, shard):
             time.sleep(float(PAUSES[step, microbatch]))
             rank.tracer.record("forward", began)
             unit.accumulate(w.grad, [Segment(0, 0, 2)])
-        records = rank.end_version(
-            {"kind": "step", "items": 5 * len(SHARES[number])}
-        )
+        records = rank.end_version("step", {"items": 5 * len(SHARES[number])})
         shard -= 0.1 * unit.summed() / sum(record["items"] for record in records)
         unit.clear()
         rank.next_version()
@@ -341,8 +339,8 @@ print(explore(PROTOCOL, first_version=0))
 # %%
 rank0, rank1 = open_ranks([vector])
 error, _ = together(
-    lambda: rank0.meet({"kind": "step"}),
-    lambda: rank1.meet({"kind": "validation"}),
+    lambda: rank0.meet("step"),
+    lambda: rank1.meet("validation"),
     catch=ODCError,
 )
 print(f"{type(error).__name__}: {error}")
@@ -353,8 +351,8 @@ print(f"{type(error).__name__}: {error}")
 # %%
 rank0, rank1 = open_ranks([vector])
 together(
-    lambda: rank0.end_version({"kind": "step"}),
-    lambda: rank1.end_version({"kind": "step"}),
+    lambda: rank0.end_version("step"),
+    lambda: rank1.end_version("step"),
 )
 try:
     rank0.windows[0].gather(full.view(-1))

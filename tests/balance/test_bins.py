@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.balance.bins import Bins, Share, align, best_fit, pack, pack_exactly, packing_cost
+from lightning_odc.balance.bins import (
+    Bins,
+    RankSamples,
+    align,
+    best_fit,
+    pack_bins,
+    pack_exact_count,
+    packing_cost,
+)
 
 many = settings(deadline=None, max_examples=200, derandomize=True)
 
@@ -23,7 +31,7 @@ def check(bins: Bins, sizes: list[int], cap: int) -> None:
 @many
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(100, 300))
 def test_no_more_bins_than_best_fit(sizes: list[int], cap: int) -> None:
-    bins = pack(sizes, cap)
+    bins = pack_bins(sizes, cap)
     check(bins, sizes, cap)
     falling = sorted(range(len(sizes)), key=lambda p: -sizes[p])
     assert -(-sum(sizes) // cap) <= len(bins) <= len(best_fit(sizes, falling, cap))
@@ -38,7 +46,7 @@ def test_as_few_bins_as_possible(sizes: list[int], cap: int) -> None:
             for where in product(range(count), repeat=len(sizes))
         )
 
-    count = len(pack(sizes, cap))
+    count = len(pack_bins(sizes, cap))
     assert count == 1 or not fits(count - 1)
 
 
@@ -46,7 +54,7 @@ def test_fewer_bins_than_best_fit_decreasing_finds() -> None:
     sizes, cap = [44, 24, 24, 22, 21, 17, 8, 8, 6, 6], 61
     falling = list(range(len(sizes)))
     assert len(best_fit(sizes, falling, cap)) == 4
-    assert len(pack(sizes, cap)) == 3
+    assert len(pack_bins(sizes, cap)) == 3
 
 
 def ways_to_pack(items: list[int]) -> Iterator[list[list[int]]]:
@@ -67,7 +75,7 @@ def ways_to_pack(items: list[int]) -> Iterator[list[list[int]]]:
     st.sampled_from([0, 50, 1000]),
 )
 def test_bins_that_cost_little(sizes: list[int], cap: int, overhead: int) -> None:
-    bins = pack(sizes, cap, overhead, 1.0)
+    bins = pack_bins(sizes, cap, overhead, 1.0)
     check(bins, sizes, cap)
     best = min(
         packing_cost(way, sizes, overhead, 1.0)
@@ -81,7 +89,7 @@ def test_bins_that_cost_little(sizes: list[int], cap: int, overhead: int) -> Non
 
 def test_bins_are_even() -> None:
     assert sorted(
-        sum([50, 50, 40, 30, 20, 10][p] for p in b) for b in pack([50, 50, 40, 30, 20, 10], 110)
+        sum([50, 50, 40, 30, 20, 10][p] for p in b) for b in pack_bins([50, 50, 40, 30, 20, 10], 110)
     ) == [
         100,
         100,
@@ -91,16 +99,16 @@ def test_bins_are_even() -> None:
 @many
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(100, 300), st.data())
 def test_exactly_as_many_bins_as_asked(sizes: list[int], cap: int, data: st.DataObject) -> None:
-    count = data.draw(st.integers(len(pack(sizes, cap)), len(sizes)))
-    bins = pack_exactly(sizes, [size * size for size in sizes], cap, count)
+    count = data.draw(st.integers(len(pack_bins(sizes, cap)), len(sizes)))
+    bins = pack_exact_count(sizes, [size * size for size in sizes], cap, count)
     check(bins, sizes, cap)
     assert len(bins) == count
 
 
-def span(shares: list[Share], packed: list[Bins]) -> float:
+def span(ranks: list[RankSamples], packed: list[Bins]) -> float:
     loads = [
-        sorted((sum(share.costs[p] for p in members) for members in bins), reverse=True)
-        for share, bins in zip(shares, packed, strict=True)
+        sorted((sum(own.costs[p] for p in members) for members in bins), reverse=True)
+        for own, bins in zip(ranks, packed, strict=True)
     ]
     return float(np.array(loads).max(0).sum())
 
@@ -111,18 +119,21 @@ def span(shares: list[Share], packed: list[Bins]) -> float:
     st.integers(100, 300),
 )
 def test_aligned_bins_are_no_worse(rows: list[list[int]], cap: int) -> None:
-    shares = [Share(row, [float(size * size) for size in row]) for row in rows]
-    count = max(len(pack(row, cap)) for row in rows)
-    packed = [pack_exactly(share.sizes, share.costs, cap, count) for share in shares]
-    aligned = align(shares, packed, cap)
-    for share, bins in zip(shares, aligned, strict=True):
-        check(bins, list(share.sizes), cap)
+    ranks = [RankSamples(range(len(row)), row, [float(size * size) for size in row]) for row in rows]
+    count = max(len(pack_bins(row, cap)) for row in rows)
+    packed = [pack_exact_count(own.sizes, own.costs, cap, count) for own in ranks]
+    aligned = align(ranks, packed, cap)
+    for own, bins in zip(ranks, aligned, strict=True):
+        check(bins, list(own.sizes), cap)
         assert len(bins) == count
-    assert span(shares, aligned) <= span(shares, packed) * (1 + 1e-12)
+    assert span(ranks, aligned) <= span(ranks, packed) * (1 + 1e-12)
 
 
 def test_alignment_puts_work_beside_the_largest_sample() -> None:
-    large, small = Share([100, 10], [100.0, 10.0]), Share([30, 30, 30, 20], [30.0, 30.0, 30.0, 20.0])
+    large, small = (
+        RankSamples([0, 1], [100, 10], [100.0, 10.0]),
+        RankSamples([0, 1, 2, 3], [30, 30, 30, 20], [30.0, 30.0, 30.0, 20.0]),
+    )
     packed = [[[0], [1]], [[0, 3], [1, 2]]]
     assert span([large, small], packed) == 100 + 50
     assert span([large, small], align([large, small], packed, 100)) == pytest.approx(100 + 20)

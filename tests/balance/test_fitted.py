@@ -140,7 +140,7 @@ def test_dense_attention_is_learnt_from_packed_microbatches() -> None:
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_whether_attention_is_dense_is_found_out_while_planning_with_it(dense: bool) -> None:
-    """See Note [Dense or not]; pairs cost about as much as all else here, and measurements have 3 percent of noise."""
+    """See Note [Fitting a cost]; pairs cost about as much as all else here. Measurements have 3 percent of noise."""
     rng, cost = np.random.default_rng(0), FittedCost(4)
     true = PolynomialCost(2e-8, 4e-5, 0.02, dense=dense)
     for _ in range(20):

@@ -21,8 +21,8 @@ from lightning_odc.balance import (
     resolve_cost,
     with_speeds,
 )
-from lightning_odc.balance.bins import pack
-from lightning_odc.balance.costs import evaluate
+from lightning_odc.balance.bins import pack_bins
+from lightning_odc.balance.costs import terms_of
 from lightning_odc.balance.partition import balanced_differencing, largest_differencing, partition
 from lightning_odc.balance.workload import Workload, lower_bound
 
@@ -70,7 +70,7 @@ def test_optimal_for_up_to_ten_samples(speeds: list[float]) -> None:
     for _ in range(15):
         lengths = np.minimum(rng.lognormal(8, 1.2, 8).astype(int) + 1, 65_536)
         cost: Any = "quadratic" if len(set(speeds)) == 1 else with_speeds("quadratic", speeds)
-        samples, _ = evaluate(resolve_cost(cost), lengths, 3)
+        samples = terms_of(resolve_cost(cost), lengths, 3).samples
         best = best_of_all(np.broadcast_to(samples, (3, 8)), 3)
         own = on_demand_cost(plan_minibatch(lengths, 3, cost=cost), lengths, cost)
         assert least_cost(lengths, 3, cost) * (1 - 1e-9) <= best
@@ -84,7 +84,7 @@ def test_optimal_for_up_to_ten_samples_with_overheads() -> None:
         cost = with_speeds(PolynomialCost(0, 1, 4000), [1, 0.7, 0.4])
         best = min(
             max(
-                (sum(lengths[s] for s in own) + 4000 * len(pack([int(lengths[s]) for s in own], 9000)))
+                (sum(lengths[s] for s in own) + 4000 * len(pack_bins([int(lengths[s]) for s in own], 9000)))
                 / speed
                 for own, speed in zip(groups, [1, 0.7, 0.4], strict=True)
             )

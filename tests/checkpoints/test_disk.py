@@ -142,8 +142,7 @@ def _accompanied(rank: int, folder: str) -> list[Any]:
         fit.fit(module, loader(BATCHES))
         length_cache.WORTH_SECONDS = 0.0
         limit_files(0)
-        cache = length_cache.LengthCache(f"{folder}/{rank}")
-        lengths = cache.get("ab", 600, lambda: np.arange(600)).tolist()
+        lengths = length_cache.remembered("ab", 600, lambda: np.arange(600), f"{folder}/{rank}").tolist()
         limit_files(resource.RLIM_INFINITY)
     return [fit.global_step, lengths == list(range(600)), [str(warning.message) for warning in caught]]
 

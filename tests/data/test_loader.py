@@ -311,7 +311,7 @@ def test_stealing_comes_with_everybodys_work(workers):
     ranks = [list(loader(Noise(LENGTHS), rank=rank, policy="steal", **workers)) for rank in range(2)]
     for shares in zip(*ranks, strict=True):
         for share in shares:
-            everybody = share.all_shares
+            everybody = share.all_ranks
             assert everybody is not None
             assert [len(costs) for costs in everybody.costs] == [len(other) for other in shares]
             assert all(cost > 0 for costs in everybody.costs for cost in costs)
@@ -320,8 +320,8 @@ def test_stealing_comes_with_everybodys_work(workers):
                 for number, microbatch in enumerate(other):
                     again = everybody.fetch(rank, number)
                     assert all(torch.equal(a, b) for a, b in zip(microbatch, again, strict=True))
-    assert all(share.all_shares is None for share in loader())
-    assert all(share.all_shares is None for share in loader(policy="steal", num_replicas=1))
+    assert all(share.all_ranks is None for share in loader())
+    assert all(share.all_ranks is None for share in loader(policy="steal", num_replicas=1))
 
 
 # -- unrolled --------------------------------------------------------------------------------------------------

@@ -9,10 +9,16 @@ from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
 from lightning_odc.lessons import pictures, strokes, texts
-from lightning_odc.lessons.closeup import close_up
 from lightning_odc.lessons.dealing import deal_minibatches
-from lightning_odc.lessons.interleavings import PROTOCOL, explore, microbatches, swapped, without
-from lightning_odc.lessons.logs import mean_of_log, read_log
+from lightning_odc.lessons.display import mean_of_log, read_log
+from lightning_odc.lessons.interleavings import (
+    PROTOCOL,
+    WITH_LOCKS,
+    explore,
+    microbatches,
+    swapped,
+    without,
+)
 from lightning_odc.lessons.replay import duration, idle_fraction, layered, replay
 
 TIMES = layered([[8, 1, 1], [1, 1, 8]], layers=4)
@@ -55,7 +61,7 @@ def test_bent_lengths_keep_their_mean():
     assert texts.bend(lengths, 1).tolist() == lengths
     bent = texts.bend(lengths, 1.25)
     assert bent.mean() == pytest.approx(mean, rel=0.01)  # rounding, and a floor of three tokens
-    assert texts.share_of_longest(bent) > texts.share_of_longest(lengths) > 0.1
+    assert texts.fraction_in_longest(bent) > texts.fraction_in_longest(lengths) > 0.1
 
 
 def test_recut_text_has_the_lengths_asked_for():
@@ -92,7 +98,7 @@ def test_a_close_up_is_the_pass_with_the_longest_wait():
         ],
         world_size=2,
     )
-    piece = close_up(timeline)
+    piece = pictures.close_up(timeline)
     assert [(span.kind, span.begin, span.end) for span in piece.ranks[0].spans] == [
         ("forward", 20, 40),
         ("wait", 25, 39),
@@ -110,7 +116,11 @@ def test_the_protocol_holds_in_every_order(counts):
     assert outcome.states > 100
 
 
-LATE_ZERO = (*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1])
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (0, 2), (1, 0, 1), (0, 2, 0)], ids=str)
+def test_it_holds_with_locks_and_two_units(counts):
+    outcome = explore(*(microbatches(count, WITH_LOCKS) for count in counts), steps=2, units=2)
+    assert not outcome.violation
+    assert outcome.states > 400
 
 
 @pytest.mark.parametrize(
@@ -119,20 +129,22 @@ LATE_ZERO = (*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1])
         (without(PROTOCOL, "wait for done"), "takes the sum of version 1 with 1 of 2 gradients"),
         (without(PROTOCOL, "wait for version"), "has read what was never written"),
         (without(PROTOCOL, "zero sum"), "finds in it one of version 1"),
-        (
-            without(without(PROTOCOL, "wait for done"), "take sum"),
-            "works on version 1 and has read version 2",
-        ),
+        (without(PROTOCOL, "wait for done", "take sum"), "works on version 1 and has read version 2"),
+        (without(PROTOCOL, "say done"), "the ranks wait for each other"),
+        (swapped(PROTOCOL, "write first half", "announce version"), "has read what was never written"),
         (swapped(PROTOCOL, "write second half", "announce version"), "has read what was never written"),
-        (swapped(PROTOCOL, "say done", "wait for done"), "both ranks wait for each other"),
-        (LATE_ZERO, "with 1 of 2 gradients"),
+        (swapped(PROTOCOL, "say done", "wait for done"), "the ranks wait for each other"),
+        ((*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1]), "with 1 of 2 gradients"),  # published, then zeroed
+        (without(WITH_LOCKS, "take lock", "give lock"), "with 1 of 2 gradients"),
+        (without(WITH_LOCKS, "give lock"), "the ranks wait for each other"),
     ],
 )
 def test_broken_protocols_are_found(program, violation):
-    outcome = explore(program)
-    assert violation in outcome.violation
-    assert outcome.trace
-    assert outcome.violation in str(outcome)
+    for units in (1, 2):
+        outcome = explore(program, units=units)
+        assert violation in outcome.violation
+        assert outcome.trace
+        assert outcome.violation in str(outcome)
 
 
 def test_a_first_version_that_words_begin_with_is_found():
@@ -183,8 +195,8 @@ def test_the_policy_loss_is_a_sum_over_answers_wherever_they_are_packed():
         )
         for i, p in enumerate(strokes.problems(4, seed=0))
     ]
-    together, count = strokes.policy_loss(model, strokes.pack(rollouts))
-    alone = [strokes.policy_loss(model, strokes.pack([one])) for one in rollouts]
+    together, count = strokes.policy_loss(model, strokes.pack_rollouts(rollouts))
+    alone = [strokes.policy_loss(model, strokes.pack_rollouts([one])) for one in rollouts]
     assert count == strokes.answer_tokens(rollouts) == sum(tokens for _, tokens in alone)
     # fp32 sums of some dozens of terms around 3, in another order
     torch.testing.assert_close(together, sum(loss for loss, _ in alone), rtol=1e-5, atol=0)

@@ -144,13 +144,14 @@ def _counts_comparisons(rank: int) -> list[Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     engine = attached(rank, model)
     compared = [0]
-    inner = engine._checks.expect_same
+    guard = engine._staleness
+    inner = guard._expect_same
 
     def expect_same(*args: Any) -> None:
         compared[0] += 1
         inner(*args)
 
-    engine._checks.expect_same = expect_same  # type: ignore[method-assign]
+    guard._expect_same = expect_same  # type: ignore[method-assign]
     counts = []
     for microbatches in (1, 4):
         for number in range(microbatches):

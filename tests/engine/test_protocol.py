@@ -19,7 +19,7 @@ from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
-from tests.support.interleaving import Interleaved, Scheduler
+from tests.support.interleaving import Interleaved, Scheduler, interleave
 
 UNITS = (
     UnitSpec("first", 4, torch.float32, 4, torch.float32),
@@ -54,7 +54,7 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
                 chunks = torch.full((world, UNITS[unit].grad_numel), 1.0 + rank)
                 protocol.windows[unit].accumulate(chunks.view(-1), [Segment(0, 0, UNITS[unit].grad_numel)])
         name = str(protocol.version) * text_length(rank, protocol.version)
-        records = protocol.end_version({"kind": "step", "count": counts[rank], "text": name})
+        records = protocol.end_version("step", {"count": counts[rank], "text": name})
         if [record["count"] for record in records] != counts:
             raise ViolationError(f"records of another meeting: {records}, expected {counts}")
         for peer, record in enumerate(records):
@@ -68,7 +68,7 @@ def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
             protocol.windows[unit].clear()
         protocol.next_version()
         publish(protocol)
-    protocol.meet({"kind": "end"})
+    protocol.meet("end")
 
 
 def publish(protocol: Protocol) -> None:
@@ -97,10 +97,10 @@ def explore(
     """Play with one interleaving; returns each rank's exception."""
     rng = random.Random(seed)
     counts = [[rng.choice([0, 1, 2, 3]) for _ in range(world_size)] for _ in range(STEPS)]
-    hub, scheduler = ThreadHub(world_size, timeout=20), Scheduler(world_size, seed)
+    hub = ThreadHub(world_size, timeout=20)
     errors: list[BaseException | None] = [None] * world_size
 
-    def run(rank: int) -> None:
+    def work(rank: int, scheduler: Scheduler) -> None:
         protocol = protocol_class(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=10, **options)
         try:
             play(protocol, counts)
@@ -108,15 +108,8 @@ def explore(
             errors[rank] = error
             protocol.transport._scheduled = False  # type: ignore[attr-defined]
             protocol.fail(str(error))
-        finally:
-            scheduler.leave(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), f"seed {seed} hangs"
+    scheduler = interleave(world_size, seed, work)
     assert scheduler.operations > 100
     return errors
 
@@ -149,7 +142,7 @@ class WithoutVersions(Protocol):
 class WithoutMeeting(Protocol):
     """Takes its sums without waiting for the others to be done."""
 
-    def _await_meeting(self, peer: int, record: Any) -> None:
+    def _await_meeting(self, peer: int, kind: str) -> None:
         pass
 
 
@@ -183,9 +176,9 @@ class ForgetsToClear(Protocol):
 class OneMailbox(Protocol):
     """Posts every part of a record over the last one, which others may still be reading."""
 
-    def _meet_once(self, message: bytes, record: Any) -> list[bytes]:
+    def _meet_once(self, message: bytes, kind: str) -> list[bytes]:
         self._meetings += 1  # so that the mailbox is always the same
-        return super()._meet_once(message, record)
+        return super()._meet_once(message, kind)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +227,8 @@ def add_ones(protocol: Protocol, unit: int) -> None:
 class GathersTooLate(Protocol):
     """Reads version ``v`` when peers may be writing ``v + 1`` already."""
 
-    def end_version(self, record: Any) -> list[Any]:
-        records = super().end_version(record)
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        records = super().end_version(kind, item)
         if self.version == STEPS:
             check_gather(self, 0)
         return records
@@ -244,8 +237,8 @@ class GathersTooLate(Protocol):
 class AddsTooLate(Protocol):
     """Adds gradients of version ``v`` when peers may have taken out their sums already."""
 
-    def end_version(self, record: Any) -> list[Any]:
-        records = super().end_version(record)
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        records = super().end_version(kind, item)
         if self.version == STEPS:
             add_ones(self, 0)
         return records
@@ -327,7 +320,7 @@ def test_the_first_failure_is_reported_not_those_that_followed():
     third.fail("ValueError: the cause")
     second.fail(FOLLOWED + "whatever")
     with pytest.raises(PeerFailedError, match=r"Rank 2 failed.*\n.*the cause"):
-        first.meet({"kind": "step"})
+        first.meet("step")
 
 
 def test_a_peer_that_failed_and_ended_at_once_is_heard():
@@ -339,18 +332,18 @@ def test_a_peer_that_failed_and_ended_at_once_is_heard():
 
     first.transport.dead_peers = ended  # type: ignore[method-assign]
     with pytest.raises(PeerFailedError, match=r"Rank 1 failed.*\n.*the last word"):
-        first.meet({"kind": "step"})
+        first.meet("step")
 
 
 def test_a_peer_that_left_or_died_stops_the_wait():
     hub, (first, second) = pair(timeout=20)
     second.close()
     with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
-        first.meet({"kind": "step"})
+        first.meet("step")
     hub, (first, second) = pair(timeout=20)
     hub.dead.add(1)
     with pytest.raises(PeerFailedError, match="rank 1 ended without a word"):
-        first.meet({"kind": "step"})
+        first.meet("step")
 
 
 def test_a_peer_that_left_after_its_part_is_no_failure():
@@ -442,7 +435,7 @@ def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
     first, second, third = ranks
     first.transport.job_rank = lambda peer: 3 + peer  # type: ignore[method-assign]
     waits = {
-        "meeting": lambda: first.meet({"kind": "step"}),  # waits for the second, and would for the third
+        "meeting": lambda: first.meet("step"),  # waits for the second, and would for the third
         "lockstep": lambda: first.windows[0].gather(torch.zeros(12)),
         "queue": lambda: steal(first),
     }
@@ -455,9 +448,7 @@ def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
 
 def test_ranks_that_meet_for_different_reasons_disagree():
     _, (first, second) = pair(timeout=20)
-    errors = together(
-        lambda: first.meet({"kind": "optimizer step"}), lambda: second.meet({"kind": "validation"})
-    )
+    errors = together(lambda: first.meet("optimizer step"), lambda: second.meet("validation"))
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
 
@@ -469,7 +460,7 @@ def test_records_of_any_length_arrive():
         texts = ["a" * lengths[0], "b" * lengths[1]]
 
         def meet(rank: int, texts: list[str] = texts) -> None:
-            heard[rank] = protocols[rank].meet({"kind": "step", "text": texts[rank]})
+            heard[rank] = protocols[rank].meet("step", {"text": texts[rank]})
 
         assert together(lambda: meet(0), lambda: meet(1)) == [None, None]
         assert all([record["text"] for record in records] == texts for records in heard)
@@ -494,14 +485,14 @@ def test_waits_are_measured_by_cause():
         publish(second)
         check_gather_later.wait(10)
         time.sleep(0.3)
-        second.meet({"kind": "step"})
+        second.meet("step")
 
     check_gather_later = threading.Event()
 
     def early() -> None:
         check_gather(first, 0)
         check_gather_later.set()
-        first.meet({"kind": "step"})
+        first.meet("step")
 
     assert together(late, early) == [None, None]
     assert first.waiter.seconds[Cause.READ] == pytest.approx(0.2, abs=0.1)
@@ -518,14 +509,14 @@ def test_lockstep_waits_at_every_unit():
         publish(first)
         for _ in range(3):
             first.windows[0].gather(torch.zeros(8))
-        first.meet({"kind": "step"})
+        first.meet("step")
 
     def slow() -> None:
         publish(second)
         for _ in range(3):
             time.sleep(0.1)
             second.windows[0].gather(torch.zeros(8))
-        second.meet({"kind": "step"})
+        second.meet("step")
 
     assert together(fast, slow) == [None, None]
     assert first.waiter.seconds[Cause.LOCKSTEP] == pytest.approx(0.3, abs=0.15)
@@ -553,7 +544,7 @@ def test_who_waits_at_a_barrier_is_reported_as_waiting():
 def test_an_ended_version_comes_back_with_the_next_one():
     alone = Protocol(ThreadHub(1).transport(0), UNITS, timeout=1)
     alone.open()
-    alone.end_version({"kind": "step"})
+    alone.end_version("step")
     message = r"(?s)The model ran \(unit 'second'\) between .* `on_before_optimizer_step`.* \(LBFGS\)"
     with pytest.raises(StaleShardError, match=message):
         alone.windows[1].gather(torch.zeros(2))
@@ -585,7 +576,7 @@ def test_reads_adds_and_waits_are_traced(case):
         time.sleep(late)
         add_ones(protocol, 1)
         time.sleep(late)
-        protocol.meet({"kind": "step"})
+        protocol.meet("step")
 
     publish(second)  # so that a plain read does not wait
     assert together(lambda: work(first, 0), lambda: work(second, 0.05)) == [None, None]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_odc import Minibatch
-from lightning_odc.data.minibatch import AllShares
+from lightning_odc.data.minibatch import AllRanks
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues
 from lightning_odc.engine.transports.base import Lock
 from lightning_odc.engine.transports.threads import ThreadHub
 from tests.engine.test_protocol import UNITS
 from tests.strategy.test_parity import assert_same
-from tests.support.interleaving import Interleaved, Scheduler
+from tests.support.interleaving import Interleaved, Scheduler, interleave
 from tests.support.models import summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
@@ -119,28 +119,20 @@ def test_stealing_under_a_fixed_order_of_sums_is_refused():
 def test_every_microbatch_runs_exactly_once_in_any_interleaving(seed):
     world, rng = 3, random.Random(seed)
     rounds = [[[rng.random() + 0.1 for _ in range(rng.randrange(6))] for _ in range(world)] for _ in range(3)]
-    hub, scheduler = ThreadHub(world, timeout=20), Scheduler(world, seed)
+    hub = ThreadHub(world, timeout=20)
     ran: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
 
-    def run(rank: int) -> None:
+    def run(rank: int, scheduler: Scheduler) -> None:
         protocol = Protocol(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=20)
-        try:
-            protocol.open()
-            for number, costs in enumerate(rounds, 1):  # ranks may be apart: no meeting in between
-                work = WorkQueues(protocol, number, costs)
-                while (own := work.take()) is not None:
-                    ran[rank].append((number, rank, own))
-                while (stolen := work.steal()) is not None:
-                    ran[rank].append((number, *stolen))
-        finally:
-            scheduler.leave(rank)
+        protocol.open()
+        for number, costs in enumerate(rounds, 1):  # ranks may be apart: no meeting in between
+            work = WorkQueues(protocol, number, costs)
+            while (own := work.take()) is not None:
+                ran[rank].append((number, rank, own))
+            while (stolen := work.steal()) is not None:
+                ran[rank].append((number, *stolen))
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    interleave(world, seed, run)
     everything = sorted(item for items in ran for item in items)
     expected = [
         (n, r, i) for n, costs in enumerate(rounds, 1) for r in range(world) for i in range(len(costs[r]))
@@ -163,7 +155,7 @@ def shares(rank: int, counts: tuple[int, ...]) -> list[Minibatch]:
         share = Minibatch(by_rank[rank], weights=[b.numel() - 1 for b in by_rank[rank]], plan=f"step {step}")
         costs = [[float(batch.numel()) for batch in own] for own in by_rank]
         weights = [[float(batch.numel() - 1) for batch in own] for own in by_rank]
-        share.all_shares = AllShares(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
+        share.all_ranks = AllRanks(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
         result.append(share)
     return result
 
@@ -230,7 +222,7 @@ def _count(rank: int) -> list[tuple[dict[str, Tensor], list[int], float]]:
         t = trainer(2, deterministic=slow_rank is None)
         planned = shares(rank, (3, 3))
         for share in planned:
-            share.all_shares = None if slow_rank is None else share.all_shares
+            share.all_ranks = None if slow_rank is None else share.all_ranks
         t.fit(module, loader(planned))
         results.append((full_parameters(module), module.seen, t.callback_metrics["tokens"].item()))
     return results

@@ -71,9 +71,9 @@ def _adds_at_the_same_time(rank: int) -> list[float]:
     rendezvous()(None)
     for _ in range(50):
         protocol.windows[0].accumulate(chunks.view(-1), [Segment(0, 0, numel)])
-    protocol.end_version({"kind": "step"})
+    protocol.end_version("step")
     found = protocol.windows[0].summed().unique().tolist()
-    protocol.meet({"kind": "end"})
+    protocol.meet("end")
     protocol.close()
     return found
 

@@ -6,12 +6,37 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
+from lightning_odc.engine import waiting
 from lightning_odc.engine.transports.base import Lock, Transport
+
+
+def interleave(count: int, seed: int, work: Callable[[int, Scheduler], None]) -> Scheduler:
+    """Run ``work(rank, scheduler)`` for every rank in a thread of its own; the same seed gives the same order."""
+    scheduler = Scheduler(count, seed)
+
+    def run(rank: int) -> None:
+        try:
+            work(rank, scheduler)
+        finally:
+            scheduler.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    with patch.object(waiting, "time", scheduler):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), f"seed {seed} hangs"
+    return scheduler
 
 
 class Scheduler:
     """Lets exactly one of ``count`` threads run between two of its operations.
+
+    It is also the clock of their waits: an operation of any thread takes a millisecond, a sleep takes nothing. So a
+    wait without an end gives up after the same operations on every machine, within a second.
 
     Args:
         count: number of threads.
@@ -47,6 +72,15 @@ class Scheduler:
             self._left = 0
             self._hand_over()
 
+    def monotonic(self) -> float:
+        return self.operations / 1000
+
+    def monotonic_ns(self) -> int:
+        return self.operations * 1_000_000
+
+    def sleep(self, seconds: float) -> None:
+        pass
+
     def _hand_over(self) -> None:
         if self._active and len(self._waiting) == self._active:
             chosen = self._random.choice(sorted(self._waiting))
@@ -59,7 +93,7 @@ class Scheduler:
 
 
 class SteppedLock:
-    """A lock of which every operation is one step of a :class:`Scheduler`."""
+    """A lock of which every operation is one step of a `Scheduler`."""
 
     def __init__(self, inner: Lock, step: Callable[[], None]) -> None:
         self._inner = inner
@@ -75,7 +109,7 @@ class SteppedLock:
 
 
 class Interleaved(Transport):
-    """A transport of which every operation is one step of a :class:`Scheduler`.
+    """A transport of which every operation is one step of a `Scheduler`.
 
     Reading and adding are split in halves, so that others can come in between: a torn read would be seen.
     """

@@ -79,7 +79,7 @@ class NoteChannel(Channel):
     """Numbers ride on the record that the ranks exchange anyway when they settle: no message of their own.
 
     Args:
-        engine: whose `Engine.note` and `Engine.notes` it uses.
+        engine: The engine whose `Engine.note` and `Engine.notes` carry the numbers.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -121,11 +121,11 @@ class _Pending(NamedTuple):
 
 
 class SideChannel(Channel):
-    """Numbers go through a process group of their own, while training goes on; nobody waits for them in a step.
+    """Numbers go through a process group of their own, while training goes on; no step waits for them.
 
     Args:
-        capacity: the most numbers to send, the same on all ranks.
-        timeout: after which `finish` and `agree` give up.
+        capacity: The most numbers to send, the same on all ranks.
+        timeout: The time after which `finish` and `agree` give up.
     """
 
     def __init__(self, capacity: int, timeout: timedelta) -> None:

@@ -15,17 +15,21 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.channels import Channel, LocalChannel, NoteChannel, Round, SideChannel
-from lightning_odc.callbacks.idle.data_clock import DataClock
-from lightning_odc.callbacks.idle.sources import CollectiveWatch, ShardedWatch, Watch, watch_for
+from lightning_odc.callbacks.idle.sources import (
+    CollectiveWatch,
+    DataClock,
+    ShardedWatch,
+    Watch,
+    watch_for,
+)
 from lightning_odc.callbacks.idle.summary import (
     UNKNOWN,
     IdleCause,
     IdleSummary,
-    Meeting,
     StepNumbers,
     resolve,
 )
-from lightning_odc.callbacks.timeline.clocks import machine
+from lightning_odc.callbacks.timeline.clocks import Passage, machine
 from lightning_odc.data.batch_size import microbatches_of, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
 
@@ -34,10 +38,10 @@ class StepMeter:
     """Measures from one optimizer step to the next by the monotonic clock. Stands still at first.
 
     Args:
-        waits: seconds of waiting so far, by cause.
+        waits: Returns the seconds of waiting so far, by cause.
 
     Attributes:
-        running: whether time counts.
+        running: Whether time counts.
     """
 
     def __init__(self, waits: Callable[[], dict[IdleCause, float]]) -> None:
@@ -77,13 +81,13 @@ class StepMeter:
 
 
 class CallCounter:
-    """Tells of every outermost call of a module, with its first argument.
+    """Reports every outermost call of a module, with its first argument.
 
     Outermost: a ``training_step`` that calls ``self(batch)`` is still one microbatch.
 
     Args:
-        module: whose calls.
-        seen: told about each.
+        module: The module whose calls are counted.
+        seen: Called with the first argument of each.
     """
 
     def __init__(self, module: nn.Module, seen: Callable[[Any], None]) -> None:
@@ -123,12 +127,12 @@ class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together.
 
     Args:
-        trainer: at the beginning of training.
-        module: which it trains.
+        trainer: The trainer, at the beginning of training.
+        module: The module that it trains.
 
     Attributes:
-        recent: the steps since `take_recent`.
-        epoch: the steps since `take_epoch`.
+        recent: The steps since `take_recent`.
+        epoch: The steps since `take_epoch`.
 
     Raises:
         RuntimeError: there is no way to compare the ranks.
@@ -143,7 +147,7 @@ class IdleMeasurement:
         self._global_step = trainer.global_step
         self._steps: deque[int] = deque()
         self._unsent: deque[tuple[StepNumbers, list[Any]]] = deque()
-        self._broadcasts: list[Meeting] = []
+        self._broadcasts: list[Passage] = []
         self._in_batch = False
         self._meter = StepMeter(self._waits)
         self._data = DataClock(cast(Any, trainer).profiler, on_fetch=self._fetch)
@@ -240,9 +244,9 @@ class IdleMeasurement:
             self._unsent.popleft()
 
     def _fetch(self, begin: int, end: int) -> None:
-        """See Note [The broadcast before every batch]."""
+        """Between two batches lies Lightning's broadcast: see `DataClock`."""
         if self._meter.running and not self._in_batch:
-            self._broadcasts.append((begin, end))
+            self._broadcasts.append(Passage(begin, end))
         self._meter.resume()
 
     def _waits(self) -> dict[IdleCause, float]:

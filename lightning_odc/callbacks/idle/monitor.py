@@ -141,7 +141,7 @@ class DeviceIdleMonitor(Callback):
             module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
     def _write(self, trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
-        """Hand the values to every logger; one that fails is told apart and left alone from then on."""
+        """Hand the values to every logger; one that fails is reported once and gets no more."""
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:

@@ -1,29 +1,23 @@
-"""Where idle time comes from under each strategy.
-
-Note [Where data parallel ranks wait]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-DDP reduces gradients bucket by bucket beside the backward pass, and only the end of ``backward`` waits for all of
-them. A rank hands in its last bucket when its last gradient is there; no rank leaves before all have done so. So from
-its own last gradient to the last rank's last gradient a rank waits, and what follows is moving bytes. It is one
-collective per backward pass in the sense of Note [Waiting inside a collective], entered with the last gradient and
-left with the end of ``backward``. Backward passes of batches that only accumulate do not meet and do not count.
-"""
+"""Where idle time comes from: what waits for other ranks under each strategy, and what waits for data."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_odc._compat import comms_of
-from lightning_odc.callbacks.idle.summary import IdleCause, Meeting
+from lightning_odc._compat import FETCH_ACTION, comms_of
+from lightning_odc.callbacks.idle.summary import IdleCause
+from lightning_odc.callbacks.timeline.clocks import Passage
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
@@ -31,14 +25,18 @@ from lightning_odc.strategy.odc import ODCStrategy
 
 
 class Watch:
-    """Sees nothing: what is left where a strategy has no door to look in by.
+    """Sees waiting for other ranks. This one sees what the engine has counted, which under some strategies is nothing.
 
-    Attributes:
-        complete: whether all the waiting for other ranks that the documentation lists is seen. Without it nothing
+    Args:
+        complete: Whether all the waiting for other ranks that the documentation lists is seen. Without it nothing
             can be said about idle time as a whole.
+        engine: Counts its waits, on demand and in lockstep.
     """
 
-    complete = False
+    def __init__(self, complete: bool, engine: Engine | None = None) -> None:
+        self.complete = complete
+        self._engine = engine
+        self._meetings: list[Any] = []
 
     def begin_batch(self) -> None:
         """A Lightning batch begins."""
@@ -51,18 +49,20 @@ class Watch:
 
     def waits(self) -> dict[IdleCause, float]:
         """Seconds of waiting since the start that this rank knows alone."""
-        return {}
+        counted = {} if self._engine is None else self._engine.waits
+        return {IdleCause(cause): seconds for cause, seconds in counted.items()}
 
     def take_meetings(self) -> list[Any]:
         """What is known of the collectives of the step that has just ended, for `read`."""
-        return []
+        meetings, self._meetings = self._meetings, []
+        return meetings
 
-    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
         """When this rank entered and left these collectives, in order.
 
         Args:
-            taken: by `take_meetings`.
-            wait: for a device that has not come so far; else the answer may be ``None``, not yet.
+            taken: What `take_meetings` returned.
+            wait: Wait for a device that has not come so far; else the answer may be ``None``, not yet.
         """
         return taken
 
@@ -71,50 +71,47 @@ class Watch:
 
 
 class GradientWatch(Watch):
-    """See Note [Where data parallel ranks wait]. Enters by the public hook after a parameter's gradient.
+    """DDP: where data parallel ranks wait. Enters by the public hook after a parameter's gradient.
+
+    DDP reduces gradients bucket by bucket beside the backward pass, and only the end of ``backward`` waits for all of
+    them. A rank hands in its last bucket when its last gradient is there; no rank leaves before all have done so. So
+    from its own last gradient to the last rank's last gradient a rank waits, and what follows is moving bytes. It is
+    one collective per backward pass in the sense of Note [Waiting inside a collective], entered with the last gradient
+    and left with the end of ``backward``. Backward passes of batches that only accumulate do not meet and do not count.
 
     On CUDA devices moments are events on the compute stream, read when they have passed, without waiting for them;
     as events of different devices have no common clock, meetings are given as ``(-duration, 0)``.
 
     Args:
-        module: whose parameters.
-        device: of this rank.
+        module: The module whose gradients are watched.
+        device: The device of this rank.
     """
 
-    complete = True
-
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__(complete=True)
         self._stamp = _CudaStamps() if device.type == "cuda" else _HostStamps()
-        self._batch: list[Any] = []
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._see_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda _: self._stamp.enter())
             for parameter in module.parameters()
             if parameter.requires_grad
         ]
 
     def begin_batch(self) -> None:
-        self._batch.clear()
+        self._meetings.clear()
 
     def before_backward(self) -> None:
         self._stamp.enter()
 
     def after_backward(self) -> None:
-        self._batch.append(self._stamp.leave())
+        self._meetings.append(self._stamp.leave())
 
-    def take_meetings(self) -> list[Any]:
-        batch, self._batch = self._batch, []
-        return batch
-
-    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
         return self._stamp.read(taken, wait)
 
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _see_gradient(self, _: Any) -> None:
-        self._stamp.enter()
 
 
 class _HostStamps:
@@ -127,9 +124,9 @@ class _HostStamps:
         self._entered = time.monotonic_ns()
 
     def leave(self) -> Any:
-        return self._entered, time.monotonic_ns()
+        return Passage(self._entered, time.monotonic_ns())
 
-    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
         return taken
 
 
@@ -149,35 +146,13 @@ class _CudaStamps(_HostStamps):
         left.record()
         return entered, left
 
-    def read(self, taken: list[Any], wait: bool) -> list[Meeting] | None:
+    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
         for _, left in taken:
             if wait:
                 left.synchronize()
             elif not left.query():
                 return None
-        return [(-round(entered.elapsed_time(left) * 1e6), 0) for entered, left in taken]
-
-
-class AloneWatch(Watch):
-    """One device waits for nobody."""
-
-    complete = True
-
-
-class EngineWatch(Watch):
-    """On demand and in lockstep: the engine's own books, which are always kept.
-
-    Args:
-        engine: whose books.
-    """
-
-    complete = True
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def waits(self) -> dict[IdleCause, float]:
-        return {IdleCause(cause): seconds for cause, seconds in self._engine.waits.items()}
+        return [Passage(-round(entered.elapsed_time(left) * 1e6), 0) for entered, left in taken]
 
 
 class MeetingTracer(Tracer):
@@ -189,14 +164,14 @@ class MeetingTracer(Tracer):
 
     def __init__(self) -> None:
         super().__init__(capacity=0)
-        self.meetings: list[Meeting] = []
+        self.meetings: list[Passage] = []
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
         if kind in COLLECTIVES:
-            self.meetings.append((begin, time.monotonic_ns()))
+            self.meetings.append(Passage(begin, time.monotonic_ns()))
 
-    def take_meetings(self) -> list[Meeting]:
-        """The meetings so far; then start anew."""
+    def take_meetings(self) -> list[Passage]:
+        """The meetings since the last call."""
         meetings, self.meetings = self.meetings, []
         return meetings
 
@@ -205,29 +180,28 @@ class CollectiveWatch(Watch):
     """``ODCStrategy(communication="collective")``: the engine traces every collective of its own.
 
     Args:
-        engine: which traces.
+        engine: The engine that traces.
     """
 
-    complete = True
-
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(complete=True)
+        self._traced = engine
         self._tracer = MeetingTracer()
         engine.listen(self._tracer)
 
-    def take_meetings(self) -> list[Meeting]:
+    def take_meetings(self) -> list[Passage]:
         return self._tracer.take_meetings()
 
     def release(self) -> None:
-        self._engine.unlisten(self._tracer)
+        self._traced.unlisten(self._tracer)
 
 
 class TimedComm:
     """A comm object of ``fully_shard`` with its calls timed; what it does is untouched.
 
     Args:
-        comm: does the work.
-        meet: told when a call began and ended, and in which process group.
+        comm: The object that does the work.
+        meet: Called with the begin and the end of every call, and its process group.
     """
 
     def __init__(self, comm: Any, meet: Callable[[int, int, Any], None]) -> None:
@@ -252,21 +226,16 @@ class ShardedWatch(Watch):
     only (tensor parallel, hybrid sharding) cannot be compared over all: then ``complete`` turns false.
 
     Args:
-        model: with the sharded modules.
+        model: The model with the sharded modules.
     """
 
     def __init__(self, model: Any) -> None:
-        self._meetings: list[Meeting] = []
+        super().__init__(complete=True)
         self._originals: list[tuple[FSDPModule, Any, Any]] = []
-        self.complete = True
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._wrap(module)
         self.complete = self.complete and bool(self._originals)
-
-    def take_meetings(self) -> list[Meeting]:
-        meetings, self._meetings = self._meetings, []
-        return meetings
 
     def release(self) -> None:
         for module, gather, reduce_scatter in self._originals:
@@ -285,7 +254,7 @@ class ShardedWatch(Watch):
 
     def _meet(self, begin: int, end: int, group: Any) -> None:
         if dist.get_world_size(group) == dist.get_world_size():
-            self._meetings.append((begin, end))
+            self._meetings.append(Passage(begin, end))
         else:
             self.complete = False
 
@@ -294,18 +263,94 @@ def watch_for(trainer: pl.Trainer, module: pl.LightningModule) -> Watch:
     """What can be seen under the trainer's strategy, on its devices."""
     strategy, on_cpu = trainer.strategy, trainer.strategy.root_device.type == "cpu"
     if trainer.world_size == 1:
-        return AloneWatch()
+        return Watch(complete=True)  # one device waits for nothing but data
     if isinstance(strategy, ODCStrategy):
         if strategy.communication != "collective":
-            return EngineWatch(strategy.engine)
-        return CollectiveWatch(strategy.engine) if on_cpu else Watch()
+            return Watch(complete=True, engine=strategy.engine)
+        return CollectiveWatch(strategy.engine) if on_cpu else Watch(complete=False)
     if isinstance(strategy, DDPStrategy) and module.automatic_optimization:
         return GradientWatch(module, strategy.root_device)
     if isinstance(strategy, ModelParallelStrategy) and on_cpu and _shards_over_all(strategy):
         return ShardedWatch(strategy.model)
-    return Watch()
+    return Watch(complete=False)
 
 
 def _shards_over_all(strategy: ModelParallelStrategy) -> bool:
-    """Without tensor parallelism, whose collectives nobody shows."""
+    """Without tensor parallelism, whose collectives cannot be seen."""
     return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
+
+
+class DataClock(Profiler):
+    """Stands before the trainer's profiler, passes everything on, and times what lies between two batches.
+
+    Lightning tells its profiler about every hook it calls, and when the training loop asks the loader for a batch and
+    has got it. The fetching is waiting for data, and nothing else lies in it.
+
+    Right before it fetches a batch, Lightning's training loop (2.6) broadcasts from rank 0 whether the job was told to
+    end. A rank that comes before rank 0 waits there, which no hook shows. It lies between the last profiled hook of a
+    batch and the next fetching; beside it there is only what the rank logs. So from a rank's own begin of this gap to
+    rank 0's begin the rank waits for rank 0, up to the time that it takes to log.
+
+    Args:
+        inner: The trainer's own profiler.
+        on_fetch: Called whenever a batch is about to be fetched, with that gap: the end of the last profiled action
+            and the present, in nanoseconds of the monotonic clock.
+
+    Attributes:
+        seconds: Seconds spent fetching so far.
+        seen: Whether a batch was ever fetched.
+    """
+
+    def __init__(self, inner: Profiler, on_fetch: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self.seen = False
+        self._inner = inner
+        self._on_fetch = on_fetch
+        self._last = self._began = 0
+
+    def start(self, action_name: str) -> None:
+        self._inner.start(action_name)
+        if action_name.endswith(FETCH_ACTION):
+            self._began = time.monotonic_ns()
+            self._on_fetch(self._last, self._began)
+
+    def stop(self, action_name: str) -> None:
+        self._last = time.monotonic_ns()
+        if self._began and action_name.endswith(FETCH_ACTION):
+            self.seconds += (self._last - self._began) / 1e9
+            self._began, self.seen = 0, True
+        self._inner.stop(action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        with self._inner.profile(action_name):
+            yield action_name
+        self._last = time.monotonic_ns()
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self._inner.setup(*args, **kwargs)
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self._inner.teardown(*args, **kwargs)
+
+    def summary(self) -> str:
+        return self._inner.summary()
+
+    def describe(self) -> None:
+        self._inner.describe()
+
+    def __del__(self) -> None:
+        """Nothing to release: the inner profiler releases what is its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def install(self, trainer: Any) -> None:
+        """Take the place of the trainer's profiler."""
+        trainer.profiler = self
+
+    def remove(self, trainer: Any) -> None:
+        """Give the place back. Idempotent."""
+        if trainer.profiler is self:
+            trainer.profiler = self._inner

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from lightning_odc.callbacks.timeline.clocks import Passage
 from lightning_odc.engine.waiting import Cause
-
-Meeting = tuple[int, int]
-"""When a rank entered and left a collective: nanoseconds of its monotonic clock."""
 
 UNKNOWN = math.nan
 
@@ -49,8 +47,8 @@ class StepNumbers:
     microbatches: float = 0
     samples: float = 0
     tokens: float = 0
-    meetings: list[Meeting] = field(default_factory=list)
-    broadcasts: list[Meeting] = field(default_factory=list)
+    meetings: list[Passage] = field(default_factory=list)
+    broadcasts: list[Passage] = field(default_factory=list)
 
     @property
     def idle(self) -> float:
@@ -59,7 +57,7 @@ class StepNumbers:
 
     @property
     def busy(self) -> float:
-        """The rest of the step: computing, moving own bytes, and whatever nobody measured."""
+        """The rest of the step: computing, moving own bytes, and whatever was not measured."""
         return max(self.seconds - self.idle, 0.0)
 
     def to_floats(self) -> list[float]:
@@ -75,7 +73,7 @@ class StepNumbers:
         waits = dict(zip(IdleCause, numbers[4 : _HEAD - 2], strict=True))
         met, heard = (int(count) for count in numbers[_HEAD - 2 : _HEAD])
         moments = [int(moment) for moment in numbers[_HEAD : _HEAD + 2 * (met + heard)]]
-        pairs = list(zip(moments[::2], moments[1::2], strict=True))
+        pairs = list(map(Passage, moments[::2], moments[1::2]))
         return cls(
             seconds=numbers[0],
             microbatches=numbers[1],
@@ -87,7 +85,7 @@ class StepNumbers:
         )
 
 
-def waits_in_meetings(by_rank: Sequence[Sequence[Meeting]], common_clock: bool) -> list[float] | None:
+def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) -> list[float] | None:
     """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``.
 
     Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that the
@@ -98,21 +96,21 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Meeting]], common_clock: bool) 
         common_clock: all ranks' moments are of one clock.
 
     Returns:
-        By rank; ``None`` if the ranks did not take part in equally many, so that nobody knows which belong together.
+        By rank; ``None`` if the ranks did not take part in equally many: then it is unknown which belong together.
     """
     if len({len(meetings) for meetings in by_rank}) > 1:
         return None
     waited = [0] * len(by_rank)
     for together in zip(*by_rank, strict=True):
         if not common_clock:
-            together = tuple((entered - left, 0) for entered, left in together)
+            together = tuple(Passage(entered - left, 0) for entered, left in together)
         last = max(entered for entered, _ in together)
         for rank, (entered, left) in enumerate(together):
             waited[rank] += max(min(last, left) - entered, 0)
     return [nanoseconds / 1e9 for nanoseconds in waited]
 
 
-def waits_in_broadcasts(by_rank: Sequence[Sequence[Meeting]]) -> list[float] | None:
+def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | None:
     """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock.
 
     Args:
@@ -223,7 +221,7 @@ class IdleSummary:
             "idle/worst_fraction": fractions[worst],
             "idle/worst_rank": worst,
             "busy_seconds": self._per_rank_and_step([rank.busy for rank in self._ranks]),
-            # The slowest rank of every single step, as in `lightning_odc.metrics.LoadImbalance`.
+            # `lightning_odc.metrics.load_imbalance`, from sums: no step is kept.
             "imbalance": self._busiest * len(self._ranks) / busy if busy else math.nan,
         }
 

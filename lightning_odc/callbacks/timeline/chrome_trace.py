@@ -2,13 +2,12 @@
 
 A rank is a process with three threads, computing, communicating and waiting. Every span is a complete event
 (``"ph": "X"``) in microseconds, its kind is the event's category, and what else is known stands in ``args``. Each rank
-keeps its part in a file until all parts are merged.
+keeps its own timeline in a file until all of them are merged.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from lightning_odc.engine.tracing import Span
 from lightning_odc.files import read_regular
 
 
-class Parts:
-    """One file per rank in a directory; each is a trace of its own.
+class TimelineFiles:
+    """One file per rank in a directory, each a trace of its own, until one file has all of them.
 
     Args:
-        directory: where they lie.
-        run: files of other runs are not looked at.
-        world_size: number of ranks.
+        directory: The directory of the files.
+        run: The name of the run; files of other runs are not looked at.
+        world_size: The number of ranks.
     """
 
     def __init__(self, directory: Path, run: str, world_size: int) -> None:
@@ -33,58 +32,48 @@ class Parts:
         self._run = run
         self._world_size = world_size
 
-    def save(self, part: Timeline, merged: Path | None = None, whole: bool = False) -> None:
-        """Write one rank's part, and all parts that are there into one file.
+    def write_rank(self, own: Timeline, merged: Path | None = None, whole: bool = False) -> None:
+        """Write one rank's file, and all files that are there into one.
 
         Args:
-            part: the timeline of a single rank.
-            merged: where to merge to; by default nowhere.
-            whole: merge only if all ranks' parts are there and complete, that is, on the last rank to come here.
+            own: The timeline of a single rank.
+            merged: The file to merge into; by default none.
+            whole: Merge only if all ranks' files are there and complete, that is, on the last rank to come here.
         """
-        files.write_whole(self._path(part.ranks[0].rank), encode(part))
+        files.write_whole(self._path(own.ranks[0].rank), encode(own))
         if merged is None:
             return
         with files.one_at_a_time(self._directory):
-            parts = self._read()
-            complete = [one for one in parts if one.ranks[0].complete]
+            timelines = self._read_ranks()
+            complete = [one for one in timelines if one.ranks[0].complete]
             if not whole or len(complete) == self._world_size:
-                files.write_whole(merged, encode(merge(parts)))
+                files.write_whole(merged, encode(merge(timelines)))
 
     def write_merged(self, timeline: Timeline, path: Path) -> None:
-        """Write the final trace; then the parts are of no more use."""
+        """Write the final trace; then the ranks' files are of no more use."""
         with files.one_at_a_time(self._directory):
             files.write_whole(path, encode(timeline))
         for rank in range(self._world_size):
-            self.remove(rank)
+            self.remove_rank(rank)
 
-    def remove(self, rank: int) -> None:
-        """Remove a rank's part, of whatever run."""
+    def remove_rank(self, rank: int) -> None:
+        """Remove a rank's file, of whatever run."""
         files.remove(self._path(rank))
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"timeline-rank{rank}.json"
 
-    def _read(self) -> list[Timeline]:
-        """The parts of this run, in rank order."""
-        parts = []
+    def _read_ranks(self) -> list[Timeline]:
+        """The timelines of this run's ranks, in rank order."""
+        timelines = []
         for rank in range(self._world_size):
             try:
-                part = decode(files.read_regular(self._path(rank)))
+                timeline = decode(files.read_regular(self._path(rank)))
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # not there, or not written by this class
-            if part.run == self._run and [one.rank for one in part.ranks] == [rank]:
-                parts.append(part)
-        return parts
-
-
-def pack(timeline: Timeline) -> bytes:
-    """A timeline as few bytes, to send."""
-    return zlib.compress(encode(timeline), level=1)
-
-
-def unpack(packed: bytes) -> Timeline:
-    """The inverse of `pack`."""
-    return decode(zlib.decompress(packed))
+            if timeline.run == self._run and [one.rank for one in timeline.ranks] == [rank]:
+                timelines.append(timeline)
+        return timelines
 
 
 FORMAT = "lightning-odc timeline 1"

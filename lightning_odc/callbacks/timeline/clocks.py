@@ -2,8 +2,8 @@
 
 Note [Bounds of a clock's offset]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Nobody leaves an exchange with all ranks before everybody has entered it. Let rank ``r`` read its clock on entering and
-on leaving, and let ``offset`` be how far its clock is ahead of rank 0's. Rank 0 left after ``r`` entered:
+No rank leaves an exchange with all ranks before every rank has entered it. Let rank ``r`` read its clock on entering
+and on leaving, and let ``offset`` be how far its clock is ahead of rank 0's. Rank 0 left after ``r`` entered:
 ``entered[r] - offset <= left[0]``. And ``r`` left after rank 0 entered: ``entered[0] <= left[r] - offset``. Hence
 
     entered[r] - left[0]  <=  offset  <=  left[r] - entered[0]
@@ -27,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Passage(NamedTuple):
-    """When a rank went through an exchange: nanoseconds of its own monotonic clock."""
+    """When a rank went through an exchange or a collective: nanoseconds of its own monotonic clock."""
 
     entered: int
     left: int

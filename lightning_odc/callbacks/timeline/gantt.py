@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_odc.callbacks.timeline import palette
+from lightning_odc.callbacks.timeline.palette import IDLE
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole
@@ -16,24 +18,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-IDLE = "#d4d4d4"
 WORK = {
-    "forward": "#6baed6",
-    "backward": "#2c6aa8",
-    "optimizer": "#41a36b",
-    "data": "#e8d174",
-    "validation": "#8fc7c0",
+    "forward": palette.LIGHT_BLUE,
+    "backward": palette.BLUE,
+    "optimizer": palette.GREEN,
+    "data": palette.YELLOW,
+    "validation": palette.TEAL,
 }
 """Colours of the upper lane of a row, where a rank computes."""
 COMMUNICATION = {
-    "read": "#f0a04b",
-    "add": "#c8553d",
-    "all_gather": "#f0a04b",
-    "reduce_scatter": "#c8553d",
-    "all_reduce": "#c8553d",
-    "exchange": "#8b6bb1",
-    "settle": "#8b6bb1",
-    "publish": "#c2a5e0",
+    "read": palette.ORANGE,
+    "add": palette.RED,
+    "all_gather": palette.ORANGE,
+    "reduce_scatter": palette.RED,
+    "all_reduce": palette.RED,
+    "exchange": palette.PURPLE,
+    "settle": palette.PURPLE,
+    "publish": palette.LIGHT_PURPLE,
 }
 """Colours of the lower lane, where a rank moves bytes."""
 _LABELS = {"data": "between batches", "wait": "idle: waiting for others"}

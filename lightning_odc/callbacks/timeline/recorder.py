@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
-from lightning_odc.callbacks.timeline.chrome_trace import Parts, pack, unpack
+from lightning_odc.callbacks.timeline.chrome_trace import TimelineFiles, decode, encode
 from lightning_odc.callbacks.timeline.clocks import measure_clocks
 from lightning_odc.callbacks.timeline.recording import Recording, Run
 from lightning_odc.callbacks.timeline.spans import Timeline, merge
@@ -34,7 +35,7 @@ class TimelineRecorder(Callback):
     Lightning's hooks tell what they can, and the file says what is not seen.
 
     Writes ``timeline.json`` (open it in https://ui.perfetto.dev) and ``timeline.png`` (needs ``matplotlib``) when the
-    fit ends; until then, every rank keeps its own part in ``timeline-rank<r>.json``, a trace of its own, up to date
+    fit ends; until then, every rank keeps its own timeline in ``timeline-rank<r>.json``, a trace too, up to date
     within some seconds. What is there after a crash can be opened, too. Recording sends no message between ranks from
     the first step to the last.
 
@@ -61,7 +62,7 @@ class TimelineRecorder(Callback):
         self.timeline: Timeline | None = None
         self._writable = True
         self._recording: Recording | None = None
-        self._parts: Parts | None = None
+        self._files: TimelineFiles | None = None
 
     @property
     def trace_path(self) -> Path:
@@ -105,8 +106,8 @@ class TimelineRecorder(Callback):
             waits=alone or (isinstance(strategy, ODCStrategy) and strategy.communication != "collective"),
         )
         clock = clocks[trainer.global_rank if len(clocks) > 1 else 0]
-        self._parts = Parts(self.dirpath, run.name, run.world_size)
-        self._parts.remove(trainer.global_rank)  # of an earlier run
+        self._files = TimelineFiles(self.dirpath, run.name, run.world_size)
+        self._files.remove_rank(trainer.global_rank)  # of an earlier run
         self._recording = Recording(
             run, trainer.global_rank, clock, self.capacity, engine, _forwarded(trainer, pl_module)
         )
@@ -169,10 +170,10 @@ class TimelineRecorder(Callback):
             return
         recording.release()
         recording.complete = recording.complete or self.steps is None
-        parts = _gather(pack(recording.part()))
+        by_rank = _gather(zlib.compress(encode(recording.timeline()), level=1))
         if not trainer.is_global_zero:
             return
-        timeline = merge([unpack(part) for part in parts])
+        timeline = merge([decode(zlib.decompress(content)) for content in by_rank])
         if not any(rank.spans for rank in timeline.ranks):
             rank_zero_warn(
                 f"TimelineRecorder(steps={self.steps}) recorded nothing: training ended after optimizer step "
@@ -191,7 +192,7 @@ class TimelineRecorder(Callback):
         recording.interrupt()
         if recording.tracer.spans:
             recording.run.notes.append(f"Rank {recording.rank} ended by {type(exception).__name__}.")
-            _attempt(lambda: self._parts.save(recording.part(), self.trace_path))  # type: ignore[union-attr]
+            _attempt(lambda: self._files.write_rank(recording.timeline(), self.trace_path))  # type: ignore[union-attr]
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._recording is not None:
@@ -204,15 +205,16 @@ class TimelineRecorder(Callback):
         return self.steps is None or step in self.steps
 
     def _save(self, merge_if_last: bool = False) -> None:
-        """Bring this rank's part up to date."""
-        recording, parts, began = self._recording, self._parts, time.monotonic()
-        assert recording is not None and parts is not None
-        _attempt(lambda: parts.save(recording.part(), self.trace_path if merge_if_last else None, whole=True))
+        """Bring this rank's file up to date."""
+        recording, own, began = self._recording, self._files, time.monotonic()
+        assert recording is not None and own is not None
+        merged = self.trace_path if merge_if_last else None
+        _attempt(lambda: own.write_rank(recording.timeline(), merged, whole=True))
         recording.saved(began)
 
     def _write(self, timeline: Timeline) -> None:
-        assert self._parts is not None
-        self._parts.write_merged(timeline, self.trace_path)
+        assert self._files is not None
+        self._files.write_merged(timeline, self.trace_path)
         try:
             gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
         except Exception as error:  # whatever it is, it must not end a fit that went well

@@ -25,7 +25,7 @@ class MicrobatchTracer(Tracer):
     without a number.
 
     Args:
-        capacity: most spans to keep; later ones are counted and dropped.
+        capacity: The most spans to keep; later ones are counted and dropped.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -66,7 +66,7 @@ class Phases:
     """Forward, backward and optimizer from Lightning's hooks, one after another, where no engine tells.
 
     Args:
-        tracer: gets the spans.
+        tracer: The tracer that gets the spans.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -115,16 +115,16 @@ class Recording:
     """What one rank has recorded so far. Call `release` at the end.
 
     Args:
-        run: what the ranks agreed on.
-        rank: of this process.
-        clock: of this process.
-        capacity: most spans to keep.
-        engine: traces what it does, or ``None`` to go by Lightning's hooks alone.
-        module: whose inputs are looked at to count tokens.
+        run: What the ranks agreed on.
+        rank: The rank of this process.
+        clock: The clock of this process.
+        capacity: The most spans to keep.
+        engine: The engine, which traces what it does, or ``None`` to go by Lightning's hooks alone.
+        module: The module whose inputs are looked at to count tokens.
 
     Attributes:
-        step: the optimizer step that is being recorded, if one is.
-        complete: nothing more is to be recorded.
+        step: The optimizer step that is being recorded, if one is.
+        complete: Whether all that was asked for is recorded.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Recording:
 
     # -- what is known ------------------------------------------------------------------------------------
 
-    def part(self) -> Timeline:
+    def timeline(self) -> Timeline:
         """This rank's timeline so far."""
         shift = self.run.origin_ns + self.clock.offset_ns
         spans = [

@@ -102,32 +102,32 @@ class Timeline:
         return sum(rank.idle_seconds for rank in self.ranks) / covered if covered else 0.0
 
 
-def merge(parts: Sequence[Timeline]) -> Timeline:
-    """One timeline from those of single ranks, with the waits inside collectives told apart.
+def merge(timelines: Sequence[Timeline]) -> Timeline:
+    """One timeline from those of single ranks, with the waits inside collectives as spans of their own.
 
     Args:
-        parts: at least one, all of the same run.
+        timelines: At least one, all of the same run.
     """
-    ranks = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.rank)
-    notes = list(dict.fromkeys(note for part in parts for note in part.notes))
-    first = parts[0]
+    ranks = sorted((rank for one in timelines for rank in one.ranks), key=lambda rank: rank.rank)
+    notes = list(dict.fromkeys(note for one in timelines for note in one.notes))
+    first = timelines[0]
     missing = sorted(set(range(first.world_size)) - {rank.rank for rank in ranks})
     if missing:
         notes.append(f"Nothing is known of rank(s) {', '.join(map(str, missing))}.")
-    seen = all(part.waiting_seen for part in parts)
+    seen = all(one.waiting_seen for one in timelines)
     if len(ranks) == first.world_size > 1:
-        ranks, found = _tell_waits_apart(ranks)
+        ranks, found = _add_collective_waits(ranks)
         seen = seen or found
     return replace(first, ranks=ranks, notes=notes, waiting_seen=seen)
 
 
-def _tell_waits_apart(ranks: list[RankTimeline]) -> tuple[list[RankTimeline], bool]:
+def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline], bool]:
     """See Note [Waiting inside a collective]. Also tells whether there were collectives."""
     meetings = [sorted(rank.of(*COLLECTIVES), key=lambda span: span.begin) for rank in ranks]
     waits: list[list[Span]] = [[] for _ in ranks]
     for together in zip(*meetings, strict=False):
         if len({span.kind for span in together}) > 1:
-            break  # some spans were dropped: from here on nobody knows what belongs together
+            break  # some spans were dropped: from here on it is unknown which belong together
         last = max(range(len(ranks)), key=lambda index: together[index].begin)
         for mine, span in zip(waits, together, strict=True):
             until = min(together[last].begin, span.end)

@@ -1,12 +1,10 @@
-"""A line to a rank on another host: small messages, and knowing when the other end is gone.
+"""A connection to a rank on another host: small messages, and knowing when the other end is gone.
 
-Note [Lines between hosts]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks that wait for each other across hosts wait at a line, a TCP connection, and not inside a collective: a collective
-cannot be left before its own deadline, and does not say who is missing. The kernel answers for a rank that computes, so
-a long microbatch is no silence; a process that ends closes its line at once; and a host that is cut off or down is
-found out by keep-alive probes, and by data that nobody acknowledges, after a *silence* of seconds. A rank that fails
-says why before it closes. Gradients do not take this way: they go by a collective, which begins when everybody is
+Ranks that wait for each other across hosts wait at a TCP connection and not inside a collective: a collective cannot be
+left before its own deadline, and does not say who is missing. The kernel answers for a rank that computes, so a long
+microbatch is no silence; a process that ends closes its connection at once; and a host that is cut off or down is found
+out by keep-alive probes, and by data that stays without acknowledgement, after a *silence* of seconds. A rank that
+fails says why before it closes. Gradients do not take this way: they go by a collective, which begins when everybody is
 there.
 """
 
@@ -36,33 +34,33 @@ class Kind(IntEnum):
     LEAVE = 2  # the sender is done
 
 
-class Line:
-    """One end of a line. Nothing here waits, except `say_last` for a moment.
+class Connection:
+    """One end of a connection. Nothing here waits, except `say_last` for a moment.
 
     Args:
-        connection: connected; from now on the line's.
-        name: of the rank at the other end and its host, for messages.
+        sock: a connected socket, which belongs to this object from now on.
+        name: the rank at the other end and its host, for messages.
         silence: seconds without any sign of the other host after which it counts as cut off.
 
     Attributes:
         failure: why the rank at the other end failed, once it said so.
         has_left: it said that it is done.
-        broken: what happened to the line, once it cannot be used any more.
+        broken: what happened to the connection, once it cannot be used any more.
     """
 
-    def __init__(self, connection: socket.socket, name: str, silence: float) -> None:
+    def __init__(self, sock: socket.socket, name: str, silence: float) -> None:
         self.name = name
         self.failure: str | None = None
         self.has_left = False
         self.broken = ""
-        self._connection = connection
+        self._socket = sock
         self._silence = silence
         self._is_over = False
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._records: deque[bytes] = deque()
-        _watch(connection, silence)
-        connection.setblocking(False)
+        _watch(sock, silence)
+        sock.setblocking(False)
 
     def send(self, kind: Kind, message: bytes) -> None:
         """Put a message on its way; `pump` moves what does not go at once."""
@@ -76,14 +74,8 @@ class Line:
         return not self._outgoing
 
     @property
-    def waits(self) -> bool:
-        """A record has come that nobody has taken."""
-        self.pump()
-        return self.has_come
-
-    @property
     def has_come(self) -> bool:
-        """The same, by what `pump` has found so far: for other threads, which must not call that."""
+        """A record that was not taken yet, by what `pump` has found so far (other threads must not call that)."""
         return bool(self._records)
 
     def take(self) -> bytes:
@@ -91,7 +83,7 @@ class Line:
         return self._records.popleft()
 
     def pump(self) -> None:
-        """Move what can be moved now, and look whether the line still holds."""
+        """Move what can be moved now, and look whether the connection still holds."""
         if self.broken:
             return
         try:
@@ -112,18 +104,18 @@ class Line:
 
     def close(self) -> None:
         self.broken = self.broken or "closed"
-        self._connection.close()
+        self._socket.close()
 
     def _push(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._outgoing:
-                gone = self._connection.send(self._outgoing[:_CHUNK])
+                gone = self._socket.send(self._outgoing[:_CHUNK])
                 del self._outgoing[:gone]
 
     def _pull(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                data = self._connection.recv(_CHUNK)
+                data = self._socket.recv(_CHUNK)
                 if not data:
                     self.broken = "ended without a word (killed, out of memory, or crashed)"
                     return
@@ -156,12 +148,12 @@ class Line:
         )
 
 
-def _watch(connection: socket.socket, silence: float) -> None:
+def _watch(sock: socket.socket, silence: float) -> None:
     """Let the kernel find out that the other host is gone."""
     pause = max(int(silence / _PROBES), 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))

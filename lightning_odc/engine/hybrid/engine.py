@@ -4,11 +4,22 @@ Note [Two levels]
 ~~~~~~~~~~~~~~~~~
 Every node holds a whole replica of the model, sharded over its own ranks (a *row*), which run the protocol among
 themselves as if there were no other nodes. The ranks that hold the same shards on all nodes are a *column*. A meeting
-has two parts: a rank first tells its column its record, over lines (Note [Lines between hosts]), then its row what it
-heard. So after the second part every rank has the records of all ranks, and nobody is still at work on the minibatch,
-on any node. What follows a meeting that ends a version is the only time that gradients leave a node: every rank sums
+has two stages: a rank first tells its column its record, over TCP (``connection.py``), then its row what it heard. So
+after the second stage every rank has the records of all ranks, and no rank is still at work on the minibatch, on any
+node. What follows a meeting that ends a version is the only time that gradients leave a node: every rank sums
 what its row has added up for its shards over its column, unit by unit, and takes up a unit while later ones are under
 way. After that all replicas take the same optimizer step, so that parameters need not be sent.
+
+Four ranks on two nodes, rows ``(0, 1)`` and ``(2, 3)``, columns ``(0, 2)`` and ``(1, 3)``, a unit of 4 numbers, 2 per
+rank; rank ``r`` tells the record ``R_r``::
+
+    rank                      0            1            2            3
+    record                    R0           R1           R2           R3
+    after the column          R0 R2        R1 R3        R0 R2        R1 R3
+    after the row             R0 R1 R2 R3 on every rank, in this order
+    has added up, shape [2]   [1, 1]       [5, 5]       [2, 2]       [7, 7]       of the microbatches of its row
+    sum over the column       [3, 3]       [12, 12]     [3, 3]       [12, 12]     of all microbatches
+    optimizer step on         numbers 0, 1 numbers 2, 3 numbers 0, 1 numbers 2, 3
 
 Replicas begin equal, because the values of the first node are sent to the others when the engine attaches; and whenever
 parameters are published outside a step, ranks compare checksums of them.
@@ -24,11 +35,11 @@ from torch import Tensor
 
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.hybrid.layout import Layout
-from lightning_odc.engine.hybrid.replica_link import Column
+from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import Replicas, checksums
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Activity
-from lightning_odc.engine.protocol import Protocol, Record
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.waiting import Cause
 
@@ -40,7 +51,7 @@ class HybridProtocol(Protocol):
         transport: between the ranks of this row, not yet opened.
         units: as in `Protocol`.
         layout: of all ranks.
-        column: not yet opened.
+        link: to this rank's column, not yet opened.
         replicas: opened.
         **options: as in `Protocol`.
     """
@@ -51,70 +62,71 @@ class HybridProtocol(Protocol):
         units: Sequence[UnitSpec],
         *,
         layout: Layout,
-        column: Column,
+        link: ReplicaLink,
         replicas: Replicas,
         **options: Any,
     ) -> None:
         super().__init__(transport, units, **options)
         self._layout = layout
-        self._column = column
+        self._link = link
         self._replicas = replicas
         self._sums: dict[int, Callable[[], Tensor]] = {}
         self._specs = tuple(units)
-        self.peers.beyond = column.trouble
+        self.peers.beyond = link.trouble
 
     def open(self) -> None:
-        self._column.open()
+        self._link.open()
         try:
             super().open()
         except BaseException:
-            self._column.close()
+            self._link.close()
             raise
 
     def close(self) -> None:
         super().close()
-        self._column.close()
+        self._link.close()
 
     def fail(self, message: str) -> None:
         super().fail(message)
-        self._column.fail(message)
+        self._link.fail(message)
 
-    def end_version(self, record: Record) -> list[Record]:
-        records = super().end_version(record)
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        items = super().end_version(kind, item)
         with self.traced("begin_sum_over_nodes"):
             for index, spec in enumerate(self._specs):
-                if spec.grad_numel:
+                if spec.grad_numel:  # a 1-D tensor of so many numbers; [1, 1] on rank 0 of the example
                     self._sums[index] = self._replicas.begin_sum(self.windows[index].summed())
                     self.traffic.bytes_reduced += spec.grad_bytes
-        return records
+        return items
 
     def total(self, unit: int) -> Tensor:
         if unit not in self._sums:
             return super().total(unit)
         with self.traced("sum_over_nodes", unit=self._specs[unit].name):
-            return self._sums.pop(unit)()
+            return self._sums.pop(unit)()  # waits for this unit alone; [3, 3] on rank 0 of the example
 
     @property
     def _ranks(self) -> Sequence[int]:
         return range(self._layout.world_size)
 
-    def _exchange(self, record: Record) -> list[Record]:
-        rows = super()._exchange({"kind": record["kind"], "column": self._meet_column(record)})
-        return self._layout.by_rank([row["column"] for row in rows])
+    def _exchange(self, kind: str, record: Any) -> list[Any]:
+        column = self._meet_column(kind, record)  # on ranks 0 and 2 of the example [R0, R2]
+        by_column = super()._exchange(kind, column)  # [[R0, R2], [R1, R3]], from the ranks of this row
+        return self._layout.by_rank(by_column)  # [R0, R1, R2, R3]
 
-    def _meet_column(self, record: Record) -> list[Record]:
+    def _meet_column(self, kind: str, record: Any) -> list[Any]:
+        """The records of this rank's column, in its order."""
         self.peers.begin(Activity.MEET)
-        self._column.begin(record)
+        self._link.begin(record)
         self.waiter.until(
-            self._column.complete,
+            self._link.complete,
             Cause.SETTLE,
             lambda: (
-                f"waiting for {self._column.missing()} on other nodes at meeting {self._meetings + 1} "
-                f"({record['kind']})"
+                f"waiting for {self._link.missing()} on other nodes at meeting {self._meetings + 1} ({kind})"
             ),
             check=self.peers.check_none_past,
         )
-        return self._column.records()
+        return self._link.records()
 
 
 class HybridEngine(OnDemandEngine):
@@ -124,7 +136,7 @@ class HybridEngine(OnDemandEngine):
         make_transport: as in `OnDemandEngine`, between the ranks of this row.
         rendezvous: gives every rank's object to every rank of the job; used at `attach` only.
         layout: of all ranks.
-        make_column: makes a fresh, unopened column.
+        make_link: makes a fresh, unopened link to this rank's column.
         replicas: not yet opened.
         **options: as in `OnDemandEngine`.
     """
@@ -135,13 +147,13 @@ class HybridEngine(OnDemandEngine):
         rendezvous: Rendezvous,
         *,
         layout: Layout,
-        make_column: Callable[[], Column],
+        make_link: Callable[[], ReplicaLink],
         replicas: Replicas,
         **options: Any,
     ) -> None:
         super().__init__(make_transport, rendezvous, **options)
         self._layout = layout
-        self._make_column = make_column
+        self._make_link = make_link
         self._replicas = replicas
 
     @property
@@ -152,13 +164,13 @@ class HybridEngine(OnDemandEngine):
         super().close()
         self._replicas.close()
 
-    def tasks(self, share: Minibatch) -> Iterator[Task]:
+    def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
         """As in `OnDemandEngine`; work is stolen within the row, whose windows are at hand."""
-        if share.all_shares is not None:
-            everybody = share.all_shares
-            share = share.map(lambda microbatch: microbatch)
-            share.all_shares = everybody.of(self._layout.row)
-        yield from super().tasks(share)
+        if minibatch.all_ranks is not None:
+            everybody = minibatch.all_ranks
+            minibatch = minibatch.map(lambda microbatch: microbatch)
+            minibatch.all_ranks = everybody.of(self._layout.row)
+        yield from super().tasks(minibatch)
 
     def refresh(self) -> None:
         self.reshard()
@@ -168,9 +180,9 @@ class HybridEngine(OnDemandEngine):
         self.publish()
 
     def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
-        column = self._make_column()
+        link = self._make_link()
         return HybridProtocol(
-            transport, units, layout=self._layout, column=column, replicas=self._replicas, **options
+            transport, units, layout=self._layout, link=link, replicas=self._replicas, **options
         )
 
     @torch.no_grad()

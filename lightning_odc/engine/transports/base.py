@@ -20,15 +20,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from lightning_odc.errors import WindowError
 
 #: Gives every rank's object to every rank, in rank order; all ranks must call it together.
 Rendezvous = Callable[[Any], list[Any]]
 
 _ALIGNMENT = 4096
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,40 @@ class Transport(ABC):
     def describe(self, peer: int) -> str:
         """How to call a peer in a message."""
         return f"rank {self.job_rank(peer)}"
+
+
+def together(
+    rendezvous: Rendezvous,
+    stage: Callable[[], _Answer],
+    give_up: Callable[[], None],
+    job_ranks: Sequence[int],
+) -> list[_Answer]:
+    """Do one stage of `Transport.open` on all ranks; returns what it returned on every rank.
+
+    Ranks check, create and attach, and after each stage tell each other how it went, so all of them go on or all raise
+    the same error. No rank creates before every rank has checked: a rank that looked later would count the windows that
+    are there already and the room for all of them, and refuse a job that fits.
+
+    Args:
+        rendezvous: gives every rank's object to every rank.
+        stage: raises ``OSError`` or ``RuntimeError`` if it cannot be done.
+        give_up: releases what this rank has taken so far.
+        job_ranks: what the ranks are called in messages.
+
+    Raises:
+        WindowError: on every rank, if it could not be done on one.
+    """
+    answer, error = None, ""
+    try:
+        answer = stage()
+    except (OSError, RuntimeError) as exception:
+        error = str(exception)
+    answers = rendezvous((answer, error))
+    for rank, (_, reason) in zip(job_ranks, answers, strict=True):
+        if reason:
+            give_up()
+            raise WindowError(f"Rank {rank} could not share memory with its peers: {reason}")
+    return [answer for answer, _ in answers]
 
 
 def check_message(spec: WindowSpec, message: bytes) -> None:

@@ -9,6 +9,8 @@ Note [When the host waits for its device].
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -16,14 +18,13 @@ from typing import TypeVar
 from torch import Tensor
 
 from lightning_odc.engine.transports import preflight
-from lightning_odc.engine.transports.announcer import Announcer
-from lightning_odc.engine.transports.base import Lock, Rendezvous, Transport, UnitSpec, WindowSpec
-from lightning_odc.engine.transports.device import Device, DeviceFacts
-from lightning_odc.engine.transports.opening import together
+from lightning_odc.engine.transports.base import Lock, Rendezvous, Transport, UnitSpec, WindowSpec, together
+from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WindowError
 
 _Answer = TypeVar("_Answer")
+_PATIENCE = 10.0  # seconds that the end waits for a device that hangs
 
 
 class CudaTransport(Transport):
@@ -61,7 +62,7 @@ class CudaTransport(Transport):
         self._accumulators: list[list[list[Tensor]]] = []
         self._streams: set[Hashable] = set()
 
-    # -- opening: see Note [Opening in parts] -------------------------------------------------------------
+    # -- opening ------------------------------------------------------------------------------------------
 
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
         dtypes = {unit.grad_dtype for unit in units if unit.grad_numel}
@@ -80,8 +81,8 @@ class CudaTransport(Transport):
         self._together(self._attach)
         self._announcer = Announcer(self._control.store, self._device.enter_thread)
 
-    def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
-        return together(self._rendezvous, part, self.close, self._job_ranks)
+    def _together(self, stage: Callable[[], _Answer]) -> list[_Answer]:
+        return together(self._rendezvous, stage, self.close, self._job_ranks)
 
     def _create(self, size: int) -> None:
         try:
@@ -136,8 +137,8 @@ class CudaTransport(Transport):
         return self._control.lock(owner, len(self._spec.units))
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
-        for part, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
-            self._device.copy(part, shard)
+        for target, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
+            self._device.copy(target, shard)
         self._streams.add(self._device.stream())
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
@@ -188,3 +189,51 @@ class CudaTransport(Transport):
 
     def describe(self, peer: int) -> str:
         return self._control.describe(peer)
+
+
+class Announcer:
+    """A thread that writes control words when this rank's device has done what they announce.
+
+    It writes them in the order in which they were handed over; see Note [When the host waits for its device].
+
+    Args:
+        store: writes a word.
+        enter_thread: called first in the thread.
+    """
+
+    def __init__(self, store: Callable[[int, int], None], enter_thread: Callable[[], None]) -> None:
+        self._store = store
+        self._enter_thread = enter_thread
+        self._waiting: queue.SimpleQueue[tuple[Mark, int, int] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="lightning-odc announcer", daemon=True)
+        self._thread.start()
+
+    def announce(self, mark: Mark, word: int, value: int) -> None:
+        """Write a word when ``mark`` has been passed.
+
+        Raises:
+            RuntimeError: an earlier word could not be written.
+        """
+        self.check()
+        self._waiting.put((mark, word, value))
+
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._error is not None:
+            raise RuntimeError("The device failed while parameters were published.") from self._error
+
+    def stop(self) -> None:
+        """Write what is left, and end. A device that hangs is not waited for any longer than 10 s. Idempotent."""
+        self._waiting.put(None)
+        self._thread.join(_PATIENCE)
+
+    def _run(self) -> None:
+        try:
+            self._enter_thread()
+            while (item := self._waiting.get()) is not None:
+                mark, word, value = item
+                mark.synchronize()  # without the interpreter's lock
+                self._store(word, value)
+        except BaseException as error:  # of the device or of the driver: for whoever asks next
+            self._error = error

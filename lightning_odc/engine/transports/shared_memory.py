@@ -19,9 +19,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from lightning_odc.engine.transports import fence, host
-from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
-from lightning_odc.engine.transports.opening import together
+from lightning_odc.engine.transports import host
+from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message, together
 from lightning_odc.engine.transports.window import HEADER_BYTES, Address, RangeLock, Region
 from lightning_odc.errors import WindowError
 
@@ -52,9 +51,9 @@ class SharedMemoryTransport(Transport):
         self._regions: dict[int, Region] = {}
         self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
-        self._fence: fence.Fence | None = None  # see Note [What orders memory]
+        self._fence: host.Fence | None = None  # see Note [What orders memory]
 
-    # -- opening: see Note [Opening in parts] -------------------------------------------------------------
+    # -- opening ------------------------------------------------------------------------------------------
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
@@ -63,13 +62,13 @@ class SharedMemoryTransport(Transport):
         self._addresses = self._together(lambda: self._create(size, secret))
         self._together(lambda: self._attach(size, secret))
 
-    def _together(self, part: Callable[[], _Answer]) -> list[_Answer]:
-        return together(self._rendezvous, part, self.close, self._job_ranks)
+    def _together(self, stage: Callable[[], _Answer]) -> list[_Answer]:
+        return together(self._rendezvous, stage, self.close, self._job_ranks)
 
     def _check(self, size: int) -> bytes:
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
         host.check_platform()
-        self._fence = fence.make_fence()
+        self._fence = host.make_fence()
         host.check_memory(size, self.world_size)
         return secrets.token_bytes(_SECRET_BYTES)
 

@@ -98,14 +98,13 @@ class SymmetricDevice(Device):
 
     def close(self) -> None:
         if self._own is not None:
-            with contextlib.suppress(RuntimeError):  # a device that has failed is waited for by nobody
+            with contextlib.suppress(RuntimeError):  # a device that has failed is not waited for
                 torch.cuda.synchronize(self._device)  # views of peers' memory end here
         self._handle = self._own = None
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(
-            self._device
-        )  # else a new thread may make a context on the first GPU, with its memory
+        # Else a new thread may make a context on the first GPU, with its memory.
+        torch.cuda.set_device(self._device)
 
     def stream(self) -> Hashable:
         return torch.cuda.current_stream(self._device)

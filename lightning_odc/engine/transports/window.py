@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports.base import WindowSpec
-from lightning_odc.engine.transports.fence import Fence
-from lightning_odc.engine.transports.host import boot_id, gib
+from lightning_odc.engine.transports.host import Fence, boot_id, gib
 from lightning_odc.errors import WindowError
 
 #: Bytes before the window's own layout begins.

@@ -19,4 +19,4 @@ def roll_out(model, some, seed):
 
 
 def summed_policy_loss(model, responses):
-    return strokes.policy_loss(model, strokes.pack(responses))[0]
+    return strokes.policy_loss(model, strokes.pack_rollouts(responses))[0]

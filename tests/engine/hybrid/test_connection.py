@@ -1,4 +1,4 @@
-"""Lines between ranks of different nodes, here between threads of one process."""
+"""Connections between ranks of different nodes, here between threads of one process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lightning_odc.engine.hybrid import replica_link as column_module
-from lightning_odc.engine.hybrid.connection import Kind, Line
-from lightning_odc.engine.hybrid.replica_link import Column
+from lightning_odc.engine.hybrid import replica_link as link_module
+from lightning_odc.engine.hybrid.connection import Connection, Kind
+from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 
@@ -28,35 +28,40 @@ def eventually(ready: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def has_record(end: Connection) -> bool:
+    end.pump()
+    return end.has_come
+
+
 @pytest.fixture
-def lines() -> Iterator[tuple[Line, Line]]:
+def ends() -> Iterator[tuple[Connection, Connection]]:
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
-        pair = Line(one, "0 (here)", SILENCE), Line(other, "1 (there)", SILENCE)
-        for line in pair:
-            stack.callback(line.close)
+        pair = Connection(one, "0 (here)", SILENCE), Connection(other, "1 (there)", SILENCE)
+        for end in pair:
+            stack.callback(end.close)
         yield pair
 
 
-def test_records_arrive_whole_and_in_order(lines):
-    one, other = lines
+def test_records_arrive_whole_and_in_order(ends):
+    one, other = ends
     long = b"x" * 5_000_000  # more than fits into the buffers of a socket
     for message in (b"first", long, b""):
         one.send(Kind.RECORD, message)
     assert not one.sent
     received = []
-    eventually(lambda: one.sent or other.waits)
+    eventually(lambda: one.sent or has_record(other))
     while len(received) < 3:
-        eventually(lambda: bool(one.sent) | other.waits)
-        received += [other.take()] if other.waits else []
+        eventually(lambda: one.sent | has_record(other))
+        received += [other.take()] if other.has_come else []
     assert received == [b"first", long, b""]
     assert not other.broken
 
 
-def test_a_line_tells_a_failure_from_leaving_and_from_a_crash(lines):
-    one, other = lines
+def test_a_connection_tells_a_failure_from_leaving_and_from_a_crash(ends):
+    one, other = ends
     one.say_last(Kind.FAILURE, b"ValueError: no")
     one.say_last(Kind.LEAVE)  # which a rank that has failed does, too
     one.close()
@@ -65,31 +70,31 @@ def test_a_line_tells_a_failure_from_leaving_and_from_a_crash(lines):
     assert "ended without a word" in other.broken
 
 
-def test_a_length_that_nobody_means_is_refused(lines):
-    one, other = lines
-    one._connection.send((1 << 40).to_bytes(8, "little") + b"\0")
+def test_a_length_that_nobody_means_is_refused(ends):
+    one, other = ends
+    one._socket.send((1 << 40).to_bytes(8, "little") + b"\0")
     with pytest.raises(ODCError, match="more than is allowed"):
-        eventually(lambda: other.waits)
+        eventually(lambda: has_record(other))
 
 
-def columns(count: int) -> list[Column]:
+def columns(count: int) -> list[ReplicaLink]:
     hub = ThreadHub(count)
     ranks = range(count)
 
     def rendezvous(rank: int) -> Callable[[Any], list[Any]]:
         return lambda item: hub.rendezvous(rank, item)
 
-    return [Column(rank, ranks, rendezvous(rank), "127.0.0.1", [0], SILENCE) for rank in ranks]
+    return [ReplicaLink(rank, ranks, rendezvous(rank), "127.0.0.1", [0], SILENCE) for rank in ranks]
 
 
-def opened(made: list[Column]) -> None:
+def opened(made: list[ReplicaLink]) -> None:
     with ThreadPoolExecutor(len(made)) as pool:
         for future in [pool.submit(column.open) for column in made]:
             future.result(timeout=30)
 
 
 @pytest.fixture
-def three() -> Iterator[list[Column]]:
+def three() -> Iterator[list[ReplicaLink]]:
     made = columns(3)
     opened(made)
     yield made
@@ -141,7 +146,7 @@ def test_one_that_fails_is_told_with_its_reason_before_one_that_followed(three):
 
 
 def test_one_that_dies(three):
-    three[2]._lines[0]._connection.close()
+    three[2]._peers[0]._socket.close()
     eventually(lambda: bool(three[0].trouble()))
     assert three[0].trouble() == (
         "Rank 2 (127.0.0.1) ended without a word (killed, out of memory, or crashed)."
@@ -150,7 +155,7 @@ def test_one_that_dies(three):
 
 def test_strangers_are_turned_away(monkeypatch):
     ports: list[int] = []
-    listen = column_module._listen
+    listen = link_module._listen
 
     def listen_and_tell() -> socket.socket:
         listener = listen()
@@ -163,7 +168,7 @@ def test_strangers_are_turned_away(monkeypatch):
         return listener
 
     strangers: list[socket.socket] = []
-    monkeypatch.setattr(column_module, "_listen", listen_and_tell)
+    monkeypatch.setattr(link_module, "_listen", listen_and_tell)
     made = columns(2)
     opened(made)
     made[0].begin({"rank": 0})
@@ -178,7 +183,7 @@ def test_strangers_are_turned_away(monkeypatch):
 
 
 def test_a_rank_that_cannot_connect_ends_all_with_the_reason(monkeypatch):
-    monkeypatch.setattr(column_module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(link_module, "_PATIENCE", 0.3)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no route to host")
@@ -187,7 +192,7 @@ def test_a_rank_that_cannot_connect_ends_all_with_the_reason(monkeypatch):
     made = columns(2)
     errors: list[str] = []
 
-    def open_one(column: Column) -> None:
+    def open_one(column: ReplicaLink) -> None:
         try:
             column.open()
         except WindowError as error:

@@ -348,7 +348,7 @@ def test_an_error_on_one_node_ends_the_others_by_name():
 # -- layouts --------------------------------------------------------------------------------------------------
 
 
-class SilentColumn:
+class SilentLink:
     """The other node has not come yet."""
 
     open = close = begin = lambda *_: None
@@ -360,13 +360,13 @@ class SilentColumn:
 
 def test_a_neighbour_that_has_gone_on_is_named_by_those_that_wait_for_another_node():
     hub, layout = ThreadHub(2), Layout(((0, 1), (2, 3)), rank=2)
-    parts: dict[str, Any] = {"layout": layout, "column": SilentColumn(), "replicas": None, "timeout": 20}
+    parts: dict[str, Any] = {"layout": layout, "link": SilentLink(), "replicas": None, "timeout": 20}
     first, second = (HybridProtocol(hub.transport(rank), UNITS, **parts) for rank in range(2))
     together(first.open, second.open)
     first.transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
     second.come_to_end()
     with pytest.raises(DisagreementError, match=r"Rank 3 has ended a batch .* in which rank 2 waits for it"):
-        first.meet({"kind": "step"})
+        first.meet("step")
 
 
 def test_a_layout_has_rows_and_columns():

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.announcer import Announcer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
-from lightning_odc.engine.transports.cuda import CudaTransport
+from lightning_odc.engine.transports.cuda import Announcer, CudaTransport
 from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.units import filled_like
 from lightning_odc.errors import ODCError, StaleShardError, WindowError
@@ -78,11 +77,11 @@ class Play:
             counts = [(rank + step) % self.world for rank in range(self.world)]
             for _ in range(counts[self.rank]):
                 self.microbatch()
-            self.protocol.end_version({"kind": "step"})
+            self.protocol.end_version("step")
             self.take(sum((rank + 1) * count for rank, count in enumerate(counts)))
             self.protocol.next_version()
             self.publish()
-        self.protocol.meet({"kind": "end"})
+        self.protocol.meet("end")
         self.protocol.close()
         return self.wrong
 

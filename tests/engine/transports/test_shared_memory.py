@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.transports import fence, host, shared_memory
+from lightning_odc.engine.transports import host, shared_memory
 from lightning_odc.engine.transports import window as region
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
@@ -432,9 +432,9 @@ def test_dead_peers_with_more_than_1023_open_files():
 
 def _with_a_fence(rank: int, scenario: Scenario) -> Any:
     """Fence as weakly ordered machines do; returns the scenario's result and the fences that it took."""
-    count, make = [0], fence.membarrier
+    count, make = [0], host.membarrier
 
-    def counted(machine: str) -> fence.Fence:
+    def counted(machine: str) -> host.Fence:
         inner = make(platform.machine())
 
         def barrier() -> None:
@@ -443,8 +443,8 @@ def _with_a_fence(rank: int, scenario: Scenario) -> Any:
 
         return barrier
 
-    fence.membarrier = counted  # type: ignore[assignment]
-    fence._STRONGLY_ORDERED = ()  # type: ignore[assignment]
+    host.membarrier = counted  # type: ignore[assignment]
+    host._STRONGLY_ORDERED = ()  # type: ignore[assignment]
     return [in_one_process(rank, scenario), count[0]]
 
 
@@ -494,14 +494,14 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
 
 
 def test_a_kernel_without_membarrier_is_refused(monkeypatch):
-    monkeypatch.setitem(fence._MEMBARRIER, "aarch64", 9999)
+    monkeypatch.setitem(host._MEMBARRIER, "aarch64", 9999)
     with pytest.raises(WindowError, match=r"which failed \(Function not implemented\)\. Use ODCStrategy"):
-        fence.make_fence("aarch64")
+        host.make_fence("aarch64")
 
 
 def test_only_strongly_ordered_machines_go_without_a_fence():
-    assert fence.make_fence("x86_64") is None
+    assert host.make_fence("x86_64") is None
     with pytest.raises(
         WindowError, match=r'(?s)on sparc64 processors .* Use ODCStrategy\(communication="collective"\)'
     ):
-        fence.make_fence("sparc64")
+        host.make_fence("sparc64")

@@ -9,7 +9,7 @@ where the lag is what is read ahead plus the minibatches of an optimizer step. W
 to all ranks, and later ones do not count. What was known after each of the last ``lag`` minibatches is saved with the
 loader, so a resumed run makes the plans of one that was not interrupted.
 
-Plans are made in the process that trains, by the sampler of the shares; workers only read what they are told to.
+Plans are made in the process that trains, by the sampler; workers only read what they are told to.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Measurement = tuple[int, Sequence[int], float]
 """Number of the minibatch, lengths of a microbatch's samples, and the seconds of own work that it took."""
 
 
-class Learning:
-    """Which plan may use what of a cost that learns; see Note [Plans of what everybody knows].
+class LaggedCost:
+    """A cost that learns, as each plan may use it; see Note [Plans of what everybody knows].
 
     Args:
-        cost: that learns.
+        cost: The cost that learns.
 
     Attributes:
-        lag: how many minibatches a plan is behind.
-        begun: minibatches that were handed out so far.
+        lag: The number of minibatches that a plan is behind.
+        begun: The number of minibatches that were handed out so far.
     """
 
     def __init__(self, cost: FittedCost) -> None:

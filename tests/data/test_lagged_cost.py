@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_odc.balance import FittedCost
-from lightning_odc.data.learning import Learning, Measurement
+from lightning_odc.data.lagged_cost import LaggedCost, Measurement
 from lightning_odc.data.loader import BalancedDataLoader
 from tests.data.test_iterable import Sized
 from tests.data.test_loader import LENGTHS, Rows, loader
@@ -21,12 +21,12 @@ def measured(number: int, rank: int, seconds: float = 1.0) -> list[Measurement]:
     return [(number, [100, 200], seconds * (1 + rank))]
 
 
-def observe(learning: Learning, *numbers: int) -> None:
-    learning.observe([[row for n in numbers for row in measured(n, rank, 1 + n)] for rank in range(2)])
+def observe(lagged: LaggedCost, *numbers: int) -> None:
+    lagged.observe([[row for n in numbers for row in measured(n, rank, 1 + n)] for rank in range(2)])
 
 
 def test_plans_are_behind_by_the_lag_however_much_is_known():
-    early, late = Learning(FittedCost(2)), Learning(FittedCost(2))
+    early, late = LaggedCost(FittedCost(2)), LaggedCost(FittedCost(2))
     early.lag = late.lag = 3
     asked_at_once = [early.cost_for(number) for number in range(3)]
     for number in range(6):
@@ -34,7 +34,7 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
         observe(late, number)
     assert asked_at_once == [FittedCost(2).snapshot()] * 3
     assert late.cost_for(6) != late.cost.snapshot()
-    reference = Learning(FittedCost(2))
+    reference = LaggedCost(FittedCost(2))
     for number in range(4):
         observe(reference, number)
     assert late.cost_for(6) == reference.cost.snapshot()
@@ -42,16 +42,16 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
 
 
 def test_what_no_plan_asks_for_is_forgotten():
-    learning = Learning(FittedCost(2))
-    learning.lag = 4
+    lagged = LaggedCost(FittedCost(2))
+    lagged.lag = 4
     for number in range(30):
-        learning.begin()
-        observe(learning, number)
-    assert len(learning.state_dict()["learnt"]) == 4
+        lagged.begin()
+        observe(lagged, number)
+    assert len(lagged.state_dict()["learnt"]) == 4
 
 
 def test_minibatches_that_share_a_step_are_told_apart():
-    together, apart = Learning(FittedCost(2)), Learning(FittedCost(2))
+    together, apart = LaggedCost(FittedCost(2)), LaggedCost(FittedCost(2))
     observe(together, 0, 1)
     observe(apart, 0)
     observe(apart, 1)
@@ -59,7 +59,7 @@ def test_minibatches_that_share_a_step_are_told_apart():
 
 
 def test_the_state_goes_through_json():
-    one, other = Learning(FittedCost(2)), Learning(FittedCost(2))
+    one, other = LaggedCost(FittedCost(2)), LaggedCost(FittedCost(2))
     one.begin()
     observe(one, 0)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
@@ -98,7 +98,7 @@ class Run:
                     ]
                 if step % self.accumulate == 0 or step == len(self.loaders[0]):
                     for share in pair:
-                        share.origin.learning.observe(window)
+                        share.origin.cost.observe(window)
                     window = [[], []]
                 if len(texts) == steps:
                     for iterator in shares:
@@ -149,7 +149,7 @@ def test_a_stream_learns_where_it_is_planned():
             for rank, s in enumerate(shares)
         ]
         for share in shares:
-            share.origin.learning.observe(rows)
+            share.origin.cost.observe(rows)
     assert counts == [[3, 3], [3, 3], [5, 1], [5, 1]], "a stream is planned one minibatch behind"
     with pytest.raises(ValueError, match="write num_workers=0"):
         stream(num_workers=1)

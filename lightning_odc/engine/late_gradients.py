@@ -1,4 +1,4 @@
-"""What users do to ``.grad`` between a backward pass and the settle.
+"""Gradients between a backward pass and the settle: what stands in ``.grad``, and which hooks wait for it.
 
 Note [Gradients arrive late]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,6 +11,12 @@ effect:
 - emptying it (``zero_grad()``) drops the gradient of that shard, as under stock sharding. Before a later backward pass
   adds to the same accumulators, the ranks meet and empty them;
 - anything else (looking at the gradient, clipping it by hand) is an error that shows what to write.
+
+``fully_shard`` also calls what ``register_post_accumulate_grad_hook`` registered on a shard, once per backward pass. So
+a hook that is found when its parameter receives a gradient is held: ``fully_shard`` calls a stand-in, which does
+nothing. When the step settles, the hook is called with the gradient of the whole minibatch in ``.grad``: once per
+optimizer step, on every rank, in the order of the units. The stand-in has the hook's own key, so that the user's handle
+still removes it.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
@@ -34,7 +41,7 @@ class Placeholder(DTensor):
 
     Attributes:
         parameter_name: The name of the parameter.
-        zeroed: Somebody emptied it.
+        zeroed: The user emptied it.
     """
 
     parameter_name: str
@@ -98,7 +105,7 @@ class Placeholders:
             self._laid[slot] = grad
 
     def forget(self) -> None:
-        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a share.
+        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a minibatch.
 
         Placeholders that are still there keep their class; `lay` finds them again, since the parameters are in use.
         """
@@ -111,10 +118,10 @@ class Placeholders:
         self._laid.clear()
 
     def emptied(self) -> set[ParamSlot]:
-        """The parameters of which somebody emptied the gradient.
+        """The parameters of which the user emptied the gradient.
 
         Raises:
-            ODCError: somebody replaced a gradient.
+            ODCError: the user replaced a gradient.
         """
         gone = set()
         for slot, placeholder in self._laid.items():
@@ -141,3 +148,65 @@ class Placeholders:
                     "Several backward passes in one optimizer step must go through Lightning: write "
                     "`self.manual_backward(loss)` instead of `loss.backward()`."
                 )
+
+
+class LateHooks:
+    """The hooks of one model's shards.
+
+    Attributes:
+        holding: hooks that are held wait; otherwise they are called when ``fully_shard`` calls them.
+    """
+
+    def __init__(self) -> None:
+        self.holding = True
+        self._calling = False
+
+    def hold(self, shard: Tensor) -> None:
+        """Let the hooks of a sharded parameter wait; a gradient for it is under way."""
+        hooks = _compat.gradient_hooks_of(shard)
+        for key, hook in hooks.items():
+            if not isinstance(hook, _Held):
+                hooks[key] = _Held(hook, self)
+
+    def call(self, shard: Tensor) -> None:
+        """Call the hooks of a sharded parameter, whose gradient is complete."""
+        hooks = _compat.gradient_hooks_of(shard)
+        self._calling = True
+        try:
+            for hook in list(hooks.values()):
+                (hook.hook if isinstance(hook, _Held) else hook)(shard)
+        finally:
+            self._calling = False
+
+    def check_outside(self) -> None:
+        """Refuse to end a step inside a hook.
+
+        Raises:
+            ODCError: a hook is running.
+        """
+        if self._calling:
+            raise ODCError(
+                "A hook of `register_post_accumulate_grad_hook` called `step()` of an optimizer of Lightning, or "
+                "`settle_gradients()`, while ranks settle the gradients. In hooks, step with optimizers of torch: "
+                "`torch.optim.AdamW([parameter]).step()`, not `self.optimizers()[i].step()`."
+            )
+
+    def release(self, shards: Iterable[Tensor]) -> None:
+        """Give hooks back to ``fully_shard``. Idempotent."""
+        for shard in shards:
+            hooks = _compat.gradient_hooks_of(shard)
+            for key, hook in hooks.items():
+                if isinstance(hook, _Held):
+                    hooks[key] = hook.hook
+
+
+class _Held:
+    """Stands where a hook was registered."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], hooks: LateHooks) -> None:
+        self.hook = hook
+        self._hooks = hooks
+
+    def __call__(self, shard: Tensor) -> None:
+        if not self._hooks.holding:
+            self.hook(shard)

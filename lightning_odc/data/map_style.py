@@ -1,0 +1,261 @@
+"""A map-style data set, read for one rank: planned in the process that trains, read there or by workers.
+
+A minibatch goes through three hands. `MapReading` plans it, as early as torch's ``DataLoader`` reads ahead, and hands
+out this rank's `Assignment`. A `SampleReader` reads the samples and makes a `Minibatch`. When that arrives,
+`MapReading.completed` adds what only the plan knows. A worker has a copy of the `SampleReader` and nothing else. It
+lives for one pass, or with ``persistent_workers`` for all of them, so the reader holds nothing that changes between
+passes.
+
+Note [Random numbers follow the sample]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Before a sample is read, the generators of Python, numpy and torch are seeded from (seed, epoch, index of the sample),
+and before ``collate_fn`` from (seed, epoch, index of the first sample). So what a random crop or mask does depends
+neither on the rank or worker that reads the sample, nor on the policy that placed it, nor on whether training was
+interrupted before. The generators of the process itself are left as they were. A data set with ``__getitems__`` reads
+several samples at once, and is seeded once for them.
+
+In the same way `ODCStrategy` seeds the generators from (seed, epoch, index of the first sample, 1) before a microbatch
+goes through the model, and puts them back afterwards: dropout, too, is that of the microbatch, whoever runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_odc.balance import LearntCost
+from lightning_odc.data.checks import WorkerOptions
+from lightning_odc.data.lagged_cost import LaggedCost
+from lightning_odc.data.lengths import LengthFunction
+from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Origin
+from lightning_odc.data.plan import MinibatchPlan, Schedule
+from lightning_odc.data.position import Order
+from lightning_odc.data.rng import isolated_rng, seed_rng
+
+Collate = Callable[[list[Any]], Any]
+
+
+class MapReading:
+    """Plans minibatches and has one rank's part of them read; also the sampler of the ``DataLoader`` that reads.
+
+    Args:
+        schedule: The samples of every minibatch.
+        rank: Whose part is read.
+        dataset: The samples.
+        collate_fn: Makes a microbatch of a list of samples.
+        length_of: Compares the lengths of samples with the schedule's; ``None``: they are taken on trust.
+        relative: Weights are relative to their mean over the minibatch.
+        cost: The cost, if it is one that learns.
+
+    Attributes:
+        order: What a position in it refers to.
+        max_tokens: The most tokens in a microbatch.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        dataset: Any,
+        collate_fn: Collate,
+        length_of: LengthFunction | None,
+        relative: bool,
+        cost: LaggedCost | None,
+    ) -> None:
+        recipe = schedule.recipe
+        self.schedule = schedule
+        self.order = Order(
+            f"{recipe.order}, lengths {schedule.lengths.digest}", schedule.samples_per_minibatch
+        )
+        self.max_tokens = recipe.max_tokens or int(schedule.lengths.values.max())
+        self._rank = rank
+        self._relative = relative
+        self._lengths_too = length_of is not None
+        self._cost = cost
+        self._reader = SampleReader(dataset, collate_fn, recipe.seed, length_of)
+        self._begin = 0, 0  # epoch and first minibatch of the next pass
+        # By number: the minibatches that were handed out to be read and have not arrived.
+        self._under_way: dict[int, tuple[MinibatchPlan, LearntCost | None]] = {}
+        self._with_workers: DataLoader[Minibatch] | None = None  # where they are kept from pass to pass
+        self._counted: tuple[int, int] | None = None  # epoch and its microbatches
+
+    def __len__(self) -> int:
+        """Minibatches per epoch."""
+        return len(self.schedule)
+
+    def count_microbatches(self, epoch: int) -> int:
+        """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""
+        if self._counted is None or self._counted[0] != epoch:
+            assert self.schedule.recipe.equal_counts
+            plans = (self.schedule.plan(epoch, step) for step in range(len(self)))
+            self._counted = epoch, sum(len(plan.microbatches[0]) for plan in plans)
+        return self._counted[1]
+
+    def loader(
+        self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
+    ) -> DataLoader[Minibatch]:
+        """Minibatches of an epoch for this rank, from number ``first`` on.
+
+        Args:
+            epoch: The epoch of the pass.
+            first: The number of its first minibatch.
+            options: Options of torch's ``DataLoader``.
+            reuse_workers: Workers that were kept are still alive.
+        """
+        self._begin = epoch, first
+        if self._with_workers is not None and reuse_workers:
+            return self._with_workers
+        loader = torch_loader(self._reader, self.schedule.recipe.seed + epoch, options, sampler=self)
+        self._with_workers = loader if options.get("persistent_workers") else None
+        return loader
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return self._assignments(*self._begin)
+
+    def _assignments(self, epoch: int, first: int) -> Iterator[Assignment]:
+        """What this rank reads of each minibatch; runs ahead of training by what the ``DataLoader`` prefetches."""
+        self._under_way.clear()
+        begun = 0 if self._cost is None else self._cost.begun
+        for step in range(first, len(self)):
+            learnt = None if self._cost is None else self._cost.cost_for(begun + step - first)
+            plan = self.schedule.plan(epoch, step, learnt)
+            self._under_way[step] = plan, learnt
+            own = plan.microbatches[self._rank]
+            lengths = [self.schedule.lengths.of(m) for m in own] if self._lengths_too else None
+            weights = plan.weights_of(self._rank, self._relative)
+            yield Assignment(epoch, own, weights, plan.text, lengths)
+
+    def completed(self, minibatch: Minibatch, epoch: int, step: int) -> Minibatch:
+        """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
+        plan, learnt = self._under_way.pop(step)
+        minibatch.origin = Origin(self._details(epoch, plan.microbatches[self._rank])).counted(self._cost)
+        if self.schedule.recipe.policy == "steal" and self.schedule.num_replicas > 1:
+            details = [self._details(epoch, of_rank) for of_rank in plan.microbatches]
+            fetch = partial(self._fetch, epoch, plan.microbatches)
+            minibatch.all_ranks = AllRanks(self.schedule.costs(plan, learnt), plan.weights, fetch, details)
+        return minibatch
+
+    def _details(self, epoch: int, microbatches: list[list[int]]) -> list[Detail]:
+        seed, lengths = self.schedule.recipe.seed, self.schedule.lengths
+        return [Detail(lengths.of(own), (seed, epoch, own[0], 1)) for own in microbatches]
+
+    def _fetch(self, epoch: int, microbatches: list[list[list[int]]], rank: int, number: int) -> Any:
+        return self.read(epoch, microbatches[rank][number])
+
+    def read(self, epoch: int, microbatch: Sequence[int]) -> Any:
+        """Any microbatch, from the indices of its samples."""
+        with isolated_rng():
+            return self._reader.read(epoch, list(microbatch))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One rank's part of a minibatch, before its samples are read.
+
+    Attributes:
+        epoch: The epoch it belongs to.
+        microbatches: Lists of sample indices.
+        weights: One per microbatch.
+        plan: Text that is equal on all ranks.
+        lengths: What the samples' lengths must be, in the same form, if that is to be checked.
+    """
+
+    epoch: int
+    microbatches: list[list[int]]
+    weights: list[float]
+    plan: str
+    lengths: list[list[int]] | None = None
+
+
+class SampleReader:
+    """Turns an `Assignment` into a `Minibatch`; what ``DataLoader`` calls its data set.
+
+    Args:
+        dataset: The samples.
+        collate_fn: Makes a microbatch of a list of samples.
+        seed: The seed of random numbers, see Note [Random numbers follow the sample].
+        length_of: Compares the lengths of samples with those of the assignment, if it has them.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Collate, seed: int, length_of: LengthFunction | None
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate_fn
+        self._seed = seed
+        self._length_of = length_of
+
+    def __getitem__(self, assignment: Assignment) -> Minibatch:
+        """Read an assignment.
+
+        Raises:
+            ValueError: a sample is not as long as it was when lengths were looked up.
+        """
+        expected: Sequence[list[int] | None] = assignment.lengths or [None] * len(assignment.microbatches)
+        with isolated_rng():
+            microbatches = [
+                self.read(assignment.epoch, indices, lengths)
+                for indices, lengths in zip(assignment.microbatches, expected, strict=True)
+            ]
+        return Minibatch(microbatches, assignment.weights, assignment.plan)
+
+    def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
+        """Read one microbatch; it seeds the global generators."""
+        samples = self._samples(epoch, indices)
+        if lengths is not None:
+            for index, sample, length in zip(indices, samples, lengths, strict=True):
+                self._check_length(index, sample, length)
+        seed_rng(self._seed, epoch, indices[0])
+        return collate(self._collate, samples)
+
+    def _samples(self, epoch: int, indices: list[int]) -> list[Any]:
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            seed_rng(self._seed, epoch, indices[0])
+            return list(self._dataset.__getitems__(indices))
+        samples = []
+        for index in indices:
+            seed_rng(self._seed, epoch, index)
+            samples.append(self._dataset[index])
+        return samples
+
+    def _check_length(self, index: int, sample: Any, expected: int) -> None:
+        assert self._length_of is not None
+        found = self._length_of(sample)
+        if found != expected:
+            raise ValueError(
+                f"Sample {index} has length {found}, but had {expected} when the lengths were looked up. If the data "
+                "set changed, delete the cached lengths (see BalancedDataLoader(cache_dir=...)); if its samples differ "
+                "in length from epoch to epoch, say what to plan with: BalancedDataLoader(dataset, lengths=[...])."
+            )
+
+
+def collate(collate_fn: Collate, samples: list[Any]) -> Any:
+    """``collate_fn(samples)``; where torch's default fails on unequal lengths, with a hint."""
+    try:
+        return collate_fn(samples)
+    except RuntimeError as error:
+        if collate_fn is default_collate:
+            error.add_note(
+                "Samples of different lengths cannot be stacked. Pass a collate_fn that pads them, or one that packs "
+                "them: BalancedDataLoader(..., collate_fn=lightning_odc.data.packing.pack_samples)."
+            )
+        raise
+
+
+def torch_loader(
+    source: Any, seed: int, options: WorkerOptions, sampler: Any = None
+) -> DataLoader[Minibatch]:
+    """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    return DataLoader(
+        source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=generator, **options
+    )
+
+
+def _as_it_is(minibatch: Any) -> Minibatch:
+    return cast(Minibatch, minibatch)
