@@ -10,7 +10,6 @@ import importlib.util
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,10 @@ ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
 
 #: Context in which functions of tensor subclasses run as of plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+#: Calls a method of a module as if it were ``forward``: ``call_as_forward(wrapper, module, name, *args, **kwargs)``.
+#: Why: ``fully_shard`` has its hooks on ``__call__``, and a strategy runs ``training_step`` and its like.
+call_as_forward: Callable[..., Any] = _lightning_redirection._ForwardRedirection()
 
 METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
 
@@ -105,15 +108,6 @@ def averaged_models(callbacks: list[Any]) -> list[nn.Module]:
 def wrap_checkpointed(module: nn.Module, strategy: FSDPStrategy) -> None:
     """Wrap the modules that Lightning's ``activation_checkpointing_policy`` selects."""
     _lightning_fsdp._setup_activation_checkpointing(module, strategy._activation_checkpointing_kwargs)
-
-
-def forward_redirection() -> Callable[..., Any]:
-    """What calls a method of a module as if it were ``forward``: ``redirect(wrapper, module, name, *args)``.
-
-    Why: ``fully_shard`` has its hooks on ``__call__``, and a strategy runs ``training_step`` and its like.
-    """
-    redirect: Callable[..., Any] = _lightning_redirection._ForwardRedirection()
-    return redirect
 
 
 def is_policy(policy: Any) -> bool:
@@ -338,84 +332,12 @@ def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterato
         del loop._store_dataloader_outputs, loop.on_run_end
 
 
-@dataclass
-class EpochValue:
-    """One name in the results of an epoch, as this rank has it so far.
+def set_computed(item: Any, value: Any) -> None:
+    """Make ``value`` what an item of Lightning's results has computed.
 
-    Attributes:
-        fx: the hook that logged it.
-        name: that it was logged under.
-        dataloader_idx: of its loader, where there are several.
-        options: of ``self.log``.
-        reduction: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-        group: its ``sync_dist_group``.
-        metric: the torchmetrics object, if it is one; else ``value`` (of a mean, times weights) and ``weight``.
-        value: so far.
-        weight: of a mean.
+    Why: Lightning keeps a computed value until the next update or reset, and does not synchronise it again.
     """
-
-    fx: str
-    name: str
-    dataloader_idx: int | None
-    options: dict[str, Any]
-    reduction: str
-    group: Any
-    metric: Metric | None
-    value: float
-    weight: float
-
-
-_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
-
-
-def epoch_values(results: Any) -> list[EpochValue]:
-    """What was logged in this epoch, for the epoch."""
-    values = []
-    for item in results.values():
-        meta = item.meta
-        if item.has_reset or not meta.on_epoch:
-            continue
-        options = {name: getattr(meta, name) for name in _OPTIONS}
-        options |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
-        suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx else ""
-        value = EpochValue(
-            meta.fx.removesuffix(suffix),
-            meta.name,
-            meta.dataloader_idx,
-            options,
-            meta.reduce_fx.__name__,
-            meta.sync.group,
-            None if item.is_tensor else item.value,
-            float(item.value) if item.is_tensor else 0.0,
-            float(item.cumulated_batch_size) if item.is_tensor and meta.is_mean_reduction else 0.0,
-        )
-        values.append(value)
-    return values
-
-
-def set_epoch_value(results: Any, at: EpochValue, device: torch.device) -> str | None:
-    """Make the value of ``at`` (or what its metric computes now) the epoch's; all ranks together if it is a metric.
-
-    Returns:
-        The key under which it is new to the results of this rank, if it is.
-    """
-    suffix = (
-        "" if at.dataloader_idx is None or not at.options["add_dataloader_idx"] else f".{at.dataloader_idx}"
-    )
-    key = f"{at.fx}.{at.name}{suffix}"
-    is_new = key not in results
-    if is_new:
-        results.dataloader_idx = at.dataloader_idx
-        first = torch.tensor(at.value, device=device) if at.metric is None else at.metric
-        results.log(at.fx, at.name, first, reduce_fx=at.reduction, batch_size=1, **at.options)
-    item = results[key]
-    item.has_reset = False
-    # Lightning keeps a computed value until the next update or reset, and does not synchronise it again.
-    if at.metric is None:
-        item._computed = torch.as_tensor(at.value, dtype=item.value.dtype, device=item.value.device)
-    else:
-        item._computed = at.metric.compute()
-    return key if is_new else None
+    item._computed = value
 
 
 def handlers_of_lightning() -> dict[int, Callable[[int, Any], Any]]:

@@ -19,32 +19,31 @@ from torch.optim import Optimizer
 
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine
-from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
-from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.choice import check_transport, make_transport
+from lightning_odc.engine.transports.choice import check_transport
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import arguments
-from lightning_odc.strategy.launcher import ForkLauncher, is_interactive, part_of_the_cores
+from lightning_odc.strategy.engines import make_engine
+from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 
 
 class ODCFabricStrategy(ModelParallelStrategy):
     """Fully sharded training with on-demand communication in ``Fabric(strategy="odc")``.
 
     A minibatch ends at ``optimizer.step()``, which every rank calls equally often. Between two of them a rank may run
-    any number of microbatches, also none. Their gradient is the mean over ranks of the sum over a rank's ``backward``
+    any number of microbatches, even zero. Their gradient is the mean over ranks of the sum over a rank's ``backward``
     calls; or, with ``fabric.backward(loss, num_items=n)`` for losses that are sums over ``n`` items (samples, tokens),
     the mean over the items of all ranks.
 
     Args:
         communication: ``"on_demand"``, or ``"collective"``, the same sharding over stock collectives, which needs equal
             numbers of microbatches.
-        auto_wrap_policy: which modules become units; by default the model's repeated blocks.
-        deterministic: sum gradients in rank order, so that runs are bit-equal.
-        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        auto_wrap_policy: The modules that become units; by default the model's repeated blocks.
+        deterministic: Sum gradients in rank order, so that runs are bit-equal.
+        accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         state_dict_type: ``fabric.save`` writes a ``"full"`` file or a ``"sharded"`` directory.
-        process_group_backend: as in Lightning's strategies.
-        timeout: after which a wait for another rank gives up.
+        process_group_backend: The same as in Lightning's strategies.
+        timeout: The longest wait for another rank.
 
     Raises:
         ValueError: for a value that is not one of those above.
@@ -73,7 +72,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.auto_wrap_policy = auto_wrap_policy
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
-        self._waits_until = timeout.total_seconds()
+        self.timeout = timeout
         self._backward_sync_control: Any = _NothingToSkip()
         self._engine: Engine | None = None
         self._module: nn.Module | None = None
@@ -101,10 +100,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
     # -- setting up ---------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if is_interactive() and not self.cluster_environment.creates_processes_externally:
-            self._launcher = ForkLauncher(self)
-        else:
+        self._launcher = interactive_launcher(self)
+        if self._launcher is None:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -124,7 +121,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self._check_setup()
         with self._names.recorded(module):
             self._module = super().setup_module(module)
-        self._engine = self._make_engine()
+        self._engine = make_engine(self, self.timeout)
         self._engine.attach(self._module)
         return self._module
 
@@ -162,22 +159,6 @@ class ODCFabricStrategy(ModelParallelStrategy):
         )
         return module
 
-    def _make_engine(self) -> Engine:
-        if self.world_size == 1:
-            return CollectiveEngine(1, single_process)
-        rendezvous = process_group_rendezvous(dist.group.WORLD)
-        if self.communication == "collective":
-            return CollectiveEngine(self.world_size, rendezvous)
-        return OnDemandEngine(
-            lambda: make_transport(
-                self.root_device, self.global_rank, self.world_size, rendezvous, dist.group.WORLD
-            ),
-            rendezvous,
-            timeout=self._waits_until,
-            deterministic=self.deterministic,
-            accumulator_dtype=self.accumulator_dtype,
-        )
-
     def teardown(self) -> None:
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
         self._on_teardown.close()
@@ -201,11 +182,11 @@ class ODCFabricStrategy(ModelParallelStrategy):
         """Backpropagate the loss of one microbatch.
 
         Args:
-            tensor: the loss; with ``num_items`` a sum over items, else a mean.
-            module: as in Fabric.
-            *args: as in Fabric.
-            num_items: what the loss is a sum over.
-            **kwargs: as in Fabric.
+            tensor: The loss; with ``num_items`` a sum over items, else a mean.
+            module: The same as in Fabric.
+            *args: The same as in Fabric.
+            num_items: The number of items that the loss is a sum over.
+            **kwargs: The same as in Fabric.
         """
         counting = Counting.MEAN if num_items is None else Counting.EXACT
         self.engine.ledger.add(0.0 if num_items is None else num_items, counting)
@@ -266,7 +247,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
 
 class _NothingToSkip:
-    """``fabric.no_backward_sync``: a backward pass waits for nobody in any case."""
+    """``fabric.no_backward_sync``: no backward pass waits for other ranks anyway."""
 
     def no_backward_sync(self, _: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         del enabled

@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-_MODE = 0o644  # less what the umask takes away
 _LOCK_SECONDS = 5.0
 _LOCK_EVERY = 0.02
 
@@ -33,15 +32,53 @@ def check_directory(directory: Path) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that at every moment is either the old one or the new one. Replaces a link, never follows it."""
+    with replacing(path, mode=0o644, to_disk=False) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o666, to_disk: bool = True) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of ``path`` when its content is complete, and only then.
+
+    The file has no name until then, if the file system can do that: nothing is left of one that was not completed.
+
+    Args:
+        path: The file to replace. A link is replaced, too, and never followed.
+        mode: Its permissions, less what the umask takes away.
+        to_disk: Wait until the content is on the disk.
+
+    Raises:
+        OSError: it cannot be written; what was there before is there still.
+    """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    handle = _without_name(path.parent, mode)
+    has_name = handle is None
+    if handle is None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(temporary, flags, mode)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
+            file.flush()
+            if to_disk:
+                os.fsync(handle)
+            if not has_name:
+                # Through a directory descriptor, without which Python does not follow links here.
+                os.link(f"/proc/self/fd/{handle}", temporary, src_dir_fd=handle, follow_symlinks=True)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        error.add_note(f"{path} was not written. If there was one before, it is as it was.")
         raise
+
+
+def _without_name(folder: Path, mode: int) -> int | None:
+    """A new file in no directory, on the file system of ``folder``; ``None`` where there is no such thing."""
+    flag = getattr(os, "O_TMPFILE", None)
+    try:
+        return None if flag is None else os.open(folder, flag | os.O_WRONLY | os.O_CLOEXEC, mode)
+    except OSError:
+        return None
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

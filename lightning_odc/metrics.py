@@ -32,8 +32,8 @@ class IdleFraction(Metric):
         **kwargs: as in `torchmetrics.Metric`.
 
     Attributes:
-        busy: seconds counted as busy so far, on this rank.
-        idle: seconds counted as idle so far, on this rank.
+        busy: Seconds counted as busy so far, on this rank.
+        idle: Seconds counted as idle so far, on this rank.
     """
 
     is_differentiable = False
@@ -89,7 +89,7 @@ class LoadImbalance(Metric):
         **kwargs: as in `torchmetrics.Metric`.
 
     Attributes:
-        steps: seconds by update: on one rank ``[S]``, and while synchronised ``[ranks, S]``; 8 bytes each, so
+        steps: Seconds by update: on one rank ``[S]``, and while synchronised ``[ranks, S]``; 8 bytes each, so
             reset the metric at the end of an epoch.
     """
 
@@ -130,7 +130,7 @@ def load_imbalance(busy: Tensor) -> Tensor:
     """The arithmetic of `LoadImbalance`.
 
     Args:
-        busy: seconds, ``[ranks, steps]``, or ``[steps]`` of the only rank.
+        busy: Seconds, ``[ranks, steps]``, or ``[steps]`` of the only rank.
     """
     table = busy if busy.ndim == 2 else busy[None]
     if table.shape[1] == 0:

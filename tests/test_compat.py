@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import _compat
+from lightning_odc.strategy import evaluation
 from tests.support.models import Net, init_gloo
 from tests.support.ranks import run_ranks
 
@@ -58,34 +59,28 @@ def test_what_evaluations_use_of_lightning_exists():
     assert isinstance(inspect.getattr_static(Trainer, "_evaluation_loop"), property)
 
 
-def test_epoch_values_are_read_and_replaced():
+def test_values_of_an_epoch_are_read_and_replaced():
     results = _ResultCollection(training=False)
     options = {"on_step": False, "on_epoch": True, "sync_dist": True, "prog_bar": True}
     results.dataloader_idx = 1
     for value in (1.0, 4.0):
         results.log("validation_step", "x", torch.tensor(value), batch_size=3, **options)
         results.log("validation_step", "y", torch.tensor(value), batch_size=3, reduce_fx=max, **options)
-    x, y = _compat.epoch_values(results)
-    assert (x.fx, x.name, x.dataloader_idx, x.reduction, x.value, x.weight) == (
-        "validation_step",
-        "x",
-        1,
-        "mean",
-        15,
-        6,
-    )
-    assert (y.reduction, y.value, y.group, y.metric) == ("max", 4.0, None, None)
+    x, y = evaluation.totals_in(results)
+    assert x.identity == ("validation_step", 1, "x")
+    assert (x.reduction, x.value, x.weight, x.ranks, x.metric) == ("mean", 15, 6, None, None)
+    assert (y.reduction, y.value, y.weight) == ("max", 4.0, 0.0)
     assert x.options.items() >= {**options, "rank_zero_only": False}.items()
-    assert _compat.set_epoch_value(results, replace(x, value=7.0), torch.device("cpu")) is None
-    new = replace(y, name="z", value=8.0)
-    assert _compat.set_epoch_value(results, new, torch.device("cpu")) == "validation_step.z.1"
+    cpu = torch.device("cpu")
+    assert evaluation.set_value(results, replace(x, value=42.0), None, cpu) is None
+    assert evaluation.set_value(results, replace(y, name="z", value=8.0), None, cpu) == "validation_step.z.1"
     assert results.metrics(on_step=False)["callback"] == {
         "x/dataloader_idx_1": 7.0,
         "y/dataloader_idx_1": 4.0,
         "z/dataloader_idx_1": 8.0,
     }
     results.reset()
-    assert _compat.epoch_values(results) == []
+    assert list(evaluation.totals_in(results)) == []
 
 
 def test_which_states_of_a_metric_are_concatenated():
@@ -136,7 +131,7 @@ def test_a_method_runs_inside_the_call_of_its_wrapper():
     called = []
     wrapper = module = Module()
     wrapper.register_forward_pre_hook(lambda *_: called.append("hook"))
-    assert _compat.forward_redirection()(wrapper, module, "training_step", 1, y=2) == 3
+    assert _compat.call_as_forward(wrapper, module, "training_step", 1, y=2) == 3
     assert called == ["hook"]
     with pytest.raises(AssertionError, match="not this one"):
         module(1)

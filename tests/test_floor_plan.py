@@ -55,6 +55,14 @@ def test_every_file_is_in_the_plan_and_every_row_has_files():
     assert [plan[row] for row in range(len(plan)) if row not in used] == []
 
 
+def test_every_room_is_a_package():
+    """A rule for git that ignores a folder of this name would leave it out of the wheel, too."""
+    rooms = {path.parent for path in FILES.values()}
+    assert [str(room) for room in rooms if not (room / "__init__.py").exists()] == []
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line[0] not in "/#"]
+    assert not {room.name for room in rooms} & {*ignored}
+
+
 def test_nothing_imports_upwards():
     plan = rows()
     level = {name: row_of(path, plan) for name, path in FILES.items()}

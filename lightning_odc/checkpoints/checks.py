@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -43,7 +42,7 @@ def mend_epochs(checkpoint: Mapping[str, Any]) -> None:
     of the epoch is then taken for the end of one, and a run that goes on from there trains for too many steps.
 
     Args:
-        checkpoint: as loaded, changed in place.
+        checkpoint: The checkpoint as loaded, changed in place.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs, batches = loop.get("epoch_progress"), loop.get("epoch_loop.batch_progress")

@@ -1,10 +1,11 @@
 """Saving and loading sharded models: the half of a strategy that deals with state dicts.
 
-Full checkpoints are ordinary Lightning checkpoints and are dealt with here; for the others see `sharded_checkpoint`.
+Full checkpoints are ordinary Lightning checkpoints and are dealt with here; the others in `checkpoints.sharded`.
 """
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -28,10 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
 from lightning_odc.checkpoints.checks import check_names, check_optimizers
-from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
+from lightning_odc.files import replacing
 from lightning_odc.sharding.optimizers import part_of
 
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
@@ -39,6 +39,27 @@ _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_
 
 #: Under which Lightning saves the state of our precision plugin: the name of its class.
 PRECISION_KEY = "ODCPrecision"
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoint files that are whole at every moment.
+
+    Lightning's ``TorchCheckpointIO`` writes to the directory for temporary files and moves the result. Where that is
+    another file system, as ``/tmp`` often is, moving is copying: a process that dies meanwhile leaves half a file under
+    the checkpoint's name, in the place of the one before. This one writes local files beside their place, to the disk,
+    and then renames them.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        with replacing(target) as file:
+            file.write(buffer.getbuffer())
 
 
 def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
@@ -74,10 +95,10 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
     """Remove a checkpoint of the other kind where one is to be written. All ranks together.
 
     Args:
-        path: of the checkpoint to write.
-        full: it will be a file, not a directory.
-        is_first: this rank removes.
-        barrier: waits for all ranks.
+        path: The path of the checkpoint to write.
+        full: It will be a file, not a directory.
+        is_first: This rank removes.
+        barrier: A function that waits for all ranks.
 
     Raises:
         IsADirectoryError: if something else lies there.
@@ -92,7 +113,7 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
         return
     if full and path.is_dir() and not _compat.is_sharded_checkpoint(path):
         raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
-    barrier()  # so that nobody looks while something is being removed
+    barrier()  # so that no rank looks while something is being removed
     if is_first and full and path.is_dir():
         shutil.rmtree(path)
     elif is_first and not full:
@@ -113,12 +134,12 @@ def load(
     """Load the model in place; returns the rest of the checkpoint. All ranks together.
 
     Args:
-        path: of a full checkpoint (a file, or its URL) or a sharded one (a directory).
-        model: the sharded model.
-        optimizers: those that the checkpoint must have states for; none if these are not needed.
-        strict: refuse missing and unexpected parameters.
-        weights_only: as in ``torch.load``.
-        checkpoint_io: reads full checkpoints.
+        path: The path of a full checkpoint (a file, or its URL) or a sharded one (a directory).
+        model: The sharded model.
+        optimizers: Those that the checkpoint must have states for; empty if these are not needed.
+        strict: Refuse missing and unexpected parameters.
+        weights_only: The same as in ``torch.load``.
+        checkpoint_io: The plugin that reads full checkpoints.
 
     Returns:
         What else the checkpoint has. Under ``"optimizer_states"`` stands what `load_optimizers` takes.

@@ -84,7 +84,7 @@ def _before(path: Path) -> Path:
 
 
 def load(path: Path, model: nn.Module, strict: bool, weights_only: bool) -> dict[str, Any]:
-    """Read this rank's part, however many ranks wrote the checkpoint; see `load` of `checkpoint`."""
+    """Read this rank's part, however many ranks wrote the checkpoint; see `load` of `checkpoints.full`."""
     names = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     parts = {name.partition(".")[0] for name in names}
     key = next(key for key in _MODEL_KEYS if key in parts)
@@ -104,8 +104,8 @@ class OptimizerShards:
     """The state of one optimizer in a sharded checkpoint, not read yet.
 
     Attributes:
-        path: of the checkpoint.
-        index: of the optimizer.
+        path: The path of the checkpoint.
+        index: The index of the optimizer.
     """
 
     prefix: ClassVar[str] = "optimizer_"

@@ -1,7 +1,5 @@
 """Memory and first values for a model that was made on the meta device and sharded there.
 
-Note [Initialised whole, kept in shards]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 An initialiser must see whole parameters: fans are computed from full shapes, and if every rank drew numbers for its
 shard from an equal seed, shards would be copies of each other. So the parameters of one unit at a time are made whole,
 initialised as the constructors would have done it (children before the modules around them), and cut into shards. With
@@ -46,9 +44,9 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool = False
     the closest module around it that has such a method, as in Hugging Face's and many other models.
 
     Args:
-        model: sharded with ``fully_shard``.
-        device: where tensors go.
-        offload: keep shards on the CPU.
+        model: The model, sharded with ``fully_shard``.
+        device: The device for the tensors.
+        offload: Keep shards on the CPU.
 
     Returns:
         What has no value yet, but may get one from a checkpoint: for `check_filled`, before the model runs.
@@ -189,7 +187,7 @@ def _marked_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether a part of a tensor has not been written. Of truth values nobody can tell."""
+    """Whether a part of a tensor has not been written. Of truth values this is not known."""
     mark = _mark(tensor.dtype)
     if mark is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
         return False

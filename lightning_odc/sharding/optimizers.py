@@ -87,7 +87,7 @@ def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
     """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are.
 
     Args:
-        value: from the state of an ordinary optimizer.
+        value: A value from the state of an ordinary optimizer.
         parameter: The parameter that it belongs to.
         advice: What to do if it cannot be sharded.
 

@@ -49,13 +49,13 @@ def shard_model(
     A model that the user sharded by hand with ``fully_shard`` keeps those units.
 
     Args:
-        model: the module to shard.
-        mesh: 1-D device mesh of the ranks that share the shards.
-        wrap_policy: as in ``FSDPStrategy(auto_wrap_policy=...)``; by default the repeated blocks of the model.
-        mixed_precision: compute and reduction dtypes.
-        reshard_after_forward: free a unit's full parameters between forward and backward pass.
-        cpu_offload: keep shards on the CPU.
-        announce: say which modules were chosen, if nobody else chose.
+        model: The module to shard.
+        mesh: The 1-D device mesh of the ranks that share the shards.
+        wrap_policy: The ``auto_wrap_policy`` of ``FSDPStrategy``; by default the repeated blocks of the model.
+        mixed_precision: Compute and reduction dtypes.
+        reshard_after_forward: Free a unit's full parameters between forward and backward pass.
+        cpu_offload: Keep shards on the CPU.
+        announce: Say which modules the default policy has chosen.
 
     Raises:
         TypeError: if a module is already wrapped in FSDP1.
@@ -134,7 +134,7 @@ def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
     """The modules that become units of their own, innermost first.
 
     Args:
-        model: the module to shard.
+        model: The module to shard.
         policy: ``None`` (`default_units`), a callable in the manner of ``torch.distributed.fsdp.wrap``, or one of
             torch's policy objects.
     """
@@ -167,7 +167,7 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The outermost modules that hold a matrix themselves and can be called, without those that share a parameter.
+    """The outermost modules that hold a matrix themselves and can be called, without those that are tied.
 
     What is smaller, norms for example, is not worth reading by itself.
     """
@@ -273,8 +273,8 @@ def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.
     differ in dtype from the rest of their unit (complex layers between real ones) become units of their own.
 
     Args:
-        model: the module to shard, which becomes the root unit.
-        targets: the modules that become units in any case.
+        model: The module to shard, which becomes the root unit.
+        targets: The modules that become units in any case.
 
     Raises:
         ValueError: naming a module that itself holds trainable parameters of several dtypes.
@@ -414,3 +414,31 @@ def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
             visit(child, unit, f"{prefix}{name}.")
 
     visit(model, id(model), "")
+
+
+def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
+    """Refuse layers that are known to wait for all ranks, or to change parameters, in their forward pass.
+
+    Args:
+        model: The module to train.
+        sync_batchnorm: ``Trainer(sync_batchnorm=True)`` asks to put such layers in.
+
+    Raises:
+        ValueError: naming the layer, with the line to write instead.
+    """
+    found = next((n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
+    if found is not None or sync_batchnorm:
+        where = f"{found!r} is a SyncBatchNorm" if found is not None else "Trainer(sync_batchnorm=True)"
+        raise ValueError(
+            f"{where}: it waits for all ranks in every forward pass, and on demand ranks may run different numbers of "
+            "them, at different times. Use layers that do not (LayerNorm, GroupNorm, or BatchNorm with each rank's own "
+            'statistics), or ODCStrategy(communication="collective") and the same number of microbatches on every '
+            "rank."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"{name!r} has max_norm={module.max_norm:g}: it scales its weights inside `forward`, where they are "
+                "only gathered, so that the change would be lost. Leave `max_norm` out and scale the weights in "
+                "`on_train_batch_end`, followed by `self.trainer.strategy.publish_parameters()`; or scale the output."
+            )

@@ -4,34 +4,75 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 
 from lightning_odc import _compat
 from lightning_odc.balance import FittedCost
-from lightning_odc.balance.planner import POLICIES
-from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
+from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
+from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.data.plan import Recipe
+from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.sharding import nodes
 
-COMMUNICATIONS = ("on_demand", "collective", "lockstep")
-TRANSPORTS = ("auto", "shared_memory", "cuda")
 STATE_DICT_TYPES = ("full", "sharded")
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
-#: Policies that give every rank the same number of microbatches.
-EQUAL_COUNTS = ("lb_micro", "local_sort")
-#: How to balance where nothing is said.
-BALANCE_DEFAULTS = {"max_tokens": None, "cost": "quadratic", "length_fn": None, "weighting": "token"}
+_CHOICES = {
+    "communication": ("on_demand", "collective", "lockstep"),
+    "transport": ("auto", "shared_memory", "cuda"),
+    "state_dict_type": STATE_DICT_TYPES,
+}
+_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
+#: Balancing where nothing is said.
+_BALANCE_DEFAULTS = {"max_tokens": None, "cost": "quadratic", "length_fn": None, "weighting": "token"}
 #: Arguments of FSDP1.
-FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
+_FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
 #: Those of them that mean nothing here but do no harm.
-IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
+_IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
+
+
+def check_strategy(given: Mapping[str, Any]) -> None:
+    """Refuse what ``ODCStrategy(...)`` cannot work with, and warn of what has no effect.
+
+    Args:
+        given: The arguments, by name.
+
+    Raises:
+        ValueError: for a value that is not one of those it knows.
+        TypeError: for a value of another kind, or an argument it does not know.
+    """
+    balance, communication, deterministic = (
+        given[name] for name in ("balance", "communication", "deterministic")
+    )
+    for argument, choices in _CHOICES.items():
+        check_choice(argument, given[argument], choices)
+    _check_sharding(given["sharding_strategy"], given["device_mesh"])
+    for argument in ("auto_wrap_policy", "activation_checkpointing_policy"):
+        _check_wrapping(argument, given[argument])
+    if balance is not None:
+        check_choice("balance", balance, POLICIES)
+        _check_policy("balance", balance, communication, deterministic)
+        _check_cost(given["cost"], communication, deterministic)
+    _check_time("timeout", given["timeout"], "datetime.timedelta(minutes=30)")
+    _check_time(
+        "hang_report_after",
+        given["hang_report_after"],
+        "datetime.timedelta(seconds=60), or None for no reports",
+    )
+    _check_dtypes(given["accumulator_dtype"], given["mixed_precision"])
+    # Refuses options that no loader would take.
+    Recipe(1, given["max_tokens"], balance or "lb_mini", given["cost"], given["weighting"])
+    _check_unknown(given["kwargs"], [name for name in given if name not in ("self", "kwargs", "__class__")])
+    if balance is None:
+        _warn_of_idle_options(given)
+    if communication == "collective":
+        _warn_of_no_engine(given)
 
 
 def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -41,79 +82,32 @@ def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
 
 
-def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
-    """Refuse ways of sharding that are not here."""
-    name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
-    if name == "NO_SHARD":
-        raise ValueError(
-            'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
-            'sharding_strategy="FULL_SHARD".'
-        )
-    check_choice("sharding_strategy", name, SHARDING_STRATEGIES)
-    if device_mesh is None:
-        return
-    nodes.check_mesh_argument(device_mesh)
-    if name not in nodes.WITHIN_NODE:
-        raise ValueError(
-            f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
-            'replicates the model along the first. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
-        )
-
-
-def check_policy(argument: str, policy: Any) -> None:
-    """Refuse what does not say which modules are meant.
+def check_nodes(sharding_strategy: str, num_nodes: int, communication: str) -> None:
+    """Refuse to read shards of another host.
 
     Raises:
-        TypeError: showing the ways to say it.
+        ValueError: on demand, sharded over several nodes.
     """
-    if policy is None or callable(policy) or _compat.is_policy(policy):
-        return
-    if isinstance(policy, set) and all(isinstance(kind, type) for kind in policy):
-        return
-    raise TypeError(
-        f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
-        f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
-    )
-
-
-def check_balance(balance: str | None, communication: str, deterministic: bool = False) -> None:
-    """Refuse unequal microbatch counts where ranks meet at every unit, and stealing where sums have a fixed order."""
-    if balance is None:
-        return
-    check_choice("balance", balance, POLICIES)
-    _check_policy("balance", balance, communication, deterministic)
-
-
-def check_loader(recipe: Recipe, communication: str, deterministic: bool, world_size: int) -> None:
-    """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
-    check_cost(recipe.cost, communication, deterministic)
-    if world_size > 1:
-        _check_policy("policy", recipe.policy, communication, deterministic)
-
-
-def _check_policy(argument: str, policy: str, communication: str, deterministic: bool) -> None:
-    if communication != "on_demand" and policy not in EQUAL_COUNTS:
+    if num_nodes > 1 and sharding_strategy not in nodes.WITHIN_NODE and communication != "collective":
         raise ValueError(
-            f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
-            f'ODCStrategy(communication="{communication}") cannot run: use communication="on_demand", or '
-            f'{argument}="lb_micro".'
-        )
-    if deterministic and policy == "steal":
-        raise ValueError(
-            f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
-            f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
-            "deterministic=True (the same plan without stealing), or drop deterministic=True."
+            f"Trainer(num_nodes={num_nodes}) with sharding_strategy={sharding_strategy!r} would read shards of other "
+            "hosts on demand, which this version cannot. Write "
+            'ODCStrategy(sharding_strategy="HYBRID_SHARD"): on demand inside every node, one sum of gradients over '
+            'nodes per minibatch. Or ODCStrategy(communication="collective").'
         )
 
 
-def warn_of_idle_options(options: Mapping[str, Any]) -> None:
-    """Say which options of balancing were given although nothing is balanced."""
-    given = [f"{name}=..." for name, value in options.items() if value != BALANCE_DEFAULTS[name]]
-    if given:
-        rank_zero_warn(
-            f"ODCStrategy({', '.join(given)}) has no effect without a policy: write "
-            f'ODCStrategy(balance="lb_mini", {", ".join(given)}). What a BalancedDataLoader needs to know, it is told '
-            "itself."
+def check_row(layout: Layout, communication: str) -> None:
+    """Refuse rows of one rank, which have nothing to read on demand.
+
+    Raises:
+        ValueError: a row has one rank.
+    """
+    if len(layout.row) == 1 and len(layout.rows) > 1 and communication != "collective":
+        raise ValueError(
+            f"Hybrid sharding over {len(layout.rows)} x 1 ranks shards nothing: every rank holds the whole model, and "
+            "there is nothing to read on demand. Use several ranks per node (Trainer(devices=...), or "
+            'device_mesh=(nodes, ranks per node)), or Trainer(strategy="ddp").'
         )
 
 
@@ -127,42 +121,30 @@ def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> No
         )
 
 
-def check_time(argument: str, value: Any, example: str) -> None:
-    """Refuse what is no time."""
-    if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
-        raise ValueError(f"ODCStrategy({argument}={value!r}) is no time to wait: write {example}.")
+def check_loader(recipe: Recipe, communication: str, deterministic: bool, world_size: int) -> None:
+    """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
+    _check_cost(recipe.cost, communication, deterministic)
+    if world_size > 1:
+        _check_policy("policy", recipe.policy, communication, deterministic)
 
 
-def check_accumulator_dtype(dtype: Any) -> None:
-    """Refuse what gradients cannot be summed in."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+def _check_policy(argument: str, policy: str, communication: str, deterministic: bool) -> None:
+    if communication != "on_demand" and policy not in COLLECTIVE_SAFE:
         raise ValueError(
-            f"ODCStrategy(accumulator_dtype={dtype!r}) cannot hold sums of gradients: write torch.float32, another "
-            "floating-point dtype of torch, or None for fp32."
+            f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
+            f'ODCStrategy(communication="{communication}") cannot run: use communication="on_demand", or '
+            f'{argument}="lb_micro".'
+        )
+    if deterministic and policy == "steal":
+        raise ValueError(
+            f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
+            f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
+            "deterministic=True (the same plan without stealing), or drop deterministic=True."
         )
 
 
-def check_mixed_precision(mixed_precision: Any) -> None:
-    """Refuse what is no policy."""
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
-        raise TypeError(
-            f'ODCStrategy(mixed_precision={mixed_precision!r}) is no policy: write Trainer(precision="bf16-mixed"), or '
-            "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
-        )
-
-
-def warn_of_no_engine(options: Mapping[str, Any]) -> None:
-    """Say which options of the engine were given although stock collectives do its work."""
-    given = [f"{name}={value!r}" for name, value in options.items() if value]
-    if given:
-        rank_zero_warn(
-            f'ODCStrategy({", ".join(given)}) has no effect under communication="collective", where PyTorch\'s '
-            "collectives do the work."
-        )
-
-
-def check_cost(cost: Any, communication: str, deterministic: bool) -> None:
-    """Refuse to learn from times that nobody can measure, or where runs must repeat."""
+def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
+    """Refuse to learn from times that cannot be measured, or where runs must repeat."""
     if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
         return
     if communication == "collective":
@@ -179,20 +161,87 @@ def check_cost(cost: Any, communication: str, deterministic: bool) -> None:
         )
 
 
-def check_recipe(balance: str | None, max_tokens: Any, cost: Any, weighting: Any) -> None:
-    """Refuse options of balancing that no loader would take."""
-    Recipe(1, max_tokens, balance or "lb_mini", cost, weighting)
+def _check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
+    """Refuse ways of sharding that are not here."""
+    name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+    if name == "NO_SHARD":
+        raise ValueError(
+            'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
+            'sharding_strategy="FULL_SHARD".'
+        )
+    check_choice("sharding_strategy", name, _SHARDING_STRATEGIES)
+    if device_mesh is None:
+        return
+    _check_mesh(device_mesh)
+    if name not in nodes.WITHIN_NODE:
+        raise ValueError(
+            f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
+            'replicates the model along the first. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
+        )
 
 
-def check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_mesh(device_mesh: Any) -> None:
+    if isinstance(device_mesh, DeviceMesh):
+        is_right = device_mesh.ndim == 2
+    else:
+        is_right = (
+            isinstance(device_mesh, Iterable)
+            and len(sizes := list(device_mesh)) == 2
+            and all(isinstance(size, int) and size > 0 for size in sizes)
+        )
+    if not is_right:
+        raise ValueError(
+            f"ODCStrategy(device_mesh={device_mesh!r}) is no mesh of nodes: write device_mesh=(nodes, ranks per node), "
+            "or pass a 2-D DeviceMesh."
+        )
+
+
+def _check_wrapping(argument: str, policy: Any) -> None:
+    """Refuse what does not say which modules are meant.
+
+    Raises:
+        TypeError: showing the ways to say it.
+    """
+    if policy is None or callable(policy) or _compat.is_policy(policy):
+        return
+    if isinstance(policy, set) and all(isinstance(kind, type) for kind in policy):
+        return
+    raise TypeError(
+        f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
+        f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
+    )
+
+
+def _check_time(argument: str, value: Any, example: str) -> None:
+    """Reject a value that is not a duration."""
+    if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
+        raise ValueError(f"ODCStrategy({argument}={value!r}) is no time to wait: write {example}.")
+
+
+def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
+    if accumulator_dtype is not None and not (
+        isinstance(accumulator_dtype, torch.dtype) and accumulator_dtype.is_floating_point
+    ):
+        raise ValueError(
+            f"ODCStrategy(accumulator_dtype={accumulator_dtype!r}) cannot hold sums of gradients: write torch.float32, "
+            "another floating-point dtype of torch, or None for fp32."
+        )
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
+        raise TypeError(
+            f'ODCStrategy(mixed_precision={mixed_precision!r}) is no policy: write Trainer(precision="bf16-mixed"), or '
+            "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
+        )
+
+
+def _check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse what FSDP1 knows and this does not, and what neither knows.
 
     Args:
-        kwargs: arguments beyond the named ones.
-        known: names of the named ones.
+        kwargs: Arguments beyond the named ones.
+        known: Names of the named ones.
     """
-    unknown = sorted(set(kwargs) - IGNORED)
-    foreign = [name for name in unknown if name not in FSDP1]
+    unknown = sorted(set(kwargs) - _IGNORED)
+    foreign = [name for name in unknown if name not in _FSDP1]
     if foreign:
         raise TypeError(" ".join(_meant(name, known) for name in foreign))
     if unknown:
@@ -207,3 +256,23 @@ def _meant(name: str, known: Sequence[str]) -> str:
     if close:
         return f"ODCStrategy does not know {name}=: did you mean {close[0]}=?"
     return f"ODCStrategy does not know {name}=. Its arguments are {', '.join(known)}."
+
+
+def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
+    """Say which options of balancing were given although nothing is balanced."""
+    names = ", ".join(f"{name}=..." for name, value in _BALANCE_DEFAULTS.items() if given[name] != value)
+    if names:
+        rank_zero_warn(
+            f"ODCStrategy({names}) has no effect without a policy: write "
+            f'ODCStrategy(balance="lb_mini", {names}). What a BalancedDataLoader needs to know, it is told itself.'
+        )
+
+
+def _warn_of_no_engine(given: Mapping[str, Any]) -> None:
+    """Say which options of the engine were given although stock collectives do its work."""
+    names = [f"{n}={given[n]!r}" for n in ("deterministic", "accumulator_dtype") if given[n]]
+    if names:
+        rank_zero_warn(
+            f'ODCStrategy({", ".join(names)}) has no effect under communication="collective", where PyTorch\'s '
+            "collectives do the work."
+        )

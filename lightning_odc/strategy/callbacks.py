@@ -1,4 +1,4 @@
-"""Our callbacks around those of a trainer, and who leaves a loop.
+"""Callbacks of the strategy before and behind those of the user, and who leaves a loop.
 
 Note [Who has left]
 ~~~~~~~~~~~~~~~~~~~
@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_odc import _compat
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.errors import DisagreementError
 
 _EPOCH, _TRAINING = 2, 3  # Lightning's own numbers are 0, and 1 for "the job is told to end"
@@ -40,27 +41,36 @@ _NAMES = {
 }
 
 
-class LoopEnds(Callback):
-    """See Note [Who has left]. The first of all callbacks, so that nobody else communicates before.
+class FirstCallback(Callback):
+    """Stands before all other callbacks, so that none of them communicates or looks at the model before.
+
+    It counts the ends that this rank has come to: see Note [Who has left]. Callbacks that change the model at the end
+    of an evaluation find its shards. Those that save when a rank has failed find its peers told: these come to save,
+    too, instead of waiting for that rank to take its step.
 
     Args:
-        count: called at every end.
+        engine: The engine of the run.
+        fail: Tells peers that this rank has failed.
     """
 
-    def __init__(self, count: Callable[[], None]) -> None:
-        self._count = count
+    def __init__(self, engine: Engine, fail: Callable[[BaseException], None]) -> None:
+        self._engine = engine
+        self._fail = fail
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self._count()
+        if isinstance(self._engine, OnDemandEngine):
+            self._engine.protocol.come_to_end()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._come_to(_EPOCH, trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._come_to(_TRAINING, trainer)
 
-    def _come_to(self, end: int, trainer: pl.Trainer) -> None:
-        self._count()
+    def _come_to(self, end: int, trainer: Trainer) -> None:
+        if not isinstance(self._engine, OnDemandEngine):
+            return
+        self._engine.protocol.come_to_end()
         if not _compat.BROADCASTS_BEFORE_BATCHES:
             return
         heard = torch.tensor([end], device=trainer.strategy.root_device)
@@ -73,65 +83,44 @@ class LoopEnds(Callback):
                 "reduce_boolean_decision(stop, all=False)`."
             )
 
-
-class _Before(Callback):
-    """The first of all callbacks.
-
-    Those that change the model at the end of an evaluation find its shards. Those that save when a rank has failed
-    find the others told, who come to save, too, instead of waiting for that rank to take its step.
-    """
-
-    def __init__(self, reshard: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
-        self._reshard = reshard
-        self._fail = fail
-
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reshard()
+        self._engine.reshard()
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reshard()
+        self._engine.reshard()
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reshard()
+        self._engine.reshard()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._fail(exception)
 
 
-class _After(Callback):
-    """The last of all callbacks: publishes what others write into the model when an evaluation begins."""
+class LastCallback(Callback):
+    """Stands behind all other callbacks: publishes what they write into the model when an evaluation begins.
 
-    def __init__(self, publish: Callable[[], None]) -> None:
-        self._publish = publish
+    Args:
+        engine: The engine of the run.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._publish()
+        self._engine.refresh()
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._publish()
+        self._engine.refresh()
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._publish()
+        self._engine.refresh()
 
 
 @contextmanager
-def surrounded(
-    trainer: Trainer,
-    *,
-    reshard: Callable[[], None],
-    publish: Callable[[], None],
-    fail: Callable[[BaseException], None],
-) -> Iterator[None]:
-    """Put callbacks of ours before and after those of a trainer, for a while.
-
-    Args:
-        trainer: whose callbacks.
-        reshard: frees what is gathered.
-        publish: lets peers read the parameters as they are.
-        fail: tells peers that this rank has failed.
-    """
+def first_and_last(trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None]) -> Iterator[None]:
+    """Put `FirstCallback` before and `LastCallback` behind the callbacks of a trainer, for a while."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    own = (_Before(reshard, fail), _After(publish))
+    own = (FirstCallback(engine, fail), LastCallback(engine))
     callbacks[:] = [own[0], *callbacks, own[1]]
     try:
         yield

@@ -2,7 +2,7 @@
 
 Note [Values of an evaluation]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks run whatever batches they have and wait for nobody. Until the last one Lightning adds up what this rank logs, by
+Ranks run the batches that they have and do not wait. Until the last one Lightning adds up what this rank logs, by
 name, and nothing is reduced over ranks. Then, before Lightning computes the values of the epoch, all ranks tell each
 other their sums once, by name; names are merged in an order that all agree on, and Lightning finds the results already
 computed. So it does not matter in which order a rank logged its names, how often, or whether at all.
@@ -16,19 +16,21 @@ With stock collectives and plain batches Lightning's own way is left alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-from lightning.pytorch import LightningModule
+import torch
+from torchmetrics import Metric
 
 from lightning_odc import _compat
-from lightning_odc._compat import EpochValue
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
-from lightning_odc.strategy import metric_states, totals
+from lightning_odc.strategy import totals
 from lightning_odc.strategy.logbook import LogBook, flush, metric_of, ranks_of, replaced_log
+from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.step import call_step
 from lightning_odc.strategy.totals import METRIC, Total
 
 
@@ -36,24 +38,22 @@ class Evaluation:
     """One pass over the evaluation loaders on this rank; see Note [Values of an evaluation].
 
     Args:
-        module: that is evaluated.
-        engine: asks the other ranks at the end.
-        locally: a context in which logging does not reduce over ranks.
-        always: merge values also if no rank had a `Minibatch`.
+        strategy: The strategy, set up.
+        engine: The engine of its model, which asks the other ranks at the end.
+        always: Merge values also if no rank had a `Minibatch`.
+
+    Attributes:
+        logs_locally: What is logged now stays this rank's.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        engine: Engine,
-        locally: Callable[[], AbstractContextManager[None]],
-        always: bool,
-    ) -> None:
-        self._module = module
+    def __init__(self, strategy: ShardedStrategy, engine: Engine, always: bool) -> None:
+        assert strategy.lightning_module is not None
+        self.logs_locally = False
+        self._strategy = strategy
+        self._module = strategy.lightning_module
         self._engine = engine
-        self._locally = locally
         self._always = always
-        self._had_shares = False
+        self._had_minibatches = False
         self._logbook = LogBook()
         self._changes = ExitStack()
         self._added: list[tuple[Any, str]] = []
@@ -73,22 +73,24 @@ class Evaluation:
             results.pop(key).reset()  # else Lightning would compare its options with those of a later epoch
         self._added.clear()
 
-    def run_share(self, share: Minibatch, step: Callable[[Any], Any]) -> list[Any]:
-        """Evaluate a rank's microbatches one by one, and log the values of the share.
+    def step(self, name: str, minibatch: Minibatch, *args: Any, **kwargs: Any) -> list[Any]:
+        """Evaluate a rank's microbatches one by one, and log the values of the minibatch.
 
         Args:
-            share: the microbatches.
-            step: the user's ``validation_step`` or ``test_step`` on one of them.
+            name: ``"validation_step"`` or ``"test_step"``.
+            minibatch: The microbatches.
+            *args: What else the step takes.
+            **kwargs: The rest of it.
 
         Returns:
             What the step returned, by microbatch.
         """
-        self._had_shares = True
+        self._had_minibatches = True
         _compat.count_batch_once(self._module.trainer)
         outputs = []
         with self._logbook.recording(self._module):
-            for microbatch, weight in share.weighted():
-                outputs.append(step(microbatch))
+            for microbatch, weight in minibatch.weighted():
+                outputs.append(call_step(self._strategy, self._engine, name, microbatch, *args, **kwargs))
                 self._logbook.weigh(weight)
         with self._locally():
             flush(self._logbook.take(), self._module)
@@ -104,14 +106,22 @@ class Evaluation:
 
         self._changes.enter_context(replaced_log(self._module, log_locally))
 
+    @contextmanager
+    def _locally(self) -> Iterator[None]:
+        before, self.logs_locally = self.logs_locally, True
+        try:
+            yield
+        finally:
+            self.logs_locally = before
+
     def _complete(self, results: Any) -> None:
         """Make the values of all ranks those of the epoch."""
         self._changes.close()
-        logged = {total.identity: total for total in map(_total, _compat.epoch_values(results))}
+        logged = {total.identity: total for total in totals_in(results)}
         shared = totals.pack(total for total in logged.values() if total.is_shared)
-        item = {"had_shares": self._had_shares, "totals": shared}
+        item = {"had_minibatches": self._had_minibatches, "totals": shared}
         by_rank = self._engine.exchange("end of an evaluation", item)
-        if not (self._always or any(other["had_shares"] for other in by_rank)):
+        if not (self._always or any(other["had_minibatches"] for other in by_rank)):
             return
         own = self._module.global_rank
         for total in totals.merge([totals.unpack(other["totals"]) for other in by_rank], own):
@@ -124,24 +134,65 @@ class Evaluation:
         if total.reduction == METRIC:
             total.metric = None if mine is None else mine.metric
             metric = metric_of(total, self._module)
-        result = float("nan") if total.result is None else total.result
-        reduction = "mean" if total.reduction == METRIC else total.reduction
-        at = EpochValue(
-            total.fx, total.name, total.dataloader_idx, total.options, reduction, None, metric, result, 0.0
-        )
         with warnings.catch_warnings():
             # It is no mistake here that a rank without data computes a metric that it has not updated.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-            added = _compat.set_epoch_value(results, at, self._module.device)
+            added = set_value(results, total, metric, self._module.device)
         if added is not None:
             self._added.append((results, added))
 
 
-def _total(at: EpochValue) -> Total:
-    reduction = at.reduction if at.metric is None else METRIC
-    total = Total(
-        at.name, reduction, at.options, at.value, at.weight, ranks_of(at.group), at.fx, at.dataloader_idx
-    )
-    if at.metric is not None:
-        total.metric, total.states = at.metric, metric_states.describe(at.metric)
-    return total
+_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
+
+
+def totals_in(results: Any) -> Iterator[Total]:
+    """What this rank has logged so far for the epoch.
+
+    Args:
+        results: Lightning's collection of the results of an evaluation.
+    """
+    for item in results.values():
+        meta = item.meta
+        if item.has_reset or not meta.on_epoch:
+            continue
+        options = {name: getattr(meta, name) for name in _OPTIONS}
+        options |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx else ""
+        total = Total(meta.name, METRIC, options, ranks=ranks_of(meta.sync.group))
+        total.fx, total.dataloader_idx = meta.fx.removesuffix(suffix), meta.dataloader_idx
+        if item.is_tensor:
+            total.reduction, total.value = meta.reduce_fx.__name__, float(item.value)
+            total.weight = float(item.cumulated_batch_size) if meta.is_mean_reduction else 0.0
+        else:
+            total.metric, total.states = item.value, totals.describe_lists(item.value)
+        yield total
+
+
+def set_value(results: Any, total: Total, metric: Metric | None, device: torch.device) -> str | None:
+    """Make a total (or what its metric computes now) the value of the epoch; all ranks together if it is a metric.
+
+    Args:
+        results: As in `totals_in`.
+        total: The total over all ranks.
+        metric: Its torchmetrics object on this rank, if it is one.
+        device: The device for the value.
+
+    Returns:
+        The key under which it is new to the results of this rank, if it is.
+    """
+    at, is_one_of_several = total.dataloader_idx, total.options["add_dataloader_idx"]
+    key = f"{total.fx}.{total.name}" + ("" if at is None or not is_one_of_several else f".{at}")
+    is_new = key not in results
+    value = float("nan") if total.result is None else total.result
+    if is_new:
+        results.dataloader_idx = at
+        first = torch.tensor(value, device=device) if metric is None else metric
+        reduction = "mean" if metric is not None else total.reduction
+        results.log(total.fx, total.name, first, reduce_fx=reduction, batch_size=1, **total.options)
+    item = results[key]
+    item.has_reset = False
+    if metric is not None:
+        _compat.set_computed(item, metric.compute())
+    else:
+        _compat.set_computed(item, torch.as_tensor(value, dtype=item.value.dtype, device=item.value.device))
+    return key if is_new else None

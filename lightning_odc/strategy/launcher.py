@@ -1,21 +1,17 @@
-"""Ranks for an interactive session (a notebook, a console): forked, watched to their end, results brought back.
-
-Note [Forked from a fresh thread]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork: a child that is forked
-from a thread that has computed in parallel before (any larger tensor in an earlier cell) hangs at its first parallel
-region. So every rank is forked from a thread that has never computed, which becomes the main thread of the child.
-"""
+"""Ranks for an interactive session (a notebook, a console): forked, watched to their end, results brought back."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,13 +22,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_odc import _compat
+from lightning_odc.checkpoints.full import model_state
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.strategy import results
 
 #: Seconds that ranks have to end by themselves after one has failed, and then after they were told to.
 GRACE = (10.0, 5.0)
+_LOOK_EVERY = 0.05
+
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 @contextmanager
@@ -43,7 +47,7 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
 
     Args:
         device_type: ``"cpu"``, or another one, which is left alone.
-        ranks: how many share the cores.
+        ranks: The number of ranks that share the cores.
     """
     if device_type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         yield
@@ -55,16 +59,23 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def is_interactive() -> bool:
-    """Whether somebody types into this Python: a notebook's kernel, IPython, ``python -i``."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # a script under `python -i` has no prompt yet
+def interactive_launcher(strategy: Any) -> ForkLauncher | None:
+    """The launcher for a Python that somebody types into: a notebook's kernel, IPython, ``python -i``; else ``None``.
+
+    Args:
+        strategy: The strategy to launch. Where its environment starts the processes, this is ``None``, too.
+    """
+    # A script under `python -i` has no prompt yet.
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    forks = is_interactive and not strategy.cluster_environment.creates_processes_externally
+    return ForkLauncher(strategy) if forks else None
 
 
 class ForkLauncher(_compat.Launcher):
     """Runs a function on all ranks of this machine, in processes forked from this one.
 
     Args:
-        strategy: of Lightning's Trainer or Fabric, with ``cluster_environment``, ``num_processes``, ``root_device``.
+        strategy: The strategy, with ``cluster_environment``, ``num_processes`` and ``root_device``.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -80,10 +91,10 @@ class ForkLauncher(_compat.Launcher):
         """Call ``function`` on every rank and wait for all of them.
 
         Args:
-            function: to call.
-            *args: for it.
-            trainer: if there is one, it and its module come home with what rank 0 has trained and measured.
-            **kwargs: for the function.
+            function: The function to call.
+            *args: Its arguments.
+            trainer: The trainer, if there is one: it and its module get what rank 0 has trained and measured.
+            **kwargs: Its arguments by name.
 
         Returns:
             What the function returned on rank 0.
@@ -94,8 +105,8 @@ class ForkLauncher(_compat.Launcher):
         """
         self._check_parent()
         self._strategy.cluster_environment.main_port  # noqa: B018 - chosen here, or every rank would choose another
-        if trainer is not None:
-            results.prepare(trainer)
+        for logger in () if trainer is None else trainer.loggers:
+            _ = logger.version  # chosen here, so that the notebook knows where ranks write
         with tempfile.TemporaryDirectory(prefix="lightning-odc-") as directory:
             work = partial(self._work, Path(directory), function, args, kwargs, trainer)
             try:
@@ -105,7 +116,7 @@ class ForkLauncher(_compat.Launcher):
                 self._end_all()
             self._raise_first_error(Path(directory))
             outcome = torch.load(Path(directory) / "outcome", weights_only=False)
-        return outcome if trainer is None else results.restore(trainer, outcome)
+        return outcome if trainer is None else _take_over(trainer, outcome)
 
     def kill(self, signum: Any) -> None:
         """Send a signal to all ranks that live."""
@@ -129,7 +140,11 @@ class ForkLauncher(_compat.Launcher):
     # -- in the notebook's process ------------------------------------------------------------------------
 
     def _start(self, work: Callable[[int], None]) -> None:
-        """See Note [Forked from a fresh thread]."""
+        """Fork every rank from a thread that has never computed; it becomes the main thread of the child.
+
+        The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A child of a
+        thread that has computed in parallel (any larger tensor in an earlier cell) hangs at its first parallel region.
+        """
         sys.stdout.flush()  # else every rank would print again what waits here
         sys.stderr.flush()
         context = multiprocessing.get_context("fork")
@@ -199,7 +214,7 @@ class ForkLauncher(_compat.Launcher):
             outcome = self._run(function, args, kwargs, trainer)
             if rank == 0:
                 torch.save(outcome, directory / "outcome")
-            _part()
+            _leave_together()
         except BaseException as error:
             if isinstance(error, PeerFailedError):
                 (directory / f"followed{rank}").touch()
@@ -213,19 +228,93 @@ class ForkLauncher(_compat.Launcher):
             return function(*args, **kwargs)
         self._strategy._launcher = None  # this is a rank now, where nothing is launched
         result = _compat.call_and_clean_up(trainer, function, *args, **kwargs)
-        return results.collect(trainer, result)
+        return _outcome(trainer, result)
 
 
-def _part() -> None:
-    """Leave together: a rank that goes early can break what others still send."""
+def _leave_together() -> None:
+    """A rank that goes early can break what others still send."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def _end_with_parent() -> None:
-    """Nobody waits for a rank whose notebook is gone."""
+    """End this rank when its notebook is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _outcome(trainer: Any, result: Any) -> dict[str, Any]:
+    """What a notebook gets from a rank: weights, metrics, callbacks. All ranks together, since weights are sharded."""
+    outcome = {"state": trainer.state, "result": result}
+    outcome |= {name: dict(getattr(trainer, name)) for name in _METRICS}
+    if trainer.state.fn == TrainerFn.FITTING:
+        outcome["weights"] = model_state(trainer.lightning_module, full=True)
+        outcome["progress"] = trainer.fit_loop.state_dict()
+        outcome["callbacks"] = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+    return apply_to_collection(outcome, Tensor, lambda tensor: tensor.detach().cpu())
+
+
+def _take_over(trainer: Trainer, outcome: dict[str, Any]) -> Any:
+    """Let a trainer and its module be as after a run in this process. Returns what the run returned."""
+    assert trainer.lightning_module is not None
+    trainer.state = outcome["state"]
+    for name in _METRICS:
+        metrics = getattr(trainer, name)
+        metrics.clear()
+        metrics.update(outcome[name])
+    if "weights" in outcome:
+        _load_weights(trainer.lightning_module, outcome["weights"])
+        trainer.fit_loop.load_state_dict(outcome["progress"])
+        trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
+        _load_callbacks(trainer, outcome["callbacks"])
+    return outcome["result"]
+
+
+def _load_weights(module: LightningModule, weights: dict[str, Tensor]) -> None:
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
+    unknown = module.load_state_dict(weights, strict=False, assign=on_meta).unexpected_keys
+    if unknown:
+        warnings.warn(
+            f"The trained weights of {unknown[0]!r} and {len(unknown) - 1} more did not come back to the notebook, "
+            "where the model has no such parameters: `configure_model` made them on the ranks. They are in what "
+            "ModelCheckpoint has saved.",
+            stacklevel=2,
+        )
+
+
+def _load_callbacks(trainer: Any, states: dict[str, dict[str, Any]]) -> None:
+    for callback in trainer.callbacks:
+        state = states.get(callback.state_key)
+        if state and isinstance(callback, ModelCheckpoint):
+            callback.dirpath = state["dirpath"]  # else it takes the state for that of another directory
+        if state:
+            callback.load_state_dict(state)
+
+
+def end_scripts_at_exit(launcher: Any) -> None:
+    """Let no process of Lightning's script launcher outlive this one, stopped or stuck where nothing reaches it.
+
+    ``torchrun`` and schedulers kill what stays; Lightning's own launcher does so only when a rank ends with an error,
+    which a stopped or stuck one never does.
+
+    Args:
+        launcher: The strategy's. One that has started no scripts is left alone.
+    """
+    children = [
+        child for child in getattr(launcher, "procs", None) or () if isinstance(child, subprocess.Popen)
+    ]
+    if children:
+        atexit.register(end_scripts, children, time.monotonic() + GRACE[0])
+
+
+def end_scripts(children: list[subprocess.Popen[Any]], deadline: float) -> None:
+    """Wait until ``deadline`` (of the monotonic clock) for processes to end, then kill those that did not."""
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY)
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+            child.wait()

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_odc.strategy import metric_states, totals
+from lightning_odc.strategy import totals
 from lightning_odc.strategy.totals import METRIC, REDUCTIONS, Message, Total
 
 
@@ -69,7 +69,7 @@ class LogBook:
         self._open.clear()
 
     def take(self) -> list[Total]:
-        """The totals of this rank, then start anew."""
+        """The totals of this rank since the last call."""
         entries, self._entries = self._entries, {}
         pairs = [pair for entry in entries.values() for pair in entry.pairs]
         values = iter(_to_floats([value for value, _ in pairs]))
@@ -124,7 +124,7 @@ class LogBook:
     def _attribute(self, name: str, metric: Metric, module: LightningModule) -> str | None:
         known = self._attributes.get(name)
         if known is None or known[0] is not metric:
-            names = [path for path, part in metric_states.metrics_of(module) if part is metric]
+            names = [path for path, part in totals.metrics_of(module) if part is metric]
             known = self._attributes[name] = (metric, names[0] if names else None)
         return known[1]
 
@@ -143,8 +143,8 @@ def metric_of(total: Total, module: LightningModule) -> Metric:
     """The metric object of a total on this rank, ready to synchronise with those of the others."""
     metric = total.metric
     if metric is None:
-        metric = metric_states.metric_at(module, total.options["metric_attribute"], total.name)
-    metric_states.prepare(metric, total.states)
+        metric = totals.metric_at(module, total.options["metric_attribute"], total.name)
+    totals.fit_lists(metric, total.states)
     return metric
 
 
@@ -164,7 +164,7 @@ def replaced_log(module: LightningModule, log: Callable[..., None]) -> Iterator[
 
 def _total(name: str, entry: _Entry, all_values: Iterator[float], all_weights: Iterator[float]) -> Total:
     if entry.metric is not None:
-        states = metric_states.describe(entry.metric)
+        states = totals.describe_lists(entry.metric)
         return Total(name, METRIC, entry.options, states=states, metric=entry.metric)
     count = len(entry.pairs)
     values, weights = list(islice(all_values, count)), list(islice(all_weights, count))

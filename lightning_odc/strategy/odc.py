@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -31,31 +27,21 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import (
-    CollectiveEngine,
-    is_broken_group,
-    process_group_rendezvous,
-    single_process,
-)
-from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.hybrid.layout import Layout
-from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.collective import is_broken_group
 from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.transports.choice import check_transport, make_transport
+from lightning_odc.engine.transports.choice import check_transport
 from lightning_odc.errors import ODCError, PeerFailedError, WaitTimeoutError
-from lightning_odc.sharding import nodes
 from lightning_odc.sharding.initialize import check_filled
-from lightning_odc.sharding.refusals import refuse_layers
-from lightning_odc.sharding.wrapping import WrapPolicy
-from lightning_odc.strategy import arguments, leftovers
+from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
+from lightning_odc.strategy import arguments
 from lightning_odc.strategy.agreement import compare_programs
-from lightning_odc.strategy.callbacks import LoopEnds, surrounded
+from lightning_odc.strategy.callbacks import first_and_last
+from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.precision import undivided
+from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
-from lightning_odc.strategy.step import Training
+from lightning_odc.strategy.step import Training, call_step
 
 #: How long ranks wait before they say where they are.
 DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
@@ -68,48 +54,48 @@ class ODCStrategy(ShardedStrategy):
 
     A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
     ``Trainer``. It shards with ``torch.distributed.fsdp.fully_shard``. Ranks read each other's parameter shards when
-    they need them, add gradients into their owners' accumulators, and meet once per optimizer step, so they may run
+    they need them, add gradients into their owners' accumulators, and meet once per optimizer step. So ranks may run
     different numbers of microbatches: let the loader yield `Minibatch`\ es.
 
     Source: *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
 
     Args:
-        accelerator: as in ``FSDPStrategy``.
-        parallel_devices: as in ``FSDPStrategy``.
-        cluster_environment: as in ``FSDPStrategy``.
-        checkpoint_io: as in ``FSDPStrategy``.
-        precision_plugin: as in ``FSDPStrategy``.
-        process_group_backend: as in ``FSDPStrategy``.
-        timeout: after which a wait for another rank gives up with a report of where every rank is.
-        cpu_offload: as in ``FSDPStrategy``.
-        mixed_precision: as in ``FSDPStrategy``; by default what ``Trainer(precision=...)`` says.
-        auto_wrap_policy: which modules become units; by default the model's repeated blocks, and with manual
+        accelerator: The same as in ``FSDPStrategy``.
+        parallel_devices: The same as in ``FSDPStrategy``.
+        cluster_environment: The same as in ``FSDPStrategy``.
+        checkpoint_io: The same as in ``FSDPStrategy``.
+        precision_plugin: The same as in ``FSDPStrategy``.
+        process_group_backend: The same as in ``FSDPStrategy``.
+        timeout: The longest wait for another rank. After it, an error says where every rank is.
+        cpu_offload: The same as in ``FSDPStrategy``.
+        mixed_precision: The same as in ``FSDPStrategy``; by default what ``Trainer(precision=...)`` says.
+        auto_wrap_policy: The modules that become units; by default the model's repeated blocks, and with manual
             optimization the layers of networks that have none.
-        activation_checkpointing: as in ``FSDPStrategy``.
-        activation_checkpointing_policy: as in ``FSDPStrategy``.
+        activation_checkpointing: The same as in ``FSDPStrategy``.
+        activation_checkpointing_policy: The same as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
             ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) does so inside every node, on demand, and sums gradients
             over nodes once per minibatch; it is the way to use several nodes.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        device_mesh: for hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
+        device_mesh: The mesh of hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
         communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
             the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
         transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
-        deterministic: sum gradients in rank order, so that runs are bit-equal; takes ``world_size`` accumulators.
-        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
-        balance: how to level the work over ranks: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
+        deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
+        accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
+        balance: The policy that levels the work: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
             ``None`` to leave the loader alone. Turns the training ``DataLoader`` into a
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] of ``batch_size`` samples per rank on average.
-        max_tokens: the most tokens in a microbatch; by default as many as the longest sample has.
-        cost: what a sample costs by its length, as in ``BalancedDataLoader``: ``"quadratic"``, ``"quadratic_dense"``
+        max_tokens: The most tokens in a microbatch; by default as many as the longest sample has.
+        cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"quadratic"``, ``"quadratic_dense"``
             where packed samples are kept apart by a mask (as on CPUs), ``"fitted"`` to learn it while training, ...
-        length_fn: the length of a sample, where the data set does not tell.
-        weighting: what a sample counts in the gradient, as in ``BalancedDataLoader``; counts that ``training_step``
+        length_fn: The function that returns the length of a sample, where the data set does not tell.
+        weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``. Counts that ``training_step``
             returns as ``num_items`` are exact and go before it.
-        hang_report_after: time of waiting after which every rank says where it is, on stderr and in
+        hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
-        **kwargs: arguments of FSDP1 that have no meaning for ``fully_shard`` are refused by name.
+        **kwargs: Arguments of FSDP1. Those that have no meaning for ``fully_shard`` are refused by name.
 
     Raises:
         ValueError: for a value that is not one of those above.
@@ -149,22 +135,7 @@ class ODCStrategy(ShardedStrategy):
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
-        arguments.check_choice("communication", communication, arguments.COMMUNICATIONS)
-        arguments.check_choice("transport", transport, arguments.TRANSPORTS)
-        arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
-        arguments.check_sharding(sharding_strategy, device_mesh)
-        arguments.check_policy("auto_wrap_policy", auto_wrap_policy)
-        arguments.check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
-        arguments.check_balance(balance, communication, deterministic)
-        arguments.check_time("timeout", timeout, "datetime.timedelta(minutes=30)")
-        arguments.check_time(
-            "hang_report_after", hang_report_after, "datetime.timedelta(seconds=60), or None for no reports"
-        )
-        arguments.check_accumulator_dtype(accumulator_dtype)
-        arguments.check_mixed_precision(mixed_precision)
-        arguments.check_cost(cost if balance else None, communication, deterministic)
-        arguments.check_recipe(balance, max_tokens, cost, weighting)
-        arguments.check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
+        arguments.check_strategy(locals())  # all of them, by name
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -194,17 +165,9 @@ class ODCStrategy(ShardedStrategy):
             "length_fn": length_fn,
             "weighting": weighting,
         }
-        if balance is None:
-            arguments.warn_of_idle_options(self._balance_options)
-        if communication == "collective":
-            arguments.warn_of_no_engine(
-                {"deterministic": deterministic, "accumulator_dtype": accumulator_dtype}
-            )
-        self._through_call = _compat.forward_redirection()
         self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
-        self._reduce_locally = False
         self._failed = False
         self._loaders_unchecked = True
         self._signals: HeldSignals | None = None
@@ -237,11 +200,12 @@ class ODCStrategy(ShardedStrategy):
     # -- setting up and tearing down ----------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        self._check_devices()
-        nodes.check_nodes(self.sharding_strategy.name, self.num_nodes, self.communication)
+        if self.communication != "collective":
+            check_transport(self.transport, self._device_type())
+        arguments.check_nodes(self.sharding_strategy.name, self.num_nodes, self.communication)
         super().setup_environment()
         if self._layout is not None:
-            nodes.check_row(self._layout, self.communication)
+            arguments.check_row(self._layout, self.communication)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -255,19 +219,12 @@ class ODCStrategy(ShardedStrategy):
             self.model = self._layer_sync.apply(self.model)
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
-            self._engine = self._make_engine()
+            hang_report = hang_report_of(trainer, self.hang_report_after)
+            self._engine = make_engine(self, self.timeout, layout=self._layout, hang_report=hang_report)
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
-        self._on_teardown.enter_context(
-            surrounded(
-                trainer,
-                reshard=self.engine.reshard,
-                publish=self.publish_parameters,
-                fail=self.on_exception,
-            )
-        )
-        self._watch_ends(trainer)
+        self._on_teardown.enter_context(first_and_last(trainer, self._engine, self.on_exception))
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)
@@ -275,83 +232,17 @@ class ODCStrategy(ShardedStrategy):
                 refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
-            self._training = self._make_training()
-            self.precision_plugin.before_clipping = self._training.settle
-            self.precision_plugin.around_backward = self._training.around_backward
-            self.precision_plugin.loss_divisor = self._training.loss_divisor
-
-    def _make_training(self) -> Training:
-        assert self.lightning_module is not None
-        plugin = self.precision_plugin
-        computed_in = (plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
-        fp16 = plugin if torch.float16 in computed_in else None
-        return Training(self.lightning_module, self.engine, self.root_device, fp16)
-
-    def _make_engine(self) -> Engine:
-        if self.world_size == 1:
-            return CollectiveEngine(1, single_process)
-        rendezvous = process_group_rendezvous(dist.group.WORLD)
-        if self.communication == "collective":
-            return CollectiveEngine(self.world_size, rendezvous)
-        options: dict[str, Any] = {
-            "deterministic": self.deterministic,
-            "lockstep": self.communication == "lockstep",
-            "accumulator_dtype": self.accumulator_dtype,
-            "hang_report": self._make_hang_report(),
-        }
-        if self._layout is not None:
-            return self._make_hybrid_engine(self._layout, rendezvous, options)
-        return OnDemandEngine(
-            lambda: make_transport(
-                self.root_device, self.global_rank, self.world_size, rendezvous, dist.group.WORLD
-            ),
-            rendezvous,
-            timeout=self.timeout.total_seconds(),
-            **options,
-        )
-
-    def _make_hybrid_engine(self, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]) -> Engine:
-        assert self.cluster_environment is not None
-        within = process_group_rendezvous(self.shard_mesh.get_group())
-        place = layout.row.index(self.global_rank)
-        return nodes.make_hybrid_engine(
-            lambda: make_transport(
-                self.root_device, place, len(layout.row), within, self.shard_mesh.get_group(), layout.row
-            ),
-            rendezvous,
-            layout,
-            main_address=self.cluster_environment.main_address,
-            device=self.root_device,
-            timeout=self.timeout,
-            **options,
-        )
-
-    def _make_hang_report(self) -> HangReport | None:
-        if self.hang_report_after is None:
-            return None
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        root = trainer.default_root_dir
-        directory = None if "://" in root else Path(root) / "odc-hang-reports"
-
-        def place() -> str:
-            return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
-
-        return HangReport(self.hang_report_after.total_seconds(), directory, self.global_rank, place)
+            computed_in = (self.precision_plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
+            self._training = Training(self, self._engine, fp16=torch.float16 in computed_in)
+            self.precision_plugin.training = self._training
 
     @property
     def _on_demand(self) -> bool:
         return self.communication != "collective" and self.world_size > 1
 
-    def _check_devices(self) -> None:
-        if self.communication != "collective":
-            check_transport(self.transport, self._device_type())
-
     def teardown(self) -> None:
         self._give_values_back()
-        self.precision_plugin.before_clipping = None
-        self.precision_plugin.around_backward = nullcontext
-        self.precision_plugin.loss_divisor = undivided
+        self.precision_plugin.training = None
         engine, self._engine, self._training = self._engine, None, None
         try:
             if engine is not None and not self._failed:
@@ -380,7 +271,7 @@ class ODCStrategy(ShardedStrategy):
             prefix = FOLLOWED
         self._engine.fail(prefix + text)
         if isinstance(exception, WaitTimeoutError):
-            leftovers.end_at_exit(self.launcher)
+            end_scripts_at_exit(self.launcher)
 
     def _peer_trouble(self, exception: BaseException) -> str:
         """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
@@ -394,27 +285,12 @@ class ODCStrategy(ShardedStrategy):
     # -- a step -------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module, training = self.lightning_module, self._training
-        assert module is not None
-        assert training is not None
-        is_share = bool(args) and isinstance(args[0], Minibatch)
-        if is_share:
-            self._check_loaders(module.trainer.train_dataloader)
+        assert self.lightning_module is not None
+        assert self._training is not None
+        if args and isinstance(args[0], Minibatch):
+            self._check_loaders(self.lightning_module.trainer.train_dataloader)
             self._hold_signals(meeting=True)
-        training.begin_batch("Minibatch" if is_share else "plain batch")
-        run = partial(self._redirect, "training_step", self.precision_plugin.train_step_context)
-        if is_share and module.automatic_optimization:
-            return training.run_share(
-                args[0],
-                step=lambda microbatch: run(microbatch, *args[1:], **kwargs),
-                backward=lambda loss: self.backward(loss, self.optimizers[0]),
-            )
-        output = run(*args, **kwargs)
-        if module.automatic_optimization:
-            training.count(output)
-        else:
-            training.step_in_hooks(self.optimizers)
-        return output
+        return self._training.step(*args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -461,30 +337,25 @@ class ODCStrategy(ShardedStrategy):
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+        return self._evaluate("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
+        return self._evaluate("test_step", *args, **kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(self._redirect, "predict_step", self.precision_plugin.predict_step_context)
-        if args and isinstance(args[0], Minibatch):
-            return [run(microbatch, *args[1:], **kwargs) for microbatch in args[0]]
-        return run(*args, **kwargs)
-
-    def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if not (args and isinstance(args[0], Minibatch)):
-            return self._redirect(name, context, *args, **kwargs)
-
+            return call_step(self, self.engine, name, *args, **kwargs)
+        assert self._evaluation is not None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
+        return self._evaluation.step(name, *args, **kwargs)
 
-        def step(microbatch: Any) -> Any:
-            return self._redirect(name, context, microbatch, *args[1:], **kwargs)
-
-        return self._evaluation.run_share(args[0], step)
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(call_step, self, self.engine, "predict_step")
+        if args and isinstance(args[0], Minibatch):
+            return [run(microbatch, *args[1:], **kwargs) for microbatch in args[0]]
+        return run(*args, **kwargs)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -523,9 +394,7 @@ class ODCStrategy(ShardedStrategy):
         self._begin_evaluation()
 
     def _take_over_values(self) -> None:
-        assert self.lightning_module is not None
-        always = self.communication != "collective"
-        self._evaluation = Evaluation(self.lightning_module, self.engine, self._local_reduce, always)
+        self._evaluation = Evaluation(self, self.engine, always=self.communication != "collective")
         self._evaluation.begin()
 
     def _give_values_back(self) -> None:
@@ -538,24 +407,6 @@ class ODCStrategy(ShardedStrategy):
         self.engine.evaluating = self._loaders_unchecked = True
         self._hold_signals(meeting=self._on_demand)
         self.publish_parameters()
-
-    def _redirect(
-        self, name: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
-        assert self.model is not None
-        assert self.lightning_module is not None
-        with context(), self.engine.traced("forward", step=name):
-            return self._through_call(self.model, self.lightning_module, name, *args, **kwargs)
-
-    def _watch_ends(self, trainer: pl.Trainer) -> None:
-        """See Note [Who has left]."""
-        engine = self._engine
-        if isinstance(engine, OnDemandEngine):
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            ends = LoopEnds(lambda: engine.protocol.come_to_end())
-            callbacks.insert(0, ends)
-            self._on_teardown.callback(callbacks.remove, ends)
 
     def _hold_signals(self, *, meeting: bool) -> None:
         """When the trainer has set its handlers, where ranks are ``meeting``. See Note [Signals wait for a meeting].
@@ -591,7 +442,7 @@ class ODCStrategy(ShardedStrategy):
         return dataloader
 
     def _check_loaders(self, loaders: Any) -> None:
-        """Once per run, at the first `Minibatch`: until then nobody knows what a loader yields."""
+        """Once per run, at the first `Minibatch`: until then it is not known what a loader yields."""
         assert self.lightning_module is not None
         if self._loaders_unchecked and _compat.deals_out(self.lightning_module.trainer):
             check_samplers(loaders)
@@ -615,7 +466,8 @@ class ODCStrategy(ShardedStrategy):
 
         Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
         """
-        if self._reduce_locally or not isinstance(tensor, Tensor):
+        is_local = self._evaluation is not None and self._evaluation.logs_locally
+        if is_local or not isinstance(tensor, Tensor):
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
@@ -627,15 +479,6 @@ class ODCStrategy(ShardedStrategy):
         if isinstance(batch, Minibatch):
             assert self.lightning_module is not None
             _compat.count_batch_once(self.lightning_module.trainer)
-
-    @contextmanager
-    def _local_reduce(self) -> Iterator[None]:
-        """Let what is logged stay this rank's."""
-        before, self._reduce_locally = self._reduce_locally, True
-        try:
-            yield
-        finally:
-            self._reduce_locally = before
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is not None and not self._failed:

@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -41,7 +41,7 @@ class LossScaler(torch.amp.GradScaler):
     maximum over ranks. So every rank skips the same steps and has the same scale.
 
     Args:
-        device_type: on which the loss is.
+        device_type: The device of the loss.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -91,22 +91,30 @@ _COMPUTE_DTYPE = {
 _WEIGHT_UNIT = "odc_weight_unit"
 
 
+class Steps(Protocol):
+    """What the plugin needs of `lightning_odc.strategy.step.Training`."""
+
+    def loss_divisor(self) -> float: ...
+
+    def around_backward(self) -> AbstractContextManager[None]: ...
+
+    def settle(self) -> None: ...
+
+
 class ODCPrecision(FSDPPrecision):
     """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm.
 
     Parameters, buffers and inputs in float64 or complex dtypes stay as they are where the precision does not name them.
 
     Args:
-        precision: one of Lightning's precision names for FSDP.
-        device_type: device on which the model computes, for autocast.
+        precision: One of Lightning's precision names for FSDP.
+        device_type: The device on which the model computes, for autocast.
 
     Attributes:
-        before_clipping: completes the gradients, which may not have arrived yet.
-        around_backward: the context of backward passes, without the hooks before and after them.
-        loss_divisor: what the next loss is divided by before its backward pass.
-        weight_unit: see Note [Weights under fp16]; ``None`` until ranks have agreed on it.
-        compute_dtype: of the forward pass; ``None`` for that of the parameters.
-        gradient_norm: norm over all ranks of the gradients that were clipped last, before they were; ``None`` until
+        training: The training steps that it serves, while a fit runs.
+        weight_unit: See Note [Weights under fp16]; ``None`` until ranks have agreed on it.
+        compute_dtype: The dtype of the forward pass; ``None`` for that of the parameters.
+        gradient_norm: The norm over all ranks of the gradients that were clipped last, before they were; ``None`` until
             that happens.
 
     Raises:
@@ -123,9 +131,7 @@ class ODCPrecision(FSDPPrecision):
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
         self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
         self.device_type = device_type
-        self.before_clipping: Callable[[], None] | None = None
-        self.around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.loss_divisor: Callable[[], float] = undivided
+        self.training: Steps | None = None
         self.weight_unit: float | None = None
         self.gradient_norm: Tensor | None = None
 
@@ -176,16 +182,16 @@ class ODCPrecision(FSDPPrecision):
         return nullcontext() if self._half is None else super().forward_context()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        divisor = self.loss_divisor()
+        divisor = 1.0 if self.training is None else self.training.loss_divisor()
         return super().pre_backward(tensor if divisor == 1.0 else tensor / divisor, module)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        with self.around_backward():
+        with nullcontext() if self.training is None else self.training.around_backward():
             super().backward(*args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        if self.before_clipping is not None:
-            self.before_clipping()
+        if self.training is not None:
+            self.training.settle()  # gradients may not have arrived yet
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self.scaler is not None:
@@ -225,8 +231,3 @@ def _kept(module: nn.Module, is_kept: Callable[[torch.dtype], bool]) -> Iterator
         parameter.data = value
     for owner, name, buffer in buffers:
         setattr(owner, name, buffer)
-
-
-def undivided() -> float:
-    """Losses are backpropagated as they are."""
-    return 1.0

@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 from lightning_odc import _compat
 from lightning_odc.checkpoints import full as checkpoints
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
-from lightning_odc.checkpoints.checkpoint_io import WholeCheckpointIO
 from lightning_odc.checkpoints.checks import mend_epochs
+from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.sharding import averaging, nodes
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.strategy import arguments
-from lightning_odc.strategy.launcher import ForkLauncher, is_interactive, part_of_the_cores
+from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 from lightning_odc.strategy.precision import ODCPrecision
 
 #: How long a rank waits for another one, as in every strategy of Lightning.
@@ -43,12 +43,12 @@ class ShardedStrategy(FSDPStrategy):
     """What `ODCStrategy` does that has nothing to do with how bytes move.
 
     Args:
-        precision_plugin: as in ``FSDPStrategy``.
-        timeout: as in ``FSDPStrategy``.
+        precision_plugin: The same as in ``FSDPStrategy``.
+        timeout: The same as in ``FSDPStrategy``.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        sharding_strategy: by its name in FSDP.
-        device_mesh: under hybrid sharding, how ranks are laid out.
-        **kwargs: other arguments of ``FSDPStrategy``.
+        sharding_strategy: One of FSDP's, or its name.
+        device_mesh: The layout of ranks under hybrid sharding.
+        **kwargs: Other arguments of ``FSDPStrategy``.
     """
 
     def __init__(
@@ -127,10 +127,8 @@ class ShardedStrategy(FSDPStrategy):
     # -- setting up and tearing down ----------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if is_interactive() and not self.cluster_environment.creates_processes_externally:
-            self._launcher = ForkLauncher(self)
-        else:
+        self._launcher = interactive_launcher(self)
+        if self._launcher is None:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:

@@ -37,10 +37,10 @@ class HeldSignals(Callback):
     """Stands before Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
 
     Args:
-        signals: what the ranks tell each other at meetings.
+        signals: The signals that ranks tell each other at meetings.
 
     Attributes:
-        patience: seconds that SIGTERM waits.
+        patience: The seconds that SIGTERM waits.
     """
 
     def __init__(self, signals: Signals) -> None:

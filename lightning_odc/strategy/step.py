@@ -1,15 +1,30 @@
-"""A training step on this rank: microbatches, their weights and times, and the settle.
+"""A training step on this rank, from Lightning's call to the user's ``training_step``, and on to backward and settle.
 
-The times are for a cost that learns: wall time less the engine's measured waits, in forward and backward together. Data
-loading, the optimizer and logging are not in it. What was measured travels with the record that ends an optimizer step.
+Read `Training` from the top: `step` runs a batch, `around_backward` is the context of every backward pass, `settle`
+completes the gradients, `end_step` publishes the parameters.
 
 Note [The last backward belongs to Lightning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Lightning calls ``training_step`` once per batch, then ``zero_grad``, then ``backward`` once. For a minibatch the
-strategy runs all microbatches inside that one ``training_step`` call and backpropagates all but the last itself; the
-last one's loss is returned with its graph. It is returned *with the value* of the whole share, so that progress
-bars, ``on_train_batch_end`` and loggers see the minibatch. A share without microbatches returns a zero, and so does
-one whose ranks help each other: there, no backward pass is left for later.
+Lightning calls ``training_step`` once per batch, then ``zero_grad``, then ``backward`` once. Of a `Minibatch`, all
+microbatches run inside that one ``training_step`` call, and all but the last are backpropagated there. The last loss
+is returned with its graph, and *with the value* of the whole minibatch, so that progress bars, ``on_train_batch_end``
+and loggers see the minibatch. A rank without microbatches returns a zero. So do ranks that help each other: there, no
+backward pass is left for later.
+
+An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the losses ``La``, ``Lb``, ``Lc``. ::
+
+    Lightning              here                                    accumulated gradient of the rank
+    training_step(...)     forward(a)                              0
+                           forward(b) follows: backward(3 La)      3 gLa
+                           forward(b), backward(5 Lb), forward(c)  3 gLa + 5 gLb
+                           returns 2 Lc, with the value of
+                           (3 La + 5 Lb + 2 Lc) / (3 + 5 + 2)
+    zero_grad()            finds no gradients in .grad yet
+    backward(2 Lc)                                                 3 gLa + 5 gLb + 2 gLc
+    optimizer.step()       settle(): the sum over all ranks,       see Note [Who divides]
+                           by the weights of all ranks, in .grad
+                           the optimizer steps
+                           end_step(): publish the parameters
 """
 
 from __future__ import annotations
@@ -17,15 +32,13 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_odc import _compat
 from lightning_odc.data.lagged_cost import LaggedCost, Measurement
@@ -34,7 +47,8 @@ from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import DisagreementError, ODCError
 from lightning_odc.strategy.logbook import LogBook, flush
-from lightning_odc.strategy.precision import ODCPrecision, unit_of
+from lightning_odc.strategy.precision import unit_of
+from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.totals import Total
 
 _MOST_SAMPLES = 2000
@@ -42,30 +56,35 @@ _MOST_SAMPLES = 2000
 
 
 class Stopwatch:
-    """Runs while a rank works, if the loader wants to know.
+    """Measures how long microbatches take, for a cost that learns, if the loader has one.
+
+    The time of a microbatch is the wall time of its forward and backward pass, less the engine's measured waits. Data
+    loading, the optimizer and logging are not in it. What was measured travels with the record that ends an optimizer
+    step.
 
     Args:
-        waits: seconds that this rank has waited for others so far.
-        device: whose work is waited for before the clock is read.
+        waits: Returns the seconds that this rank has waited for others so far.
+        device: The device whose work is waited for before the clock is read.
     """
 
     def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
         self._waits = waits
         self._device = device
-        self._learning: LaggedCost | None = None
+        self._cost: LaggedCost | None = None
         self._number = 0
         self._measured: list[tuple[int, list[int], float]] = []
         self._is_set = False
 
-    def open(self, share: Minibatch) -> None:
-        """A share of a minibatch begins."""
+    def open(self, minibatch: Minibatch) -> None:
+        """The microbatches of this minibatch come next."""
         self._is_set = False
-        if share.origin is not None and share.origin.cost is not None:
-            self._learning, self._number = share.origin.cost, share.origin.number
+        origin = minibatch.origin
+        if origin is not None and origin.cost is not None:
+            self._cost, self._number = origin.cost, origin.number
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
-        self._is_set = self._learning is not None and detail is not None
+        self._is_set = self._cost is not None and detail is not None
         if self._is_set and detail is not None:
             self._measured.append((self._number, detail.lengths, 0.0))
 
@@ -81,7 +100,7 @@ class Stopwatch:
         self._measured.append((number, lengths, seconds + self._now() - begin))
 
     def take(self) -> list[Measurement]:
-        """What was measured since the last call, at most 2000 samples of it, evenly chosen; then start anew."""
+        """What was measured since the last call, at most 2000 samples of it, evenly chosen. It is forgotten here."""
         measured, self._measured = self._measured, []
         self._is_set = False
         samples = sum(len(lengths) for _, lengths, _ in measured)
@@ -89,8 +108,8 @@ class Stopwatch:
 
     def report(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
         """Tell the loader what all ranks measured."""
-        if self._learning is not None:
-            self._learning.observe(by_rank)
+        if self._cost is not None:
+            self._cost.observe(by_rank)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -103,10 +122,10 @@ class Contribution:
     """What one microbatch adds to the sum in Note [Who divides].
 
     Attributes:
-        loss: the weighted (or summed) loss, with its graph; at least in fp32, which has room for weights and sums.
-        weight: its share of the denominator.
-        extras: what else ``training_step`` returned.
-        counting: what the weight counts.
+        loss: The weighted (or summed) loss, with its graph; at least in fp32, which has room for weights and sums.
+        weight: Its part of the denominator.
+        extras: What else ``training_step`` returned.
+        counting: What the weight counts.
     """
 
     loss: Tensor
@@ -116,7 +135,9 @@ class Contribution:
 
 
 @dataclass
-class _Totals:
+class _Sums:
+    """What the microbatches of a minibatch add up to on this rank."""
+
     loss: Any = 0.0
     weight: Any = 0.0
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -137,9 +158,9 @@ def contribution(output: Any, weight: float, counting: Counting = Counting.MEAN)
     """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
 
     Args:
-        output: the returned value; a ``"loss"`` beside ``"num_items"`` is a sum over items, else a mean.
-        weight: of the microbatch, where ``num_items`` does not say it exactly.
-        counting: what that weight counts.
+        output: The returned value. A ``"loss"`` beside ``"num_items"`` is a sum over items, else a mean.
+        weight: The weight of the microbatch, where ``num_items`` does not say it exactly.
+        counting: What that weight counts.
 
     Raises:
         TypeError: if it is something else.
@@ -159,55 +180,6 @@ def contribution(output: Any, weight: float, counting: Counting = Counting.MEAN)
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
     )
-
-
-def run_share(
-    minibatch: Minibatch,
-    *,
-    engine: Engine,
-    logbook: LogBook,
-    step: Callable[[Task], Any],
-    backward: Callable[[Tensor], None],
-    normalize: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Run a rank's share of a minibatch; see Note [The last backward belongs to Lightning].
-
-    Args:
-        minibatch: the share.
-        engine: told about every microbatch and its weight.
-        logbook: told how much what was logged counts.
-        step: the user's ``training_step`` on one microbatch.
-        backward: backpropagates a loss that is not the last.
-        normalize: ``accumulate_grad_batches``, by which Lightning divides the loss it is given.
-        device: where a share without microbatches makes its zero.
-
-    Returns:
-        ``{"loss": ...}`` plus, for everything else that ``training_step`` returned, the list over microbatches.
-    """
-    engine.begin_minibatch(len(minibatch), minibatch.plan)
-    totals = _Totals()
-    pending: Tensor | None = None
-    helping = minibatch.all_ranks is not None
-    for task in engine.tasks(minibatch):
-        if pending is not None:
-            backward(pending / normalize)
-        pending = None
-        item = contribution(step(task), task.weight, Counting.PLANNED)
-        logbook.weigh(task.weight if item is None else item.weight)
-        if item is None:
-            continue
-        engine.ledger.add(item.weight / normalize, item.counting)
-        totals.add(item)
-        pending = item.loss
-        if helping:  # a rank may take over work only when its own is done: no backward pass is left for later
-            backward(pending / normalize)
-            pending = None
-    value = totals.mean(device)
-    if pending is None:
-        pending = torch.zeros((), device=device, requires_grad=True)
-    loss = cast(Tensor, _WithValue.apply(pending, value))  # type: ignore[no-untyped-call]
-    return {"loss": loss, **totals.extras}
 
 
 class _WithValue(torch.autograd.Function):
@@ -238,30 +210,34 @@ def _checked(num_items: Any) -> float | Tensor:
     return float(num_items)
 
 
+def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
+    with strategy.precision_plugin.forward_context(), engine.traced("forward", step=name):
+        return _compat.call_as_forward(strategy.model, strategy.lightning_module, name, *args, **kwargs)
+
+
 class Training:
-    """One fit.
+    """The training steps of one fit.
 
     Args:
-        module: that is trained.
-        engine: of its model.
-        device: on which it is trained.
-        fp16: the plugin of a model that computes in fp16, else ``None``.
+        strategy: The strategy, set up.
+        engine: The engine of its model.
+        fp16: Whether the model computes in fp16.
     """
 
-    def __init__(
-        self, module: LightningModule, engine: Engine, device: torch.device, fp16: ODCPrecision | None = None
-    ) -> None:
-        self._module = module
+    def __init__(self, strategy: ShardedStrategy, engine: Engine, fp16: bool) -> None:
+        assert strategy.lightning_module is not None
+        self._strategy = strategy
+        self._module = strategy.lightning_module
         self._engine = engine
-        self._device = device
+        self._fp16 = fp16
         self._logbook = LogBook()
-        self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), device)
-        self._totals: list[Total] = []
-        self._more = False
+        self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
+        self._totals: list[Total] = []  # of values that were logged in this optimizer step
+        self._more = False  # another backward pass of this batch follows
         self._has_stepped = False  # an optimizer of Lightning
         self._has_settled = False  # in this batch
         self._hooks_wait = False
-        self._fp16 = fp16
         self._has_said_weight = False
 
     def compare_batches(self) -> None:
@@ -278,66 +254,92 @@ class Training:
                 "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
             )
 
-    def begin_batch(self, kind: str) -> None:
-        """A batch of this kind (for messages) begins.
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch; what Lightning's ``training_step`` is here.
 
-        What Lightning's ``zero_grad`` does at the first batch of a step must reach all ranks' accumulators.
+        Args:
+            *args: A batch or a `Minibatch`, and what else ``training_step`` takes.
+            **kwargs: The rest of it.
+
+        Returns:
+            What the user's ``training_step`` returned; for a `Minibatch` ``{"loss": ...}``, and for everything else
+            that ``training_step`` returned the list over microbatches.
         """
+        is_minibatch = bool(args) and isinstance(args[0], Minibatch)
+        self._begin_batch("Minibatch" if is_minibatch else "plain batch")
+        is_automatic = self._module.automatic_optimization
+        if is_minibatch and is_automatic:
+            return self._run(*args, **kwargs)
+        output = call_step(self._strategy, self._engine, "training_step", *args, **kwargs)
+        if not is_automatic:
+            self._step_in_hooks()
+        elif (item := contribution(output, 1.0)) is not None:
+            self._engine.ledger.add(item.weight / self._accumulated, item.counting)
+        return output
+
+    @property
+    def _accumulated(self) -> int:
+        """The batches of an optimizer step, by which Lightning divides the loss it is given."""
+        return self._module.trainer.accumulate_grad_batches
+
+    def _begin_batch(self, kind: str) -> None:
+        """What Lightning's ``zero_grad`` does at the first batch of a step must reach all ranks' accumulators."""
         trainer = self._module.trainer
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
         self._has_settled = False
-        is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        is_first = trainer.fit_loop.batch_idx % self._accumulated == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
         opens_window = self._module.automatic_optimization and is_first
         self._engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
 
-    def count(self, output: Any) -> None:
-        """Enter what ``training_step`` returned for a plain batch into the books."""
-        item = contribution(output, 1.0)
-        if item is not None:
-            weight = item.weight / self._module.trainer.accumulate_grad_batches
-            self._engine.ledger.add(weight, item.counting)
-
-    def run_share(
-        self, share: Minibatch, step: Callable[[Any], Any], backward: Callable[[Tensor], Any]
-    ) -> dict[str, Any]:
-        """Run a rank's microbatches; see `run_share` of `unroll`.
-
-        Args:
-            share: the microbatches.
-            step: the user's ``training_step`` on one of them.
-            backward: backpropagates a loss.
-        """
-
-        def run(task: Task) -> Any:
-            self._stopwatch.begin(task.detail)
-            with random_numbers_of(task.detail, self._device), self._stopwatch.running():
-                return step(task.microbatch)
-
-        def backward_and_go_on(loss: Tensor) -> None:
-            self._more = True
-            try:
-                backward(loss)
-            finally:
-                self._more = False
-
-        self._stopwatch.open(share)
+    def _run(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Run a rank's microbatches; see Note [The last backward belongs to Lightning]."""
+        self._stopwatch.open(minibatch)
+        self._engine.begin_minibatch(len(minibatch), minibatch.plan)
+        sums = _Sums()
+        pending: Tensor | None = None  # the loss of the microbatch before, not yet backpropagated
         with self._logbook.recording(self._module):
-            return run_share(
-                share,
-                engine=self._engine,
-                logbook=self._logbook,
-                step=run,
-                backward=backward_and_go_on,
-                normalize=self._module.trainer.accumulate_grad_batches,
-                device=self._device,
+            for task in self._engine.tasks(minibatch):
+                if pending is not None:
+                    self._backward(pending)
+                item = self._forward(task, *args, **kwargs)
+                pending = None if item is None else item.loss
+                if item is not None:
+                    self._engine.ledger.add(item.weight / self._accumulated, item.counting)
+                    sums.add(item)
+                if pending is not None and minibatch.all_ranks is not None:
+                    # A rank may help others only when its own work is done: nothing is left for Lightning.
+                    self._backward(pending)
+                    pending = None
+        device = self._strategy.root_device
+        if pending is None:
+            pending = torch.zeros((), device=device, requires_grad=True)
+        loss = cast(Tensor, _WithValue.apply(pending, sums.mean(device)))  # type: ignore[no-untyped-call]
+        return {"loss": loss, **sums.extras}
+
+    def _forward(self, task: Task, *args: Any, **kwargs: Any) -> Contribution | None:
+        self._stopwatch.begin(task.detail)
+        with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
+            output = call_step(
+                self._strategy, self._engine, "training_step", task.microbatch, *args, **kwargs
             )
+        item = contribution(output, task.weight, Counting.PLANNED)
+        self._logbook.weigh(task.weight if item is None else item.weight)
+        return item
+
+    def _backward(self, loss: Tensor) -> None:
+        """Backpropagate as Lightning does: its hooks, the loss scale, and then `around_backward`."""
+        self._more = True
+        try:
+            self._strategy.backward(loss / self._accumulated, self._strategy.optimizers[0])
+        finally:
+            self._more = False
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
-        """The context of every backward pass."""
+        """The context of every backward pass, without Lightning's hooks before and after it."""
         manual = not self._module.automatic_optimization
         context = self._engine.backward(manual=manual, more=self._more)
         with context, self._engine.traced("backward"), self._stopwatch.running():
@@ -345,14 +347,14 @@ class Training:
 
     def loss_divisor(self) -> float:
         """What the losses of this step are divided by; see Note [Weights under fp16]."""
-        if self._fp16 is None or not self._engine.ledger.is_weighted:
+        plugin, ledger = self._strategy.precision_plugin, self._engine.ledger
+        if not self._fp16 or not ledger.is_weighted:
             return 1.0
-        if self._fp16.weight_unit is None and not self._has_said_weight:
+        if plugin.weight_unit is None and not self._has_said_weight:
             self._has_said_weight = True  # once per step, or ranks would not meet
-            ledger, accumulated = self._engine.ledger, self._module.trainer.accumulate_grad_batches
-            weight = float(ledger.weight) * accumulated / max(ledger.microbatches, 1)
-            self._fp16.weight_unit = unit_of(self._engine.exchange("first weights under fp16", weight))
-        self._engine.weight_unit = self._fp16.weight_unit or 1.0
+            weight = float(ledger.weight) * self._accumulated / max(ledger.microbatches, 1)
+            plugin.weight_unit = unit_of(self._engine.exchange("first weights under fp16", weight))
+        self._engine.weight_unit = plugin.weight_unit or 1.0
         return self._engine.weight_unit
 
     def settle(self) -> None:
@@ -365,7 +367,7 @@ class Training:
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
         self._stopwatch.report([record.times for record in records])
 
-    def step_in_hooks(self, optimizers: Iterable[Optimizer]) -> None:
+    def _step_in_hooks(self) -> None:
         """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does.
 
         Otherwise ``step()`` of an optimizer settles and publishes.
@@ -376,6 +378,7 @@ class Training:
         shards = set(self._module.parameters())
         if not any(map(_compat.gradient_hooks_of, shards)):
             return
+        optimizers = self._strategy.optimizers
         stepped = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         if shards.isdisjoint(stepped):
             self.settle()

@@ -16,9 +16,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_odc import Minibatch
+from lightning_odc import Minibatch, files
 from lightning_odc.callbacks import TimelineRecorder
-from lightning_odc.checkpoints import checkpoint_io
 from lightning_odc.data import length_cache
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
@@ -75,7 +74,7 @@ def _dies(rank: int, kind: str, folder: str) -> None:
     fit.save_checkpoint(path)
     _, fit = _trained(kind, 0.2)
     if rank == 0:
-        torch.save = checkpoint_io.os.fsync = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        torch.save = files.os.fsync = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     fit.save_checkpoint(path)
 
 
@@ -97,7 +96,7 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_that_was_there(t
 
 
 def test_where_files_must_have_a_name_nothing_is_left_either(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_io, "_without_name", lambda folder: None)
+    monkeypatch.setattr(files, "_without_name", lambda *_: None)
     path = tmp_path / "one"
     write(path, b"whole")
     with pytest.raises(OSError, match="no space left") as caught:
@@ -111,7 +110,7 @@ def test_where_files_must_have_a_name_nothing_is_left_either(tmp_path, monkeypat
 
 
 def write(path: Path, content: bytes, error: OSError | None = None) -> None:
-    with checkpoint_io.replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(content)
         if error is not None:
             raise error
@@ -160,5 +159,5 @@ def test_traces_reports_and_caches_do_not_end_a_training(tmp_path):
 
 def test_a_directory_that_cannot_be_written_to_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="Not a directory"), checkpoint_io.replacing(tmp_path / "file" / "one"):
+    with pytest.raises(OSError, match="Not a directory"), files.replacing(tmp_path / "file" / "one"):
         pass

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, wrap
 from torch.distributed.tensor import DTensor
 
+from tests.strategy.test_optimizers import OnRows
 from tests.support.modules import full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
-from tests.strategy.test_optimizers import OnRows
 
 BATCHES = [[batch[:, :4] for batch in token_batches([4] * 3, seed=rank)] for rank in range(2)]
 CONSOLIDATE = "lightning.pytorch.utilities.consolidate_checkpoint"

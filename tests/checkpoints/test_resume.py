@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy
+from tests.strategy.test_balance import Padded, plain
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import run_ranks
-from tests.strategy.test_balance import Padded, plain
 
 STEPS = 6  # per epoch, of which there are two
 

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import Minibatch
 from lightning_odc.errors import DisagreementError
-from tests.support.modules import TokenModule, loader, token_batches, trainer
+from tests.strategy.test_strategy import LR, minibatches
+from tests.support.models import summed_loss
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
 SOON = timedelta(seconds=20)
@@ -73,8 +75,8 @@ def expected_of(lengths: list[list[int]], rank: int) -> dict[str, float]:
 DATA: dict[str, Any] = {
     "plain": lambda n: loader(token_batches(n)),
     "plain, unsized": lambda n: unsized(token_batches(n)),
-    "shares": lambda n: loader([Minibatch(token_batches(n[:2])), Minibatch(token_batches(n[2:]))]),
-    "shares, unsized": lambda n: unsized([Minibatch(token_batches([length])) for length in n]),
+    "minibatches": lambda n: loader([Minibatch(token_batches(n[:2])), Minibatch(token_batches(n[2:]))]),
+    "minibatches, unsized": lambda n: unsized([Minibatch(token_batches([length])) for length in n]),
 }
 
 
@@ -94,10 +96,10 @@ CASES = [[[4, 5, 6], [5]], [[4], [7]], [[7, 4, 9], [4, 7, 6, 2]]]
 
 @pytest.mark.parametrize("kind", DATA)
 def test_values_are_exact_whatever_names_a_rank_logs_in_whatever_order(kind):
-    cases = CASES if "unsized" not in kind and kind != "shares" else [*CASES, [[3, 8], []], [[], [5]]]
+    cases = CASES if "unsized" not in kind and kind != "minibatches" else [*CASES, [[3, 8], []], [[], [5]]]
     for rank, results in enumerate(run_ranks(_validate, kind, cases, "on_demand")):
         for seen, lengths in zip(results, cases, strict=True):
-            batches = 4 if kind == "shares" else sum(len(own) for own in lengths)
+            batches = 4 if kind == "minibatches" else sum(len(own) for own in lengths)
             expected = {**expected_of(lengths, rank), "batches_epoch": batches}
             assert {name: seen[name] for name in seen if "_step" not in name} == pytest.approx(
                 expected, rel=1e-6
@@ -111,7 +113,7 @@ def test_values_are_exact_whatever_names_a_rank_logs_in_whatever_order(kind):
 def test_shares_are_merged_in_every_communication(communication, world_size):
     lengths = [[4, 6], [5, 7], [9, 3]][:world_size]
     for rank, (seen,) in enumerate(
-        run_ranks(_validate, "shares", [lengths], communication, world_size=world_size)
+        run_ranks(_validate, "minibatches", [lengths], communication, world_size=world_size)
     ):
         for name, value in expected_of(lengths, rank).items():
             assert seen[name] == pytest.approx(value, rel=1e-6), name
@@ -264,7 +266,7 @@ def _evaluate_metrics(rank: int, kind: str) -> list[dict[str, float]]:
     return results
 
 
-@pytest.mark.parametrize("kind", ["shares", "plain, unsized"])
+@pytest.mark.parametrize("kind", ["minibatches", "plain, unsized"])
 def test_metric_objects_are_synchronised_on_ranks_without_data_too(kind):
     expected = [(5.0, 10.0), (7.0, 7.0), (6.0, 18.0)]
     for results in run_ranks(_evaluate_metrics, kind):
@@ -273,7 +275,7 @@ def test_metric_objects_are_synchronised_on_ranks_without_data_too(kind):
         ]
 
 
-def _fit_metrics(rank: int, communication: str, shares: list[list[list[int]]]) -> list[dict[str, float]]:
+def _fit_metrics(rank: int, communication: str, minibatches: list[list[list[int]]]) -> list[dict[str, float]]:
     seen = []
 
     class Epoch(Callback):
@@ -281,12 +283,12 @@ def _fit_metrics(rank: int, communication: str, shares: list[list[list[int]]]) -
             seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
     t = trainer(2, timeout=SOON, communication=communication, max_epochs=2, callbacks=[Epoch()])
-    t.fit(Measured(), loader([Minibatch(token_batches(step[rank])) for step in shares]))
+    t.fit(Measured(), loader([Minibatch(token_batches(step[rank])) for step in minibatches]))
     return seen
 
 
 @pytest.mark.parametrize(
-    ("communication", "shares"),
+    ("communication", "minibatches"),
     [
         ("on_demand", [[[4, 6], []], [[8], []]]),
         ("on_demand", [[[], [6]], [[3], [9]]]),
@@ -294,11 +296,11 @@ def _fit_metrics(rank: int, communication: str, shares: list[list[list[int]]]) -
     ],
     ids=str,
 )
-def test_metric_objects_in_training(communication, shares):
-    lengths = [n for step in shares for own in step for n in own]
+def test_metric_objects_in_training(communication, minibatches):
+    lengths = [n for step in minibatches for own in step for n in own]
     expected = {"train_mean": sum(lengths) / len(lengths), "train_rows": sum(lengths)}
     expected["train_scalars"] = sum(lengths)
-    assert run_ranks(_fit_metrics, communication, shares) == [[expected, expected]] * 2
+    assert run_ranks(_fit_metrics, communication, minibatches) == [[expected, expected]] * 2
 
 
 class Missing(LightningModule):
@@ -353,3 +355,71 @@ def _validate_failing(rank: int) -> list[bool]:
 
 def test_an_evaluation_that_fails_leaves_no_trace():
     assert run_ranks(_validate_failing) == [[False] * 4] * 2
+
+
+# -- beside training ------------------------------------------------------------------------------------------
+
+EVALUATIONS: dict[str, Any] = {
+    "plain": lambda rank: token_batches([5, 9, 4] if rank == 0 else [7, 12, 3, 8, 6], seed=rank),
+    "minibatches": lambda rank: (
+        [Minibatch(token_batches([5, 9])), Minibatch([])]
+        if rank == 0
+        else [Minibatch(token_batches([7])), Minibatch(token_batches([12, 3])), Minibatch(token_batches([8]))]
+    ),
+    "nothing on rank 0": lambda rank: [Minibatch([] if rank == 0 else token_batches([7, 3])), Minibatch([])],
+}
+
+
+def _evaluate(rank: int, kind: str, communication: str) -> list[Any]:
+    module = TokenModule(lr=LR)
+    module.test_step = lambda batch: module.validation_step(batch, 0)  # type: ignore[method-assign, misc]
+    module.predict_step = lambda batch, batch_idx: batch.shape[1]  # type: ignore[method-assign]
+    data = EVALUATIONS[kind](rank)
+    t = trainer(2, communication=communication)
+    t.fit(module, loader(minibatches(rank, (1, 1))), loader(data))
+    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
+    validated = t.validate(module, loader(data), verbose=False)[0]
+    tested = t.test(module, loader(data), verbose=False)[0]
+    predicted = t.predict(module, loader(data))
+    again = t.validate(module, loader(data), verbose=False)[0]
+    return [fitted, validated, tested, predicted, again, reference_val_loss(module, kind)]
+
+
+def reference_val_loss(module: TokenModule, kind: str) -> float:
+    """The mean over all evaluation microbatches of all ranks, by stock collectives on the trained module."""
+    batches = []
+    for rank in range(2):
+        for batch in EVALUATIONS[kind](rank):
+            batches += list(batch) if isinstance(batch, Minibatch) else [batch]
+    model = TokenModule(lr=LR)
+    model.load_state_dict(full_parameters(module))
+    with torch.no_grad():
+        return sum(summed_loss(model.net, b).item() / (b.numel() - 1) for b in batches) / len(batches)
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind):
+    results = run_ranks(_evaluate, kind, "on_demand")
+    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(results):
+        for values in (fitted, validated, tested, again):
+            assert values["val_one"] == 1.0
+        for values in (validated, tested, again):
+            assert values["val_loss"] == pytest.approx(loss, rel=1e-5)
+        expected = [
+            [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1]
+            for batch in EVALUATIONS[kind](rank)
+        ]
+        assert predicted == expected
+
+
+def test_evaluation_at_world_size_one():
+    fitted, validated, *_ = run_ranks(_evaluate_alone, world_size=1)[0]
+    assert fitted["val_one"] == validated["val_one"] == 1.0
+
+
+def _evaluate_alone(rank: int) -> list[Any]:
+    module, t = TokenModule(lr=LR), trainer(1)
+    data = [Minibatch(token_batches([5, 9])), Minibatch([])]
+    t.fit(module, loader(minibatches(rank, (6,))), loader(data))
+    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
+    return [fitted, t.validate(module, loader(data), verbose=False)[0]]

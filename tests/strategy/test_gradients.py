@@ -301,18 +301,18 @@ def test_as_in_one_process(name, deterministic):
 
 
 class UnrollsByHand(Manual):
-    def training_step(self, share: Minibatch, batch_idx: int) -> None:
+    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        for batch in share:
+        for batch in minibatch:
             self.manual_backward(self.mean_loss(batch) / 3)
         optimizer.step()
 
 
 def _fit_unrolling(rank: int, communication: str) -> dict[str, Tensor]:
     module, counts = UnrollsByHand(), (2, 2) if communication == "collective" else (3, 1)
-    shares = [Minibatch((BATCHES[0] + BATCHES[1])[sum(counts[:rank]) :][: counts[rank]])]
-    trainer(2, communication=communication).fit(module, loader(shares))
+    minibatches = [Minibatch((BATCHES[0] + BATCHES[1])[sum(counts[:rank]) :][: counts[rank]])]
+    trainer(2, communication=communication).fit(module, loader(minibatches))
     return full_parameters(module)
 
 
@@ -386,8 +386,8 @@ class DividesByItself(Sgd):
 class LogsByHand(Manual):
     """Logs once per microbatch, of which rank 1 has more."""
 
-    def training_step(self, share: Minibatch, batch_idx: int) -> None:
-        for batch in share:
+    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
+        for batch in minibatch:
             self.manual_backward(self.mean_loss(batch))
             self.log("one", 1.0, sync_dist=True, batch_size=1)
         self.optimizers().step()  # type: ignore[union-attr]

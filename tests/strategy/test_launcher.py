@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy
 
 import lightning_odc
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.strategy import launcher
 from lightning_odc.strategy.launcher import ForkLauncher
-from tests.support.ranks import torchrun_environment
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+from tests.support.ranks import run_ranks, torchrun_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,3 +199,70 @@ def test_interactive_sessions_fork_and_scripts_do_not(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     assert chosen(TorchElasticEnvironment()) is None
     assert hasattr(FSDPStrategy, "_configure_launcher")
+
+
+class Threads(Callback):
+    def on_train_start(self, *_: Any) -> None:
+        self.threads = torch.get_num_threads()
+
+
+def _threads(rank: int) -> list[int]:
+    torch.set_num_threads(7)
+    spy = Threads()
+    trainer(2, callbacks=[spy]).fit(TokenModule(), loader(token_batches([5])))
+    return [spy.threads, torch.get_num_threads()]
+
+
+def test_cpu_ranks_share_the_cores():
+    share = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert run_ranks(_threads) == [[share, 7]] * 2
+
+
+# -- ranks that Lightning's script launcher has started
+
+STOPPING = """
+import os, signal, sys
+from datetime import timedelta
+from lightning_odc import Minibatch
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+
+class Stops(TokenModule):
+    def training_step(self, batch, batch_idx):
+        self.trainer.strategy.engine.protocol.waiter.timeout = 1.0  # from now on: ranks need long to start
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 1:
+            print(f"stops: {os.getpid()}", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+trainer(2, timeout=timedelta(seconds=60)).fit(Stops("items"), loader([Minibatch(token_batches([5, 3]))] * 3))
+"""
+
+
+def test_a_stopped_rank_ends_with_the_job(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"from lightning_odc.strategy import launcher\nlauncher.GRACE = (0.5, 0.5)\n{STOPPING}")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert "stops: " in done.stdout, done.stderr
+    stopped = int(done.stdout.partition("stops: ")[2].split()[0])
+    assert done.returncode == 1
+    assert "WaitTimeoutError: Gave up after 1 s" in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped, 0)
+
+
+def test_scripts_that_end_by_themselves_have_the_time():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit(3)"])
+    launcher.end_scripts([child], time.monotonic() + 60)
+    assert child.returncode == 3
+
+
+def test_other_launchers_are_left_alone():
+    launcher.end_scripts_at_exit(SimpleNamespace(procs=[object()]))
+    launcher.end_scripts_at_exit(None)

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_odc import Minibatch
-from tests.support.models import Block, Net, full_parameters, summed_loss, token_batches
+from tests.support.models import Block, full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -256,63 +255,6 @@ def test_blocks_compiled_to_cpp():
         assert reads == 7
 
 
-# -- made on the meta device -----------------------------------------------------------------------------------
-
-
-class OnMeta(TokenModule):
-    """Its net, and other things, are made on the meta device."""
-
-    def __init__(self, extra: Callable[[], nn.Module] | None = None, **net: Any) -> None:
-        super().__init__("items")
-        self.options, self.extra, self.is_made = net, extra, False
-        del self.net
-
-    def configure_model(self) -> None:
-        if not self.is_made:
-            self.is_made = True
-            torch.manual_seed(0)
-            with torch.device("meta"):
-                self.net = Net(**self.options)
-                if self.extra is not None:
-                    self.net.blocks[1].extra = self.extra()
-
-
-class Table(nn.Module):
-    """Has a buffer that no checkpoint holds, and a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.arange(3.0), persistent=False)
-        self.scale = nn.Parameter(torch.ones(3))
-
-
-class Param(nn.Module):
-    """Has a parameter that only a checkpoint can fill."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-
-class HalfReset(Table):
-    """Its reset forgets the buffer."""
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
-
-
-class Reset(HalfReset):
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.angles.copy_(torch.arange(3.0))
-
-
-def layers() -> nn.Module:
-    return nn.ModuleList(
-        [nn.MultiheadAttention(4, 2), nn.BatchNorm1d(3), nn.LSTM(2, 3), nn.Conv1d(2, 3, 2), Reset()]
-    )
-
-
 class Begins(Callback):
     """The full parameters before the first step; stops there."""
 
@@ -320,72 +262,17 @@ class Begins(Callback):
         self.parameters = full_parameters(pl_module)
 
 
-def _begins(rank: int, module: LightningModule, **options: Any) -> dict[str, Tensor]:
+def first_parameters(rank: int, module: LightningModule, **options: Any) -> dict[str, Tensor]:
     begins = Begins()
     t = trainer(2, callbacks=[begins], **options)
     t.fit(module, loader(token_batches([6], seed=rank)))
     return begins.parameters
 
 
-def _refused(rank: int, module: LightningModule, **options: Any) -> str:
+def refusal(rank: int, module: LightningModule, **options: Any) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        _begins(rank, module, **options)
+        first_parameters(rank, module, **options)
     return str(error.value)
-
-
-def _materializes(rank: int, root: Path) -> list[str]:
-    for net in ({}, {"tied": True}):
-        torch.manual_seed(0)
-        expected = dict(Net(**net).named_parameters())
-        module = OnMeta(**net)
-        found = _begins(rank, module)
-        assert {name: torch.equal(found[f"net.{name}"], p) for name, p in expected.items()} == dict.fromkeys(
-            expected, True
-        )
-        if net:
-            assert module.net.head.weight is module.net.embed.weight
-    module = OnMeta(layers)
-    found = _begins(rank, module)
-    assert all(value.isfinite().all() for value in found.values())
-    assert module.net.blocks[1].extra[-1].angles.tolist() == [0, 1, 2]
-
-    lm = CausalLM(causal_lm, meta=True)
-    found = _begins(rank, lm)
-    reference = causal_lm()
-    for name, buffer in reference.named_buffers():
-        assert torch.equal(dict(lm.net.named_buffers())[name], buffer), name
-    for name, parameter in reference.named_parameters():
-        value = found[f"net.{name}"]
-        # At least 128 draws of a normal distribution: their spread is known to 1 / sqrt(256), 6 percent.
-        assert value.std().item() == pytest.approx(parameter.std().item(), rel=0.3, abs=0), name
-        if value.dim() == 2:
-            half = len(value) // 2
-            assert not torch.equal(value[:half], value[half : 2 * half]), name
-
-    refused = [_refused(rank, OnMeta(kind)) for kind in (Table, HalfReset, Param)]
-    if HAS_PEFT:
-        refused.append(_refused(rank, CausalLM(with_lora, meta=True)))
-    saved = TokenModule("items")
-    saved.net.blocks[1].extra = Param()
-    batches = token_batches([6, 6], seed=rank)
-    first, path = trainer(2, max_steps=1), root / "whole.ckpt"
-    first.fit(saved, loader(batches))
-    first.save_checkpoint(path)
-    module = OnMeta(Param)  # whose parameter the checkpoint has
-    begins = Begins()
-    trainer(2, max_epochs=2, callbacks=[begins]).fit(module, loader(batches), ckpt_path=path)
-    assert torch.equal(begins.parameters["net.blocks.1.extra.scale"], torch.ones(3))
-    return refused
-
-
-def test_models_made_on_the_meta_device_begin_as_on_the_cpu(tmp_path):
-    for table, half, parameter, *lora in run_ranks(_materializes, tmp_path):
-        assert "'angles' of 'net.blocks.1.extra' (Table)" in table
-        assert "'scale' of 'net.blocks.1.extra' (Param)" in parameter
-        assert "'angles' of 'net.blocks.1.extra' (HalfReset)" in half
-        assert "a `reset_parameters()` method" in table
-        assert len(lora) == HAS_PEFT
-        assert all("adapters of PEFT on the meta device" in message for message in lora)
 
 
 # -- blocks that a rank skips ------------------------------------------------------------------------------------
@@ -411,11 +298,11 @@ def _routes(rank: int, sizes: Sequence[Sequence[Sequence[int]]]) -> dict[str, Te
 def test_blocks_may_be_skipped_by_a_rank_or_by_all():
     # Block 0 is never run by rank 0; in the second step nobody runs block 1.
     ours = run_ranks(_routes, [[[5, 4], [6, 8]], [[7, 9, 7], [5]]][::1][:2])
-    # The same microbatches (they are drawn per share) in one process, in plain torch. Tolerance: see test_parity.
+    # The same microbatches (they are drawn per minibatch) in one process, in plain torch. Tolerance: see test_parity.
     module = Routed(lr=0.01)
     optimizer = module.configure_optimizers()
-    for shares in zip([[5, 4], [6, 8]], [[7, 9, 7], [5]], strict=True):
-        batches = [batch for share in shares for batch in token_batches(share)]
+    for minibatches in zip([[5, 4], [6, 8]], [[7, 9, 7], [5]], strict=True):
+        batches = [batch for minibatch in minibatches for batch in token_batches(minibatch)]
         optimizer.zero_grad()
         for batch in batches:
             module.training_step(batch, 0)["loss"].backward()
@@ -445,13 +332,13 @@ def _says_no_and_what_it_chose(rank: int) -> list[str]:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch").addHandler(handler)
     refused = [
-        _refused(rank, With(nn.SyncBatchNorm(3))),
-        _refused(rank, TokenModule(), sync_batchnorm=True),
-        _refused(rank, With(nn.Embedding(3, 2, max_norm=1.0))),
+        refusal(rank, With(nn.SyncBatchNorm(3))),
+        refusal(rank, TokenModule(), sync_batchnorm=True),
+        refusal(rank, With(nn.Embedding(3, 2, max_norm=1.0))),
     ]
     with warnings.catch_warnings(record=True) as warned:
         for policy in (None, {Block}, {nn.LSTM}):
-            _begins(rank, TokenModule(), auto_wrap_policy=policy)
+            first_parameters(rank, TokenModule(), auto_wrap_policy=policy)
     said = [record for record in records if record.startswith("ODCStrategy shards")]
     messages = [str(warning.message) for warning in warned]
     return [*refused, *said, *(message for message in messages if message.startswith("auto_wrap_policy"))]
@@ -524,8 +411,8 @@ class Meets(TokenModule):
 
 def _meets(rank: int, counts: tuple[int, int]) -> float:
     module = Meets("items")
-    share = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
-    trainer(2, timeout=timedelta(seconds=2)).fit(module, loader([share]))
+    minibatch = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
+    trainer(2, timeout=timedelta(seconds=2)).fit(module, loader([minibatch]))
     return float(full_parameters(module)["net.head.weight"].sum())
 
 

@@ -5,7 +5,6 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ LR = 0.01
 LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
 
 
-def shares(rank: int, counts: tuple[int, ...], weights: str | None = None) -> list[Minibatch]:
-    """Rank r's share of every minibatch, ``counts[r]`` of the six microbatches."""
+def minibatches(rank: int, counts: tuple[int, ...], weights: str | None = None) -> list[Minibatch]:
+    """Rank r's part of every minibatch, ``counts[r]`` of the six microbatches."""
     start = sum(counts[:rank])
     result = []
     for step, lengths in enumerate(LENGTHS):
@@ -74,7 +73,7 @@ def fit(
     rank: int, counts: tuple[int, ...], returns: str = "items", weights: str | None = None, **options: Any
 ) -> dict[str, Any]:
     module, spy = TokenModule(returns, lr=LR), Spy()
-    trainer(len(counts), callbacks=[spy], **options).fit(module, loader(shares(rank, counts, weights)))
+    trainer(len(counts), callbacks=[spy], **options).fit(module, loader(minibatches(rank, counts, weights)))
     return {"parameters": full_parameters(module), "seen": module.seen, "spy": (spy.losses, spy.reads)}
 
 
@@ -113,7 +112,7 @@ def _fit_with(rank: int, communication: str, returns: str) -> dict[str, Any]:
     return fit(rank, (3, 3), returns, communication=communication)
 
 
-def test_the_loss_of_a_step_is_that_of_the_share_not_of_its_last_microbatch():
+def test_the_loss_of_a_step_is_that_of_the_minibatch_not_of_its_last_microbatch():
     results = run_ranks(_first_losses)
     module = TokenModule(lr=LR)
     batches = token_batches(LENGTHS[0])
@@ -165,7 +164,7 @@ def test_plain_batches_follow_fsdps_rule(communication, accumulate, windows):
 
 def _fit_shares_accumulated(rank: int) -> dict[str, Tensor]:
     module = TokenModule("items", lr=LR)
-    trainer(2, accumulate_grad_batches=2).fit(module, loader(shares(rank, (5, 1))))
+    trainer(2, accumulate_grad_batches=2).fit(module, loader(minibatches(rank, (5, 1))))
     return full_parameters(module)
 
 
@@ -189,7 +188,7 @@ def _fit_precision(rank: int, communication: str) -> list[Any]:
     dtypes: list[torch.dtype] = []
     module.net.head.register_forward_hook(lambda _, args, out: dtypes.append(module.net.head.weight.dtype))
     t = trainer(2, communication=communication, precision="bf16-mixed")
-    t.fit(module, loader(shares(rank, (3, 3))))
+    t.fit(module, loader(minibatches(rank, (3, 3))))
     spec = getattr(t.strategy, "spec", None)
     return [full_parameters(module), set(dtypes), spec]
 
@@ -205,7 +204,7 @@ def _fit_clipped(rank: int, world_size: int, algorithm: str) -> dict[str, Tensor
     module = TokenModule("items", lr=LR)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[method-assign]
     t = trainer(world_size, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
-    t.fit(module, loader(shares(rank, (4, 2) if world_size == 2 else (6,))))
+    t.fit(module, loader(minibatches(rank, (4, 2) if world_size == 2 else (6,))))
     return full_parameters(module)
 
 
@@ -257,7 +256,9 @@ def test_manual_optimisation_with_two_optimizers():
 
 def _fit_shard_grad_op(rank: int) -> list[Any]:
     module, spy = TokenModule("items", lr=LR), Spy()
-    trainer(2, sharding_strategy="SHARD_GRAD_OP", callbacks=[spy]).fit(module, loader(shares(rank, (4, 2))))
+    trainer(2, sharding_strategy="SHARD_GRAD_OP", callbacks=[spy]).fit(
+        module, loader(minibatches(rank, (4, 2)))
+    )
     return [full_parameters(module), spy.reads]
 
 
@@ -286,7 +287,7 @@ class Logging(TokenModule):
 def _fit_logging(rank: int, counts: tuple[int, ...], communication: str) -> list[dict[str, float]]:
     module, spy = Logging("items"), Spy()
     t = trainer(len(counts), communication=communication, callbacks=[spy])
-    t.fit(module, loader(shares(rank, counts)))
+    t.fit(module, loader(minibatches(rank, counts)))
     return [*spy.metrics, {name: value.item() for name, value in t.callback_metrics.items()}]
 
 
@@ -312,74 +313,6 @@ def test_logged_values_are_the_minibatchs(counts, communication):
             else:
                 assert "own_length" not in seen
         assert metrics[-1]["one_epoch"] == 1.0
-
-
-# -- evaluation -----------------------------------------------------------------------------------------------
-
-EVALUATIONS: dict[str, Any] = {
-    "plain": lambda rank: token_batches([5, 9, 4] if rank == 0 else [7, 12, 3, 8, 6], seed=rank),
-    "minibatches": lambda rank: (
-        [Minibatch(token_batches([5, 9])), Minibatch([])]
-        if rank == 0
-        else [Minibatch(token_batches([7])), Minibatch(token_batches([12, 3])), Minibatch(token_batches([8]))]
-    ),
-    "nothing on rank 0": lambda rank: [Minibatch([] if rank == 0 else token_batches([7, 3])), Minibatch([])],
-}
-
-
-def _evaluate(rank: int, kind: str, communication: str) -> list[Any]:
-    module = TokenModule(lr=LR)
-    module.test_step = lambda batch: module.validation_step(batch, 0)  # type: ignore[method-assign, misc]
-    module.predict_step = lambda batch, batch_idx: batch.shape[1]  # type: ignore[method-assign]
-    data = EVALUATIONS[kind](rank)
-    t = trainer(2, communication=communication)
-    t.fit(module, loader(shares(rank, (1, 1))), loader(data))
-    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
-    validated = t.validate(module, loader(data), verbose=False)[0]
-    tested = t.test(module, loader(data), verbose=False)[0]
-    predicted = t.predict(module, loader(data))
-    again = t.validate(module, loader(data), verbose=False)[0]
-    return [fitted, validated, tested, predicted, again, reference_val_loss(module, kind)]
-
-
-def reference_val_loss(module: TokenModule, kind: str) -> float:
-    """The mean over all evaluation microbatches of all ranks, by stock collectives on the trained module."""
-    batches = []
-    for rank in range(2):
-        for batch in EVALUATIONS[kind](rank):
-            batches += list(batch) if isinstance(batch, Minibatch) else [batch]
-    model = TokenModule(lr=LR)
-    model.load_state_dict(full_parameters(module))
-    with torch.no_grad():
-        return sum(summed_loss(model.net, b).item() / (b.numel() - 1) for b in batches) / len(batches)
-
-
-@pytest.mark.parametrize("kind", EVALUATIONS)
-def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind):
-    results = run_ranks(_evaluate, kind, "on_demand")
-    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(results):
-        for values in (fitted, validated, tested, again):
-            assert values["val_one"] == 1.0
-        for values in (validated, tested, again):
-            assert values["val_loss"] == pytest.approx(loss, rel=1e-5)
-        expected = [
-            [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1]
-            for batch in EVALUATIONS[kind](rank)
-        ]
-        assert predicted == expected
-
-
-def test_evaluation_at_world_size_one():
-    fitted, validated, *_ = run_ranks(_evaluate_alone, world_size=1)[0]
-    assert fitted["val_one"] == validated["val_one"] == 1.0
-
-
-def _evaluate_alone(rank: int) -> list[Any]:
-    module, t = TokenModule(lr=LR), trainer(1)
-    data = [Minibatch(token_batches([5, 9])), Minibatch([])]
-    t.fit(module, loader(shares(rank, (6,))), loader(data))
-    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
-    return [fitted, t.validate(module, loader(data), verbose=False)[0]]
 
 
 # -- parameters changed outside the step; checkpoints ----------------------------------------------------------
@@ -428,7 +361,7 @@ def _fit_editing_where_published(rank: int, world_size: int) -> list[Any]:
     counts = (6,) if world_size == 1 else (4, 2)
     t = trainer(world_size, callbacks=[EditsWherePublished()], val_check_interval=2, num_sanity_val_steps=1)
     data = loader(token_batches([5, 9]))
-    t.fit(module, loader(shares(rank, counts)), data)
+    t.fit(module, loader(minibatches(rank, counts)), data)
     tested = t.test(module, data, verbose=False)
     return [full_parameters(module), tested[0]["val_loss"], t.predict(module, data)]
 
@@ -447,9 +380,9 @@ def _fit_editing(rank: int, publish: bool) -> Any:
         with pytest.raises(
             StaleShardError, match=r"'net.head.weight' changed after it was published"
         ) as error:
-            t.fit(module, loader(shares(rank, (3, 3))))
+            t.fit(module, loader(minibatches(rank, (3, 3))))
         return str(error.value)
-    t.fit(module, loader(shares(rank, (3, 3))))
+    t.fit(module, loader(minibatches(rank, (3, 3))))
     return full_parameters(module)
 
 
@@ -465,22 +398,22 @@ def test_an_edit_with_publishing_reaches_every_rank():
 
 def _fit_editing_alone(rank: int) -> Any:
     module = TokenModule("items", lr=LR)
-    trainer(1, callbacks=[Edits(True)]).fit(module, loader(shares(rank, (6,))))
+    trainer(1, callbacks=[Edits(True)]).fit(module, loader(minibatches(rank, (6,))))
     return full_parameters(module)
 
 
 def _save_and_resume(rank: int, directory: str, kind: str) -> list[dict[str, Tensor]]:
     options = {"state_dict_type": kind, "deterministic": True}
     straight = TokenModule("items", lr=LR)
-    trainer(2, max_epochs=2, **options).fit(straight, loader(shares(rank, (4, 2))))
+    trainer(2, max_epochs=2, **options).fit(straight, loader(minibatches(rank, (4, 2))))
     first, path = TokenModule("items", lr=LR), str(Path(directory) / "one.ckpt")
     t = trainer(2, **options)
-    t.fit(first, loader(shares(rank, (4, 2))))
+    t.fit(first, loader(minibatches(rank, (4, 2))))
     t.save_checkpoint(path)
     second = TokenModule("items", lr=LR, depth=3)
     with torch.no_grad():
         second.net.head.weight.zero_()
-    trainer(2, max_epochs=2, **options).fit(second, loader(shares(rank, (4, 2))), ckpt_path=path)
+    trainer(2, max_epochs=2, **options).fit(second, loader(minibatches(rank, (4, 2))), ckpt_path=path)
     return [full_parameters(straight), full_parameters(second)]
 
 
@@ -509,7 +442,7 @@ def test_lockstep_lets_evaluations_differ():
 
 def _fit_offloaded(rank: int) -> dict[str, Tensor]:
     module = TokenModule("items", lr=LR)
-    trainer(2, cpu_offload=True).fit(module, loader(shares(rank, (4, 2))))
+    trainer(2, cpu_offload=True).fit(module, loader(minibatches(rank, (4, 2))))
     return full_parameters(module)
 
 
@@ -542,11 +475,11 @@ class FailsOnce(TokenModule):
 def _fit_again(rank: int, where: str) -> dict[str, Tensor]:
     module, start = FailsOnce(where), full_parameters(TokenModule("items"))
     with pytest.raises(ValueError, match="once"):
-        trainer(2).fit(module, loader(shares(rank, (3, 3))))
+        trainer(2).fit(module, loader(minibatches(rank, (3, 3))))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
-    trainer(2).fit(module, loader(shares(rank, (3, 3))))
+    trainer(2).fit(module, loader(minibatches(rank, (3, 3))))
     return full_parameters(module)
 
 
@@ -557,20 +490,3 @@ def _fit_again(rank: int, where: str) -> dict[str, Tensor]:
 def test_a_model_can_be_fitted_again_after_a_failure(where):
     one = reference("tokens")
     assert_same(run_ranks(_fit_again, where)[0], one)
-
-
-class Threads(Callback):
-    def on_train_start(self, *_: Any) -> None:
-        self.threads = torch.get_num_threads()
-
-
-def _threads(rank: int) -> list[int]:
-    torch.set_num_threads(7)
-    spy = Threads()
-    trainer(2, callbacks=[spy]).fit(TokenModule(), loader(plain_batches(rank)[:1]))
-    return [spy.threads, torch.get_num_threads()]
-
-
-def test_cpu_ranks_share_the_cores():
-    share = max(len(os.sched_getaffinity(0)) // 2, 1)
-    assert run_ranks(_threads) == [[share, 7]] * 2

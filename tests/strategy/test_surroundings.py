@@ -1,4 +1,4 @@
-"""What stands around a training in Lightning, on two ranks with unequal shares: run once, judged one by one."""
+"""What stands around a training in Lightning, on two ranks with unequal work: run once, judged one by one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COUNTS = (4, 2)
 LENGTHS = [5, 9, 4, 7, 12, 3]
 
 
-def shares(rank: int) -> Any:
+def minibatches(rank: int) -> Any:
     start = sum(COUNTS[:rank])
     steps = [token_batches(LENGTHS, seed=step) for step in range(3)]
     return loader([Minibatch(batches[start : start + COUNTS[rank]]) for batches in steps])
@@ -73,7 +73,7 @@ class Module(TokenModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
     def train_dataloader(self) -> Any:
-        return shares(self.global_rank)
+        return minibatches(self.global_rank)
 
     def val_dataloader(self) -> Any:
         return loader([Minibatch(token_batches([5, 6]))])
@@ -122,7 +122,9 @@ def _monitors(rank: int, where: Path) -> dict[str, Any]:
             LearningRateMonitor("step"),
             ModelSummary(2),
             counts,
-            ThroughputMonitor(batch_size_fn=len, length_fn=lambda share: sum(b.shape[1] for b in share)),
+            ThroughputMonitor(
+                batch_size_fn=len, length_fn=lambda minibatch: sum(b.shape[1] for b in minibatch)
+            ),
             EarlyStopping("val_one", patience=1, mode="max"),  # it stays 1
         ],
     )
@@ -134,7 +136,7 @@ def _monitors(rank: int, where: Path) -> dict[str, Any]:
 def _prediction(rank: int, where: Path) -> list[int]:
     module = Module()
     t = trainer(2, callbacks=[Writer(where), TQDMProgressBar()], enable_progress_bar=True)
-    returned = t.predict(module, shares(rank))
+    returned = t.predict(module, minibatches(rank))
     return [len(outputs) for outputs in returned]
 
 
@@ -142,12 +144,12 @@ def _explosion(rank: int, where: Path) -> dict[str, Any]:
     module = Module()
     t = trainer(2, callbacks=[Bomb()], max_epochs=1)
     with pytest.raises(ZeroDivisionError):
-        t.fit(module, shares(rank))
+        t.fit(module, minibatches(rank))
     windows = Path("/proc/self/maps").read_text().count("memfd:lightning-odc")
     with pytest.raises(RuntimeError, match="only while the trainer runs"):
         _ = t.strategy.engine  # type: ignore[attr-defined]
     again = Module()
-    trainer(2).fit(again, shares(rank))
+    trainer(2).fit(again, minibatches(rank))
     return {"windows": windows, "moved": _distance(again)}
 
 
@@ -247,7 +249,9 @@ def test_predictions_are_written_by_the_rank_that_made_them(ran):
         assert result["_prediction"] == [COUNTS[rank]] * 3
         written = [float(line) for line in (where / f"{rank}.txt").read_text().splitlines()]
         with torch.no_grad():
-            expected = [summed_loss(module.net, b).item() for share in shares(rank) for b in share]
+            expected = [
+                summed_loss(module.net, b).item() for minibatch in minibatches(rank) for b in minibatch
+            ]
         assert written == pytest.approx(expected, rel=1e-5)
 
 
@@ -339,7 +343,7 @@ def _under_slurm(rank: int) -> dict[str, Any]:
     }
     module = Module()
     t = trainer(2)
-    t.fit(module, shares(rank))
+    t.fit(module, minibatches(rank))
     environment = type(t.strategy.cluster_environment)  # type: ignore[attr-defined]
     return {
         "rank": t.global_rank,

@@ -1,0 +1,1 @@
+"""Checkpoints of sharded models: one whole file, or a directory of shards."""

@@ -1,0 +1,96 @@
+"""Which engine a strategy gets: on demand or by collectives, within one node or over several."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.hybrid.engine import HybridEngine
+from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.hybrid.replica_link import ReplicaLink
+from lightning_odc.engine.hybrid.replicas import Replicas
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.choice import make_transport
+
+#: Seconds without any sign of another host, or without progress of a sum over nodes, before that is an error; at most
+#: a quarter of ``timeout``, so that the message is not that of a wait for a rank that is slow.
+SILENCE = 30.0
+STALL = 60.0
+
+
+def make_engine(
+    strategy: Any, timeout: timedelta, *, layout: Layout | None = None, hang_report: HangReport | None = None
+) -> Engine:
+    """The engine that moves the shards and gradients of a strategy's model. All ranks together.
+
+    Args:
+        strategy: An `ODCStrategy` or `ODCFabricStrategy`. Its arguments say which engine it gets.
+        timeout: The longest wait for another rank.
+        layout: The rows and columns of ranks, if there are several rows.
+        hang_report: Says where this rank is when ranks have waited for long.
+    """
+    if strategy.world_size == 1:
+        return CollectiveEngine(1, single_process)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    if strategy.communication == "collective":
+        return CollectiveEngine(strategy.world_size, rendezvous)
+    options = {
+        "timeout": timeout.total_seconds(),
+        "deterministic": strategy.deterministic,
+        "lockstep": strategy.communication == "lockstep",
+        "accumulator_dtype": strategy.accumulator_dtype,
+        "hang_report": hang_report,
+    }
+    if layout is not None:
+        return _make_hybrid_engine(strategy, layout, rendezvous, options)
+    place = (strategy.root_device, strategy.global_rank, strategy.world_size)
+    transport = partial(make_transport, *place, rendezvous, dist.group.WORLD)
+    return OnDemandEngine(transport, rendezvous, **options)
+
+
+def _make_hybrid_engine(
+    strategy: Any, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]
+) -> HybridEngine:
+    device, rank, row, group = strategy.root_device, layout.rank, layout.row, strategy.shard_mesh.get_group()
+    within = process_group_rendezvous(group)
+    silence, stall = min(SILENCE, options["timeout"] / 4), min(STALL, options["timeout"] / 4)
+    links: list[ReplicaLink] = []
+
+    def make_link() -> ReplicaLink:
+        address = strategy.cluster_environment.main_address
+        links[:] = [ReplicaLink(rank, layout.column, rendezvous, address, layout.main_row, silence)]
+        return links[0]
+
+    def trouble() -> str:
+        return next((link.trouble() for link in links), "")
+
+    return HybridEngine(
+        partial(make_transport, device, row.index(rank), len(row), within, group, row),
+        rendezvous,
+        layout=layout,
+        make_link=make_link,
+        replicas=Replicas(layout, device, timedelta(seconds=stall), trouble),
+        **options,
+    )
+
+
+def hang_report_of(trainer: pl.Trainer, after: timedelta | None) -> HangReport | None:
+    """What says where this rank is, after so long a wait: on stderr and in the trainer's directory."""
+    if after is None:
+        return None
+    root = trainer.default_root_dir
+    directory = None if "://" in root else Path(root) / "odc-hang-reports"
+
+    def place() -> str:
+        return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
+
+    return HangReport(after.total_seconds(), directory, trainer.global_rank, place)

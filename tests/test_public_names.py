@@ -1,0 +1,131 @@
+"""What users type stays: names to import, modules that the documentation names, commands and their options.
+
+A name that is missing here was renamed or removed: that breaks users. Keep it, or say it in the changelog.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_odc import cli
+
+ROOT = Path(__file__).parent.parent
+
+PACKAGES = {
+    "lightning_odc": {"BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__"},
+    "lightning_odc.balance": {
+        *(
+            "COLLECTIVE_SAFE",
+            "POLICIES",
+            "Cost",
+            "FittedCost",
+            "FunctionCost",
+            "LearntCost",
+            "Plan",
+            "Planner",
+        ),
+        *("Policy", "PolynomialCost", "TransformerCost", "average_costs", "collective_cost", "epoch_order"),
+        *("least_cost", "microbatch_costs", "num_minibatches", "on_demand_cost", "permutation"),
+        *("plan_minibatch", "plan_window", "quadratic", "regroup", "resolve_cost", "stream_plans", "tokens"),
+        *("transformer", "with_speeds"),
+    },
+    "lightning_odc.callbacks": {
+        *("DeviceIdleMonitor", "FiniteCheck", "RankTimeline", "Timeline", "TimelineRecorder"),
+        *("draw_timelines", "load_timeline"),
+    },
+}
+MODULES = {
+    "lightning_odc.data.packing": {"IGNORE_INDEX", "PackedBatch", "pack_samples", "unpack_tokens"},
+    "lightning_odc.errors": {
+        *("DisagreementError", "NotFiniteError", "ODCError", "PeerFailedError", "StaleShardError"),
+        *("WaitTimeoutError", "WindowError"),
+    },
+    "lightning_odc.fabric": {"ODCFabricStrategy"},
+    "lightning_odc.metrics": {"IdleFraction", "LoadImbalance", "load_imbalance"},
+}
+COMMANDS = {
+    "": {"--version"},
+    "demo": {
+        *("--communication", "--devices", "--equal-lengths", "--hidden-size", "--layers", "--max-length"),
+        *("--minibatches", "--order", "--output", "--precision", "--repetitions", "--samples-per-microbatch"),
+        *("--samples-per-rank", "--seed"),
+    },
+    "bench": set(),
+    "bench train": {
+        *("--cost", "--emulate", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
+        *("--packing-ratio", "--precision", "--ranks", "--repetitions", "--runs", "--samples-per-microbatch"),
+        *("--samples-per-rank", "--seconds-per-minibatch", "--seed", "--slow-rank"),
+    },
+    "bench sweep": {"--minibatches", "--most-ranks", "--output", "--seconds-per-minibatch", "sweeps"},
+    "bench comm": {"--output", "--ranks", "--rounds", "--sizes", "--skew"},
+    "bench engine": {"--mib", "--output", "--peers", "--rounds"},
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_offers_these_names(package: str) -> None:
+    assert set(importlib.import_module(package).__all__) == PACKAGES[package]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_has_these_names(module: str) -> None:
+    assert MODULES[module] <= vars(importlib.import_module(module)).keys()
+
+
+def test_the_command_line_has_these_commands_and_options() -> None:
+    assert dict(_commands(cli._build_parser())) == COMMANDS
+
+
+def _commands(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Every command with its options and positional arguments, without ``--help``."""
+    options: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, inner in action.choices.items():
+                yield from _commands(inner, f"{name} {word}".strip())
+        else:
+            options |= {*(action.option_strings or [action.dest])}
+    yield name, options - {"-h", "--help"}
+
+
+# -- what documentation and notebooks name ------------------------------------------------------------------------
+
+TEXTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "notebooks" / "src").glob("*.py")),
+]
+IMPORT = re.compile(r"from (lightning_odc[\w.]*) import (\([^)]*\)|[^\n(]*)")
+NAMED = re.compile(r"\blightning_odc(?:\.[A-Za-z_]\w*)+")
+
+
+def _named(text: str) -> Iterator[str]:
+    """Dotted names of the package, those of its modules that are run by ``python -m`` among them."""
+    for module, names in IMPORT.findall(text):
+        for name in re.sub(r"#.*|[()]", "", names).replace("\n", " ").split(","):
+            if name.strip():
+                yield f"{module}.{name.split()[0]}"
+    yield from (name for name in NAMED.findall(text) if not name.endswith((".py", ".md")))
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name is a module or something in it."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ModuleNotFoundError, AttributeError):
+        return False
+    return True
+
+
+def test_what_documentation_and_notebooks_name_exists() -> None:
+    named = {name: path.name for path in TEXTS for name in _named(path.read_text())}
+    assert {"lightning_odc.callbacks.TimelineRecorder", "lightning_odc.metrics.IdleFraction"} <= named.keys()
+    assert len(named) > 30
+    assert [f"{name} in {page}" for name, page in named.items() if not _exists(name)] == []
