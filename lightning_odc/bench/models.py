@@ -61,8 +61,11 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
     """
     if name in SIZES:
         return byte_llama(*SIZES[name], max_length)
-    if size := re.fullmatch(r"(\d+)x(\d+)", name):
-        return byte_llama(int(size[1]), int(size[2]), max_length)
+    if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
+        layers, width = int(size[1]), int(size[2])
+        if width % HEAD_SIZE:
+            raise OptionError(f"--model {name}: the width {width} is not a multiple of {HEAD_SIZE}")
+        return byte_llama(layers, width, max_length)
     config = _configuration(name, SIZES)
     if not _is_causal(config):
         raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")

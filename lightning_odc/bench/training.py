@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import with_speeds
-from lightning_odc.balance.arrays import Ints, Plan
+from lightning_odc.balance.arrays import Plan, as_lengths
 from lightning_odc.balance.evaluate import collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.planner import Planner
 from lightning_odc.bench.emulation import SleepingLayer, SleepingModel, collate_by
@@ -184,11 +184,11 @@ class Dealer(Planner):
     sort: bool = True
     together: int = 1
 
-    def plan_checked(self, lengths: Ints, cap: int) -> Plan:
-        plan: Plan = []
+    def plan(self, lengths: Any) -> Plan:
+        array, plan = as_lengths(lengths), []
         for rank in range(self.num_ranks):
-            own = np.arange(rank, len(lengths), self.num_ranks)
-            order = (own[np.argsort(-lengths[own], kind="stable")] if self.sort else own).tolist()
+            own = np.arange(rank, len(array), self.num_ranks)
+            order = (own[np.argsort(-array[own], kind="stable")] if self.sort else own).tolist()
             plan.append([order[i : i + self.together] for i in range(0, len(order), self.together)])
         return plan
 
