@@ -40,7 +40,7 @@ def write_whole(path: Path, content: bytes) -> None:
 def replacing(path: Path, *, mode: int = 0o666, to_disk: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` when its content is complete, and only then.
 
-    The file has no name until then, if the file system can do that: nothing is left of one that was not completed.
+    With ``to_disk`` the file has no name until then, if the file system can do that: a process that dies leaves none.
 
     Args:
         path: The file to replace. A link is replaced, too, and never followed.
@@ -51,7 +51,7 @@ def replacing(path: Path, *, mode: int = 0o666, to_disk: bool = True) -> Iterato
         OSError: it cannot be written; what was there before is there still.
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
-    handle = _without_name(path.parent, mode)
+    handle = _without_name(path.parent, mode) if to_disk else None
     has_name = handle is None
     if handle is None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -96,9 +96,17 @@ def stream_plans(
     _warn("stream_plans")
     array, size = as_lengths(lengths), check_count("minibatch_size", minibatch_size)
     order = epoch_order(len(array), seed, epoch) if shuffle else np.arange(len(array))
-    order = order[: size * num_minibatches(len(array), size, drop_last)]
-    order = order[size * (check_count("start", start, least=0) - start % check_count("window", window)) :]
+    count = num_minibatches(len(array), size, drop_last)
+    if not 0 <= start <= count:
+        raise ValueError(
+            f"start must be from 0 to {count}, the number of minibatches of the epoch, got {start}."
+        )
+    order = order[: size * count]
     planner = Planner(num_ranks, check_cap(array, max_tokens), **options)
+    if count:
+        planner.check_feasible(min(size, len(array)))
+        planner.check_feasible(min(size, len(array) - (count - 1) * size))
+    order = order[size * (start - start % check_count("window", window)) :]
     plans = _plans(iter(array[order].tolist()), planner, min(size, len(array)), window, drop_last=False)
     return (_renumbered(plan, order) for plan in islice(plans, start % window, None))
 

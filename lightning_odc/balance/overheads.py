@@ -114,9 +114,7 @@ class _Descent:
         # Microbatches are estimated by the tokens that fill them, or, where filling them costs, by each sample's part.
         by_parts = bool(terms.pair.any())
         self._estimated = self._costs + np.pad(bin_costs, ((0, 0), (0, 1))) if by_parts else self._costs
-        self._steps = (
-            np.zeros_like(terms.overhead) if by_parts else terms.overhead
-        )  # [num_ranks] per microbatch
+        self._steps = np.zeros_like(terms.overhead) if by_parts else terms.overhead  # [num_ranks]
         self._extras: dict[tuple[float, ...], float] = {}
         self._sums, self._filled = np.zeros(len(groups)), np.zeros(len(groups), dtype=np.int64)
         self._loads = [0.0] * len(groups)
@@ -154,10 +152,9 @@ class _Descent:
         others = [rank for rank in range(len(self.groups)) if rank != heaviest]
         sets = [self._sets(self.groups[rank]) for rank in others]
         give = np.array(self._sets(self.groups[heaviest]))  # [g, 2] samples
-        take = np.array(
-            [members for of_rank in sets for members in of_rank]
-        )  # [t, 2] samples of one other rank,
-        partner = np.repeat(others, [len(of_rank) for of_rank in sets])  # [t] of this one
+        # Samples of one other rank: [t, 2], and that rank: [t].
+        take = np.array([members for of_rank in sets for members in of_rank])
+        partner = np.repeat(others, [len(of_rank) for of_rank in sets])
         larger = self._larger(heaviest, give, take, partner).ravel()  # [g * t]
         lower = np.flatnonzero(larger < limit)
         for flat in lower[np.argsort(larger[lower], kind="stable")[:_PACKED]].tolist():
@@ -184,18 +181,14 @@ class _Descent:
     def _larger(self, heaviest: int, give: Ints, take: Ints, partner: Ints) -> Floats:
         """``[g, t]``: an estimate of the larger load of the two ranks after each exchange."""
         costs, sums, filled = self._estimated, self._sums, self._filled
-        gives = (
-            costs[:, give[:, 0]] + costs[:, give[:, 1]]
-        )  # [num_ranks, g] costs of what is given, on every rank
-        lost = gives[heaviest][:, None]  # [g, 1] on the heaviest,
-        given = gives[partner].T  # [g, t] on each partner
-        taken = (
-            costs[partner, take[:, 0]] + costs[partner, take[:, 1]]
-        )  # [t] costs of what is taken on its partner,
-        got = costs[heaviest, take[:, 0]] + costs[heaviest, take[:, 1]]  # [t] on the heaviest
-        moved = self._sizes[give].sum(1)[:, None] - self._sizes[take].sum(
-            1
-        )  # [g, t] tokens that leave the heaviest
+        # Costs of what is given: [num_ranks, g] on every rank, [g, 1] on the heaviest, [g, t] on each partner.
+        gives = costs[:, give[:, 0]] + costs[:, give[:, 1]]
+        lost, given = gives[heaviest][:, None], gives[partner].T
+        # Costs of what is taken: [t] on its partner, [t] on the heaviest.
+        taken = costs[partner, take[:, 0]] + costs[partner, take[:, 1]]
+        got = costs[heaviest, take[:, 0]] + costs[heaviest, take[:, 1]]
+        # Tokens that leave the heaviest: [g, t].
+        moved = self._sizes[give].sum(1)[:, None] - self._sizes[take].sum(1)
         # At least as many microbatches as full ones hold the tokens; -(-a // b) rounds up.
         bins_here = -(-(filled[heaviest] - moved) // self._cap)
         bins_there = -(-(filled[partner] + moved) // self._cap)

@@ -384,9 +384,8 @@ class Search:
         sets = _sets_of(self._members.shape[1])
         mine, theirs = self._members[heavy], self._members[light]  # [p, k] samples
         # What a sample costs the rank that loses it, and what it costs the other: the same where ranks are alike.
-        lost = given = sets.sums(
-            work.at(ranks[heavy], mine)
-        )  # [p, s] for each set that the heavy rank may give
+        # Each [p, s]: for each set that one of the two may give.
+        lost = given = sets.sums(work.at(ranks[heavy], mine))
         taken = got = sets.sums(work.at(ranks[light], theirs))
         if not work.alike:
             given = sets.sums(work.at(ranks[light], mine))

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -136,9 +136,12 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(self._preload)
         # Ctrl-C is blocked where the server begins: it would die of it, with a traceback, while it imports for seconds.
+        resource_tracker.ensure_running()  # the server would start it, and that unblocks Ctrl-C
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._scratch = tempfile.TemporaryDirectory(prefix="lightning-odc-")
         store = str(Path(self._scratch.name) / "store")
         for rank in range(self.world_size):

@@ -133,8 +133,13 @@ def _calibrate(options: TrainOptions, ranks: Ranks, advance: Advance) -> tuple[f
     return max(overheads), seconds_per_cost(max(overheads), cost, options.seconds_per_minibatch)
 
 
-def check(options: TrainOptions) -> None:
+def check(options: TrainOptions, ranks: str = "--ranks", model: str = "a smaller --model") -> None:
     """What needs to look at models, lengths and memory.
+
+    Args:
+        options: The options, filled.
+        ranks: The option that says how many ranks there are, for messages.
+        model: What a user writes to need less memory, for messages.
 
     Raises:
         OptionError: they cannot work.
@@ -154,8 +159,8 @@ def check(options: TrainOptions) -> None:
         emulated_cost(options.model)
     else:
         each += _check_model(options, options.model, samples)
-    what = f"--ranks {options.ranks} with {gib(each)} GiB each"
-    check_memory(options.ranks * each, what, "fewer ranks, a smaller --model, or a shorter --max-length")
+    what = f"{ranks} {options.ranks} with {gib(each)} GiB each"
+    check_memory(options.ranks * each, what, f"fewer {ranks}, {model}, or a shorter --max-length")
 
 
 def _check_model(options: TrainOptions, model: str, samples: Samples) -> int:
@@ -173,9 +178,8 @@ def _check_model(options: TrainOptions, model: str, samples: Samples) -> int:
             f'"vocab_size": {samples.vocabulary} or more'
         )
     parameters = count_parameters(model, config)
-    state = (
-        parameters * _STATE_BYTES // options.ranks + parameters * 4
-    )  # and once whole, before it is sharded
+    whole = parameters * 4  # once, before it is sharded
+    state = parameters * _STATE_BYTES // options.ranks + whole
     if any(run.communication == "ddp" for run in options.runs or ()):
         state = parameters * 4 * 5
     most_tokens = int(max(options.packing_ratio, options.samples_per_microbatch) * longest)

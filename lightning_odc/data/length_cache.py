@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
@@ -63,7 +64,10 @@ def remembered(
     path = folder / key / f"{key}.lengths"
     with ExitStack() as stack:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _check_own(path.parent)
+            stack.callback(_remove_empty, path.parent)
             stack.enter_context(files.one_at_a_time(path.parent, _PATIENCE_S))
         except OSError as problem:
             _warn(path, f"{problem}; nothing is remembered")
@@ -95,9 +99,22 @@ def _read(path: Path, key: str, count: int) -> LengthArray | None:
 def _write(path: Path, key: str, values: LengthArray) -> None:
     body = values.astype("<i8").tobytes()
     try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # a process before this one may have removed it, empty
         files.write_whole(path, _digest(key, body) + body)
     except OSError as problem:
         _warn(path, f"{problem}; nothing is remembered")
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder in which others could hold the lock, and keep this process waiting."""
+    info = folder.lstat()
+    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"{folder} belongs to another user, or others may write to it")
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it holds the lengths
+        folder.rmdir()
 
 
 def _digest(key: str, body: bytes) -> bytes:

@@ -20,6 +20,7 @@ goes through the model, and puts them back afterwards: dropout, too, is that of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +111,9 @@ class MapReading:
         self._begin = epoch, first
         if self._with_workers is not None and reuse_workers:
             return self._with_workers
-        loader = torch_loader(self._reader, self.schedule.recipe.seed + epoch, options, sampler=self)
+        # A proxy: in a circle of references, workers that are kept would live until the garbage collector comes.
+        sampler = weakref.proxy(self)
+        loader = torch_loader(self._reader, self.schedule.recipe.seed + epoch, options, sampler)
         self._with_workers = loader if options.get("persistent_workers") else None
         return loader
 

@@ -116,6 +116,7 @@ class Result:
     def write_files(self) -> None:
         """Write ``result.json`` and the pictures into the output folder."""
         folder, corpus = self.options.output, self.corpus
+        write_json(folder / "result.json", self.as_dict() | {"timelines": {}})  # also if a picture fails
         lengths = lengths_picture(corpus.lengths, corpus.max_length, corpus.dropped)
         write_picture(folder / "lengths.png", lengths)
         write_picture(folder / "minibatches.png", minibatches_picture(self.seconds))

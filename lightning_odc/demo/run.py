@@ -42,7 +42,7 @@ def run_demo(options: DemoOptions) -> int:
     console = Console(highlight=False, soft_wrap=True)
     corpus = read_samples(options.max_length, equal=options.equal_lengths)
     outcome = Outcome(preset(options))
-    train.check(outcome.options)
+    train.check(outcome.options, "--devices", "fewer --layers")
     show_data(console, options, corpus, outcome.load)
     try:
         train.train_all(outcome, partial(timeline_recorders, options))

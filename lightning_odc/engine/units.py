@@ -250,9 +250,8 @@ class Unit:
             if not was_used or slot.grad_offset < 0:
                 continue
             parameter, local = slot.sharded, slot.local
-            gradient = total.narrow(0, slot.grad_offset, local.numel()).view(
-                local.shape
-            )  # without the padding
+            # Without the padding at its end.
+            gradient = total.narrow(0, slot.grad_offset, local.numel()).view(local.shape)
             if parameter.grad is not None:
                 cast(DTensor, parameter.grad).to_local().add_(gradient, alpha=scale)
                 continue

@@ -74,7 +74,7 @@ class Evaluation:
         self._added.clear()
 
     def step(self, name: str, minibatch: Minibatch, *args: Any, **kwargs: Any) -> list[Any]:
-        """Evaluate a rank's microbatches one by one, and log the values of the minibatch.
+        """Evaluate a rank's microbatches one by one, and log the values of all of them.
 
         Args:
             name: ``"validation_step"`` or ``"test_step"``.

@@ -55,8 +55,10 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(cores // ranks, 1))
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def interactive_launcher(strategy: Any) -> ForkLauncher | None:

@@ -7,9 +7,9 @@ Note [The last backward belongs to Lightning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Lightning calls ``training_step`` once per batch, then ``zero_grad``, then ``backward`` once. Of a `Minibatch`, all
 microbatches run inside that one ``training_step`` call, and all but the last are backpropagated there. The last loss
-is returned with its graph, and *with the value* of the whole minibatch, so that progress bars, ``on_train_batch_end``
-and loggers see the minibatch. A rank without microbatches returns a zero. So do ranks that help each other: there, no
-backward pass is left for later.
+is returned with its graph, and *with the value* of all this rank's microbatches, so that progress bars,
+``on_train_batch_end`` and loggers see all of them. A rank without microbatches returns a zero. So do ranks that help
+each other: there, no backward pass is left for later.
 
 An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the losses ``La``, ``Lb``, ``Lc``. ::
 
@@ -19,7 +19,7 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
                            forward(b), backward(5 Lb), forward(c)  3 gLa + 5 gLb
                            returns 2 Lc, with the value of
                            (3 La + 5 Lb + 2 Lc) / (3 + 5 + 2)
-    zero_grad()            finds no gradients in .grad yet
+    zero_grad()            what it drops are placeholders: see Note [Gradients arrive late]
     backward(2 Lc)                                                 3 gLa + 5 gLb + 2 gLc
     optimizer.step()       settle(): the sum over all ranks,       see Note [Who divides]
                            by the weights of all ranks, in .grad

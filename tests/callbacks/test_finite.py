@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import FiniteCheck
+from lightning_odc.errors import NotFiniteError
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -107,3 +109,21 @@ def _half(rank: int) -> float:
 def test_gradients_that_overflow_in_fp16_are_a_matter_of_course():
     scales = run_ranks(_half)
     assert scales[0] == scales[1] < 2.0**16  # the first step was skipped on both
+
+
+class ByKeyword(TokenModule):
+    """Calls itself with keywords alone, as causal models are called; its gradient is NaN."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _Poison.apply(self.net(tokens))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(tokens=batch).sum()
+
+
+def test_a_call_with_keywords_alone_is_a_microbatch():
+    plain = Trainer(
+        accelerator="cpu", devices=1, callbacks=[FiniteCheck()], logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(NotFiniteError, match=r"batch 0, microbatch 1 \(counted from 1\)"):
+        plain.fit(ByKeyword(), loader([torch.full((1, 5), 1)]))

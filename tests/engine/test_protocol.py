@@ -110,7 +110,7 @@ def explore(
             protocol.fail(str(error))
 
     scheduler = interleave(world_size, seed, work)
-    assert scheduler.operations > 100
+    assert scheduler.operations > 100, errors
     return errors
 
 

@@ -66,8 +66,8 @@ class StepMeter:
                 self._step.waits[cause] = self._step.waits.get(cause, 0.0) + new
 
     def count(self, batch: Any) -> None:
-        """A microbatch begins, or all of a share at once."""
-        if self.running:
+        """A microbatch begins, or all of a rank's minibatch at once; ``None`` is no batch."""
+        if self.running and batch is not None:
             self._step.microbatches += len(microbatches_of(batch))
             self._step.samples += _or_unknown(sample_count(batch))
             self._step.tokens += _or_unknown(token_count(batch))
@@ -81,7 +81,7 @@ class StepMeter:
 
 
 class CallCounter:
-    """Reports every outermost call of a module, with its first argument.
+    """Reports every outermost call of a module, with its first argument, or ``None`` if it has keywords alone.
 
     Outermost: a ``training_step`` that calls ``self(batch)`` is still one microbatch.
 
@@ -106,8 +106,8 @@ class CallCounter:
 
     def _enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._depth += 1
-        if self._depth == 1 and inputs:
-            self._seen(inputs[0])
+        if self._depth == 1:
+            self._seen(inputs[0] if inputs else None)
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
