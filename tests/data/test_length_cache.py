@@ -66,10 +66,19 @@ def test_only_the_owner_can_read_it(tmp_path):
     assert stat.S_IMODE(entry(tmp_path).parent.stat().st_mode) == 0o700
 
 
+def test_a_folder_in_which_others_could_hold_the_lock_is_not_used(tmp_path):
+    folder = tmp_path / "lengths" / "ab"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.warns(UserWarning, match="others may write to it; nothing is remembered"):
+        assert remembered("ab", 3, Count(), tmp_path).tolist() == [3, 1, 4]
+    assert entries(tmp_path) == []
+
+
 def test_what_took_no_time_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(length_cache, "WORTH_SECONDS", 60.0)
     remembered("ab", 3, Count(), tmp_path)
-    assert entries(tmp_path) == []
+    assert list((tmp_path / "lengths").iterdir()) == []
 
 
 def damage_truncate(path: Path) -> None:

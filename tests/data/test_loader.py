@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 import warnings
 from itertools import islice
@@ -98,6 +100,19 @@ def test_workers_change_nothing(workers):
         [m.tolist() for m in map(torch.cat, share)] for share in islice(loader(Noise(LENGTHS), **workers), 4)
     ]
     assert found == expected
+
+
+def test_kept_workers_end_with_their_loader():
+    others = set(multiprocessing.active_children())
+    gc.disable()  # not some time later
+    try:
+        balanced = loader(num_workers=1, persistent_workers=True)
+        passes(balanced)
+        assert len(set(multiprocessing.active_children()) - others) == 1
+        del balanced
+        assert set(multiprocessing.active_children()) <= others
+    finally:
+        gc.enable()
 
 
 def test_each_pass_is_an_epoch():
