@@ -15,6 +15,7 @@ from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.device import DeviceFacts
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WindowError
+from lightning_odc.strategy.sharded import ShardedStrategy
 
 GIB = 2**30
 H200 = "NVIDIA H200"
@@ -123,7 +124,7 @@ def test_what_may_stand_behind_an_error():
     assert full.startswith("the window does not fit into device memory, although 4.00 GiB looked free")
 
 
-def test_which_transport():
+def test_which_transport(monkeypatch):
     check_transport("auto", "cpu")
     check_transport("shared_memory", "cpu")
     check_transport("auto", "cuda")
@@ -141,8 +142,11 @@ def test_which_transport():
     cpus, gpus = ([torch.device(kind, index) for index in range(2)] for kind in ("cpu", "cuda"))
     with pytest.raises(ValueError, match='write transport="shared_memory"'):
         ODCStrategy(parallel_devices=cpus, transport="cuda").setup_environment()
-    ODCStrategy(parallel_devices=gpus)._check_devices()
-    ODCStrategy(parallel_devices=gpus, transport="shared_memory", communication="collective")._check_devices()
+    monkeypatch.setattr(ShardedStrategy, "setup_environment", lambda self: None)  # here are no GPUs
+    ODCStrategy(parallel_devices=gpus).setup_environment()
+    ODCStrategy(
+        parallel_devices=gpus, transport="shared_memory", communication="collective"
+    ).setup_environment()
     made = [
         make_transport(torch.device(name), 0, 2, lambda item: [item] * 2, None) for name in ("cpu", "cuda:0")
     ]
