@@ -79,7 +79,7 @@ class LogBook:
     def post(self) -> Message:
         """`take` the totals, and return what the other ranks must know of them."""
         self._posted = self.take()
-        return totals.pack(total for total in self._posted if total.is_shared)
+        return totals.to_message(total for total in self._posted if total.is_shared)
 
     def merge(self, by_rank: list[Message], own: int) -> list[Total]:
         """What to log on rank ``own``: shared totals over all ranks, then those of its own that it last posted.
@@ -93,7 +93,7 @@ class LogBook:
         """
         posted, self._posted = {total.name: total for total in self._posted}, []
         alone = [total for total in posted.values() if not total.is_shared]
-        merged = totals.merge([totals.unpack(message) for message in by_rank], own)
+        merged = totals.merge([totals.from_message(message) for message in by_rank], own)
         for total in merged:
             total.options = self._agreed.setdefault(total.name, total.options)
             if total.reduction == METRIC:

@@ -92,7 +92,7 @@ class Total:
 Message = list[list[Any]]
 
 
-def pack(totals: Iterable[Total]) -> Message:
+def to_message(totals: Iterable[Total]) -> Message:
     """JSON-serialisable. What most totals have in common is said once: ``[kinds, entries]``."""
     kinds: dict[Any, int] = {}
     entries = []
@@ -108,8 +108,8 @@ def pack(totals: Iterable[Total]) -> Message:
     return [list(kinds), entries]
 
 
-def unpack(message: Message) -> list[Total]:
-    """What another rank packed."""
+def from_message(message: Message) -> list[Total]:
+    """The totals that another rank put into a message."""
     kinds, entries = message
     result = []
     for number, name, value, weight, *states in entries:

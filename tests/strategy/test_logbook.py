@@ -176,7 +176,7 @@ def test_subgroups_of_ranks_have_values_of_their_own():
     parts = [
         [Total("x", "mean", {"sync_dist": True}, 2.0 * rank, 1.0, group)] for rank, group in enumerate(groups)
     ]
-    parts = [totals.unpack(sent(totals.pack(part))) for part in parts]
+    parts = [totals.from_message(sent(totals.to_message(part))) for part in parts]
     assert [totals.merge(parts, own)[0].result for own in range(3)] == [2.0, 2.0, 2.0]
     assert totals.merge(parts, 1)[0].weight == 1.0
 

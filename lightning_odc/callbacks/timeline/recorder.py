@@ -18,7 +18,7 @@ from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
 from lightning_odc.callbacks.timeline.chrome_trace import TimelineFiles, decode, encode
 from lightning_odc.callbacks.timeline.clocks import measure_clocks
-from lightning_odc.callbacks.timeline.recording import Recording, Run
+from lightning_odc.callbacks.timeline.recording import Recording, RunFacts
 from lightning_odc.callbacks.timeline.spans import Timeline, merge
 from lightning_odc.strategy.odc import ODCStrategy
 
@@ -97,7 +97,7 @@ class TimelineRecorder(Callback):
         name, origin = _exchange((secrets.token_hex(8), time.monotonic_ns()))[0]
         clocks = measure_clocks(_exchange)
         alone = trainer.world_size == 1
-        run = Run(
+        run = RunFacts(
             name=name,
             origin_ns=origin,
             world_size=trainer.world_size,

@@ -91,7 +91,7 @@ _FIRST_PAUSE = 2.0
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """What the ranks of a recording agreed on when training began.
 
     Attributes:
@@ -128,7 +128,7 @@ class Recording:
     """
 
     def __init__(
-        self, run: Run, rank: int, clock: Clock, capacity: int, engine: Engine | None, module: nn.Module
+        self, run: RunFacts, rank: int, clock: Clock, capacity: int, engine: Engine | None, module: nn.Module
     ) -> None:
         self.run = run
         self.rank = rank
