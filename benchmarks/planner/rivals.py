@@ -106,7 +106,7 @@ def optimum(
         num_ranks: how many ranks share them.
         cost: as for `plan_minibatch`; attention is not dense.
         max_tokens: most tokens of a microbatch; by default the longest sample.
-        seconds: to look for it.
+        seconds: to look for it, on the solver's own clock, which counts work: a busy machine finds as much.
     """
     from ortools.sat.python import cp_model
 
@@ -120,7 +120,7 @@ def optimum(
     if len(samples) == 1 and not (overhead != overhead[0]).any():
         problem.let_ranks_be_alike()
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, 1
+    solver.parameters.max_deterministic_time, solver.parameters.num_workers = seconds, 1
     status = solver.solve(problem.model)
     return solver.best_objective_bound / scale, status == cp_model.OPTIMAL
 
