@@ -25,9 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small language model with collectives, then on demand, and compare; ARGS="--help"
 	$(BIN)/lightning-odc demo $(ARGS)
 
-# Two modules at a time: the ranks of one test wait for each other, and leave processors idle.
-test: $(STAMP) ## run the tests; ARGS="-k name" picks some, ARGS="-n 0 ..." runs them in one process
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
+test: $(STAMP) ## run the tests; ARGS="-k name" picks some
+	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, idle, hybrid, memory, robustness.faults ...; ARGS="--help"
 	$(if $(NAME),,$(error make bench NAME=planner, idle, hybrid, memory, robustness.faults, .endurance, .resume_trials or .stalls))

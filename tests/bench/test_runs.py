@@ -319,7 +319,7 @@ def test_nothing_measured_leaves_earlier_results(
         ("--model {bert}", "bert is not a causal language model"),
         ("--model {nothing}", 'it has no "model_type"'),
         ("--model {words}", "not a configuration"),
-        ("--model {huge}", "GiB are free: use fewer ranks, a smaller --model"),
+        ("--model {huge}", "GiB are free: use fewer --ranks, a smaller --model"),
         ("--emulate --model {t5}", "has experts or an encoder"),
         ("--lengths nowhere", "--lengths 'nowhere' is neither a file or folder nor one of stdlib"),
         ("--lengths {words}", "could not convert string to float"),

@@ -139,14 +139,13 @@ def test_the_timeline_shows_what_was_scripted(tmp_path):
         for span in [*forwards, *backwards, *rank.of("settle", "optimizer", "publish")]:
             assert any(step.begin <= span.begin and span.end <= step.end for step in minibatches)
     # Rank 1 has 0.12 s less to do than rank 0, and waits for it at the end of every minibatch. On a busy machine
-    # some steps take longer, and some waits begin or end late, but none lasts longer than until rank 0 has settled.
+    # some steps take longer, and some waits begin or end late.
     errors, waits_of_steps = [], []
     for mine, theirs in zip(second.of("settle"), first.of("settle"), strict=True):
         waits = [w for w in second.of("wait") if mine.begin <= w.begin and w.end <= mine.end]
         assert {wait.details["cause"] for wait in waits} == {"settle"}
         assert {wait.details["peer"] for wait in waits} <= {0, None}
         waited = sum(seconds(wait) for wait in waits)
-        assert waited <= (theirs.end - mine.begin) / 1e9
         errors.append(abs(waited - (theirs.begin - mine.begin) / 1e9))
         waits_of_steps.append(waited)
     assert min(errors) < SLACK / 2

@@ -587,7 +587,9 @@ def test_reads_adds_and_waits_are_traced(case):
         if span.kind != "wait":
             assert span.details == {"unit": "second"}
     waits = sum(span.end - span.begin for span in tracer.spans if span.kind == "wait") / 1e9
-    assert waits == pytest.approx(sum(first.waiter.seconds.values()), abs=1e-3)
+    booked = sum(first.waiter.seconds.values())
+    assert 0.9 * booked <= waits <= booked + 0.05  # the two clocks are read one after the other
+    assert (waits > 0.03) == ("wait" in expected)
 
 
 def test_world_of_one():

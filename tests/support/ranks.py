@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -110,6 +111,8 @@ def _child(
     import torch.distributed as dist
 
     faulthandler.enable()
+    # The benchmarks' ranks come from the same server, which they start with Ctrl-C blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(torchrun_environment(rank, world_size, port))
     torch.set_num_threads(1)
     result, error = None, ""
