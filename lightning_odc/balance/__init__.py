@@ -5,6 +5,7 @@ Needs numpy only.
 """
 
 from lightning_odc.balance.arrays import Plan
+from lightning_odc.balance.auto import AutoCost, default_prior
 from lightning_odc.balance.costs import (
     Cost,
     FunctionCost,
@@ -36,6 +37,7 @@ from lightning_odc.balance.transformer import TransformerCost, transformer
 __all__ = [
     "COLLECTIVE_SAFE",
     "POLICIES",
+    "AutoCost",
     "Cost",
     "FittedCost",
     "FunctionCost",
@@ -47,6 +49,7 @@ __all__ = [
     "TransformerCost",
     "average_costs",
     "collective_cost",
+    "default_prior",
     "epoch_order",
     "least_cost",
     "microbatch_costs",

@@ -138,6 +138,11 @@ class FittedCost:
         return self._fits[self._used]
 
     @property
+    def is_fitted(self) -> bool:
+        """Whether there was a measurement."""
+        return self._fit.is_fitted
+
+    @property
     def dense(self) -> bool:
         """Whether attention is taken to run over all tokens of a microbatch."""
         return self._fit.dense

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats
-from lightning_odc.balance.costs import MICROBATCH
+from lightning_odc.balance.costs import MICROBATCH, PolynomialCost
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
 _ALIASES = {
@@ -66,6 +66,13 @@ class TransformerCost:
     def pair(self) -> Floats:
         """A mask hides the pairs from the result, not from the work: both orders count, in windows, too."""
         return np.array(2 * self.per_pair * (self.full_layers + len(self.windows)) * self.dense)
+
+    @property
+    def polynomial(self) -> PolynomialCost:
+        """The same for samples that are longer than every window."""
+        square = self.per_pair * self.full_layers / 2
+        linear = self.per_token + square + self.per_pair * sum(self.windows)
+        return PolynomialCost(square, linear, self.constant, self.dense)
 
 
 def transformer(
