@@ -5,7 +5,6 @@ Needs numpy only.
 """
 
 from lightning_odc.balance.arrays import Plan
-from lightning_odc.balance.auto import AutoCost, default_prior
 from lightning_odc.balance.costs import (
     Cost,
     FunctionCost,
@@ -37,7 +36,6 @@ from lightning_odc.balance.transformer import TransformerCost, transformer
 __all__ = [
     "COLLECTIVE_SAFE",
     "POLICIES",
-    "AutoCost",
     "Cost",
     "FittedCost",
     "FunctionCost",
@@ -49,7 +47,6 @@ __all__ = [
     "TransformerCost",
     "average_costs",
     "collective_cost",
-    "default_prior",
     "epoch_order",
     "least_cost",
     "microbatch_costs",

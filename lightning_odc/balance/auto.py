@@ -5,8 +5,8 @@ Note [When times overrule the model]
 A cost that comes from the model alone (the *prior*) gives the same plans in every run. It can be wrong: a rank is slow,
 a kernel is not the expected one, most of the time goes into launches. So a `FittedCost` learns beside it, and both
 predict every microbatch before its time is known. The prior predicts in its own unit, and one factor for all ranks
-turns it into seconds. Plans change once, when the errors of the prior are larger than those of the fit by more than
-chance: the two are compared microbatch by microbatch, so that a pause hits both alike.
+turns it into seconds. Plans change once: when the prior errs on one rank by much, or when it errs by more than the fit,
+in both cases by more than chance. The two are compared on the same microbatches, so that a pause hits both alike.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from lightning_odc.balance.bins import packing_cost
 from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, pair_of, quadratic
 from lightning_odc.balance.fitted import FittedCost, LearntCost, Observation
 from lightning_odc.balance.transformer import TransformerCost
 
-_KEPT = 256  # predictions that are compared, the latest ones
-_ENOUGH = 16
+_KEPT = 128  # predictions that are compared, the latest ones
+_ENOUGH = 12  # of them, for a judgement
 _GAIN = 0.02  # the error that the fit must save, relative to a microbatch's seconds
-_SURE = 3.0  # standard errors
+_SLOW = 0.15  # the error on one rank that is too much, likewise
+_SURE = 4.0  # standard errors
 
 
 def default_prior() -> PolynomialCost:
@@ -37,7 +39,7 @@ class AutoCost:
 
     Args:
         num_ranks: The number of ranks that are measured.
-        prior: The cost to begin with, in any unit.
+        prior: The cost to begin with, in any unit; the same on all ranks.
         dense: Whether attention runs over all tokens of a microbatch; ``None``: that is learnt.
 
     Attributes:
@@ -50,12 +52,16 @@ class AutoCost:
         self.prior = prior
         self.fitted = FittedCost(num_ranks, _polynomial(prior), dense=dense)
         self.is_refuted = False
-        # Of the latest microbatches: seconds over what the prior says, and the error of the fit relative to its seconds.
-        self._predictions: list[tuple[float, float]] = []
+        self._overhead, self._pair = float(prior.overhead), 0.0 if dense is False else float(pair_of(prior))
+        self._latest: list[tuple[Observation, float]] = []  # with the seconds over what the prior says
 
     @property
     def num_ranks(self) -> int:
         return self.fitted.num_ranks
+
+    def keep_apart(self) -> None:
+        """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
+        self._pair = 0.0
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Take in the measurements of one minibatch, those of all ranks in the same order on every rank.
@@ -64,35 +70,35 @@ class AutoCost:
             ValueError: a rank that does not exist, seconds that are not positive and finite, or lengths that are none.
         """
         measured = list(observations)
-        if not self.is_refuted and self.fitted.is_fitted:
-            self._predictions += [self._compared(*one) for one in measured]
-            del self._predictions[:-_KEPT]
         self.fitted.observe(measured)
-        self.is_refuted = self.is_refuted or self._fit_is_clearly_better()
+        if self.is_refuted:
+            return
+        self._latest += [(one, one[2] / self._prior_of(one[1])) for one in measured]
+        del self._latest[:-_KEPT]
+        if len(self._latest) >= _ENOUGH:
+            ratios = sorted(ratio for _, ratio in self._latest)
+            factor = ratios[len(ratios) // 2]
+            self.is_refuted = self._errs_by_rank(factor) or self._errs_by_microbatch(factor)
 
-    def _compared(self, rank: int, lengths: Sequence[int], seconds: float) -> tuple[float, float]:
-        ratio = seconds / self._prior_of(rank, lengths)
-        return ratio, seconds / self.fitted.predict(rank, lengths) - 1
+    def _prior_of(self, lengths: Sequence[int]) -> float:
+        """What the prior says of a microbatch, in its unit."""
+        alone = math.fsum(self.prior.samples(np.array(lengths, dtype=np.float64)).tolist())
+        return alone + packing_cost([list(range(len(lengths)))], lengths, self._overhead, self._pair)
 
-    def _prior_of(self, rank: int, lengths: Sequence[int]) -> float:
-        sizes = np.array(lengths, dtype=np.float64)
-        rows = np.atleast_2d(self.prior.samples(sizes))
-        alone = math.fsum(rows[rank % len(rows)].tolist())
-        overhead, pair = (np.atleast_1d(term) for term in (self.prior.overhead, pair_of(self.prior)))
-        total = sum(lengths)
-        across = (total * total - sum(size * size for size in lengths)) / 2
-        return alone + float(overhead[rank % len(overhead)]) + float(pair[rank % len(pair)]) * across
+    def _errs_by_rank(self, factor: float) -> bool:
+        """Whether the prior errs by much on one rank: then that rank is late in every minibatch."""
+        errors: list[list[float]] = [[] for _ in range(self.num_ranks)]
+        for (rank, _, _), ratio in self._latest:
+            errors[rank].append(_within(ratio / factor - 1))
+        return any(_is_beyond(_SLOW, of_rank, absolute=True) for of_rank in errors)
 
-    def _fit_is_clearly_better(self) -> bool:
-        """Whether the prior errs by more than the fit, on average over the same microbatches, and not by chance."""
-        if len(self._predictions) < _ENOUGH:
-            return False
-        ratios = sorted(ratio for ratio, _ in self._predictions)
-        factor = ratios[len(ratios) // 2]
-        gains = [_size(ratio / factor - 1) - _size(error) for ratio, error in self._predictions]
-        mean = math.fsum(gains) / len(gains)
-        variance = math.fsum((gain - mean) * (gain - mean) for gain in gains) / (len(gains) - 1)
-        return mean > _GAIN and mean * mean * len(gains) > _SURE * _SURE * variance
+    def _errs_by_microbatch(self, factor: float) -> bool:
+        """Whether the prior errs by more than the fit on the same microbatches."""
+        gains = [
+            abs(_within(ratio / factor - 1)) - abs(_within(seconds / self.fitted.predict(rank, lengths) - 1))
+            for (rank, lengths, seconds), ratio in self._latest
+        ]
+        return _is_beyond(_GAIN, gains)
 
     def snapshot(self) -> LearntCost | None:
         """What was learnt, for plans that are made ahead; ``None`` while the prior holds."""
@@ -100,8 +106,8 @@ class AutoCost:
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learnt, as numbers, lists and dicts of them."""
-        predictions = [list(pair) for pair in self._predictions]
-        return {"refuted": self.is_refuted, "predictions": predictions, "fitted": self.fitted.state_dict()}
+        latest = [[rank, list(lengths), seconds, ratio] for (rank, lengths, seconds), ratio in self._latest]
+        return {"refuted": self.is_refuted, "latest": latest, "fitted": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned.
@@ -111,14 +117,28 @@ class AutoCost:
         """
         self.fitted.load_state_dict(state["fitted"])
         self.is_refuted = state["refuted"]
-        self._predictions = [(ratio, error) for ratio, error in state["predictions"]]
+        self._latest = [
+            ((rank, lengths, seconds), ratio) for rank, lengths, seconds, ratio in state["latest"]
+        ]
 
 
-def _size(error: float) -> float:
-    """How large an error is; an outlier's size does not matter."""
-    return min(abs(error), 1.0)
+def _within(error: float) -> float:
+    """An error without its outliers."""
+    return min(max(error, -1.0), 1.0)
+
+
+def _is_beyond(limit: float, values: Sequence[float], absolute: bool = False) -> bool:
+    """Whether the mean is above a limit, and above zero by more than chance."""
+    if len(values) < _ENOUGH:
+        return False
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)
+    is_sure = mean * mean * len(values) > _SURE * _SURE * variance
+    return is_sure and (abs(mean) if absolute else mean) > limit
 
 
 def _polynomial(prior: Cost) -> PolynomialCost | None:
     """The shape from which the fit starts; ``None``: its own."""
-    return prior.polynomial if isinstance(prior, TransformerCost) else prior if isinstance(prior, PolynomialCost) else None
+    if isinstance(prior, TransformerCost):
+        return prior.polynomial
+    return prior if isinstance(prior, PolynomialCost) else None

@@ -14,20 +14,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import count, islice
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_odc.balance import Planner, epoch_order
+from lightning_odc.balance import epoch_order
+from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.checks import WorkerOptions
+from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked
 from lightning_odc.data.map_style import Collate, collate, torch_loader
 from lightning_odc.data.minibatch import Detail, Minibatch, Origin
-from lightning_odc.data.plan import MinibatchPlan, Recipe
+from lightning_odc.data.plan import Facts, MinibatchPlan, Recipe
 from lightning_odc.data.position import Order
 from lightning_odc.data.rng import PrivateRng, isolated_rng, seed_rng
 
@@ -95,6 +96,7 @@ class Stream(IterableDataset[Minibatch]):
         rank: Whose part is yielded.
         relative: Weights are relative to their mean over the minibatch.
         cost: The cost, if it is one that learns; then this runs in the process that trains.
+        facts: What was found out about the run; what the ``collate_fn`` does is found out with the first minibatch.
         epoch: The epoch of the pass; handed to ``dataset.set_epoch`` where there is one.
         first: The number of the first minibatch to yield; those before it are read and dropped.
     """
@@ -107,16 +109,13 @@ class Stream(IterableDataset[Minibatch]):
     rank: int
     relative: bool
     cost: LaggedCost | None
+    facts: Facts
     epoch: int = 0
     first: int = 0
 
     @property
     def samples_per_minibatch(self) -> int:
         return self.recipe.minibatch_size * self.num_replicas
-
-    @cached_property
-    def _planner(self) -> Planner:
-        return self.recipe.planner(self.num_replicas)
 
     def __len__(self) -> int:
         """Minibatches per epoch, if the data set has a length; else ``TypeError``."""
@@ -126,9 +125,22 @@ class Stream(IterableDataset[Minibatch]):
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(self.epoch)
+        facts = self.facts
         for step, samples in enumerate(self._minibatches()):
+            lengths = self._lengths_of(step, samples)
+            if step == 0:
+                facts = replace(facts, collation=self._collation(samples, lengths))
+                if self.cost is not None and facts.collation.kind != "packed":
+                    self.cost.keep_apart()
             if step >= self.first:
-                yield self._minibatch(step, samples)
+                yield self._minibatch(step, samples, lengths, facts)
+
+    def _collation(self, samples: list[Any], lengths: LengthArray) -> Collation:
+        short, long = int(lengths.argmin()), int(lengths.argmax())
+        with isolated_rng():
+            seed_rng(self.recipe.seed, self.epoch)
+            sizes = int(lengths[short]), int(lengths[long])
+            return find_collation(self.collate_fn, samples[short], samples[long], sizes) or PACKED
 
     def _minibatches(self) -> Iterator[list[Any]]:
         """The samples of one minibatch after another, of all ranks."""
@@ -166,20 +178,20 @@ class Stream(IterableDataset[Minibatch]):
             raise
         return lengths
 
-    def _minibatch(self, step: int, samples: list[Any]) -> Minibatch:
+    def _minibatch(self, step: int, samples: list[Any], lengths: LengthArray, facts: Facts) -> Minibatch:
         """This rank's part of a minibatch of these samples."""
-        lengths = self._lengths_of(step, samples)
         learnt = None if self.cost is None else self.cost.cost_for(self.cost.begun)
         name = self.recipe.name(self.epoch, step, Lengths(lengths, "samples"))
         indices = np.arange(len(lengths), dtype=np.int64)
-        plan = MinibatchPlan.of(self.recipe, self._planner, indices, lengths, name, learnt)
+        planner = self.recipe.planner(self.num_replicas, facts=facts)
+        plan = MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt)
         microbatches, details = [], []
         with isolated_rng():
             for own in plan.microbatches[self.rank]:
                 seed = self.recipe.seed, self.epoch, step, own[0]
                 seed_rng(*seed)
                 microbatches.append(collate(self.collate_fn, [samples[index] for index in own]))
-                details.append(Detail(lengths[own].tolist(), (*seed, 1)))
+                details.append(Detail(facts.collation.rows(lengths[own]), (*seed, 1)))
         minibatch = Minibatch(microbatches, plan.weights_of(self.rank, self.relative), plan.text)
         minibatch.origin = Origin(details)
         return minibatch

@@ -18,9 +18,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_odc.balance import FittedCost, LearntCost
+from lightning_odc.balance.auto import AutoCost
 
 Measurement = tuple[int, Sequence[int], float]
 """Number of the minibatch, lengths of a microbatch's samples, and the seconds of own work that it took."""
+
+
+_ALL_UP_TO = 32
+_THEN_EACH = 4
 
 
 class LaggedCost:
@@ -34,16 +39,25 @@ class LaggedCost:
         begun: The number of minibatches that were handed out so far.
     """
 
-    def __init__(self, cost: FittedCost) -> None:
+    def __init__(self, cost: FittedCost | AutoCost) -> None:
         self.cost = cost
         self.lag = 1
         self.begun = 0
-        self._learnt = [(-1, cost.snapshot())]
+        self._learnt: list[tuple[int, LearntCost | None]] = [(-1, cost.snapshot())]
 
-    def cost_for(self, number: int) -> LearntCost:
-        """What minibatch ``number`` is planned with."""
+    def cost_for(self, number: int) -> LearntCost | None:
+        """What minibatch ``number`` is planned with; ``None``: with what is known without measurements."""
         known = [learnt for last, learnt in self._learnt if last <= number - self.lag]
         return known[-1] if known else self._learnt[0][1]
+
+    def keep_apart(self) -> None:
+        """See `AutoCost.keep_apart`; a `FittedCost` finds it out."""
+        if isinstance(self.cost, AutoCost):
+            self.cost.keep_apart()
+
+    def measures(self, number: int) -> bool:
+        """Whether minibatch ``number`` is worth the measurement, which makes a GPU finish what it was given."""
+        return isinstance(self.cost, FittedCost) or number < _ALL_UP_TO or number % _THEN_EACH == 0
 
     def begin(self) -> int:
         """The number of the minibatch that is handed out now."""
@@ -70,7 +84,10 @@ class LaggedCost:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as numbers, lists and dicts of them."""
-        learnt = [[last, [*map(list, known.coefficients)], known.dense] for last, known in self._learnt]
+        learnt = [
+            [last, known and [*map(list, known.coefficients)], known and known.dense]
+            for last, known in self._learnt
+        ]
         return {"begun": self.begun, "learnt": learnt, "cost": self.cost.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -82,6 +99,6 @@ class LaggedCost:
         self.cost.load_state_dict(state["cost"])
         self.begun = state["begun"]
         self._learnt = [
-            (last, LearntCost(tuple(map(tuple, coefficients)), dense))
+            (last, coefficients and LearntCost(tuple(map(tuple, coefficients)), dense))
             for last, coefficients, dense in state["learnt"]
         ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 from torch.utils.data import default_collate
 
+from lightning_odc.balance import Cost, FittedCost
+from lightning_odc.balance.auto import default_prior
+from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import (
     WorkerOptions,
@@ -36,9 +40,9 @@ from lightning_odc.data.checks import (
 from lightning_odc.data.iterable import Stream, StreamReading
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
-from lightning_odc.data.map_style import Collate, MapReading
+from lightning_odc.data.map_style import Collate, MapReading, SampleReader
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.plan import MinibatchPlan, Recipe, Schedule, Weighting
+from lightning_odc.data.plan import NOTHING_KNOWN, Facts, MinibatchPlan, Recipe, Schedule, Weighting
 from lightning_odc.data.position import Position, Progress
 
 Reading = MapReading | StreamReading
@@ -73,8 +77,9 @@ class BalancedDataLoader:
         max_tokens: the most tokens in a microbatch; by default as many as the longest sample has (of a stream: the
             longest of the minibatch).
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
-        cost: what a sample costs by its length, see :func:`lightning_odc.balance.plan_minibatch`; or ``"fitted"``, for
-            each rank learnt while training from the times that ``ODCStrategy`` measures.
+        cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
+            measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
+            those of :func:`lightning_odc.balance.plan_minibatch`.
         weighting: what a sample counts in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
@@ -109,7 +114,7 @@ class BalancedDataLoader:
         length_fn: LengthFunction | None = None,
         max_tokens: int | None = None,
         policy: str = "lb_mini",
-        cost: Any = "quadratic",
+        cost: Any = "auto",
         weighting: Weighting = "token",
         collate_fn: Collate | None = None,
         shuffle: bool = False,
@@ -148,8 +153,10 @@ class BalancedDataLoader:
         self._cache_dir = cache_dir
         self._workers = workers
         self._progress = Progress()
+        self._facts = NOTHING_KNOWN
         self._lagged_cost: LaggedCost | None = None
         self._reading: tuple[tuple[int, int], Reading] | None = None
+        self._collation: Collation | None = None
         self._padding = PaddingWatch(None)
         self._iterator: Iterator[Minibatch] | None = None
         self._check(window)
@@ -165,6 +172,28 @@ class BalancedDataLoader:
         check_indexed(window, self.recipe)
         if self._given is not None:
             check_longest(self.lengths.values, self.recipe.max_tokens)
+
+    def adapt(
+        self, *, prior: Cost | None, dense: bool | None, measured: bool, minibatches_per_step: int
+    ) -> None:
+        """Take over what a strategy knows; the same on all ranks, and before the first minibatch.
+
+        Args:
+            prior: What ``cost="auto"`` begins with, if the model tells.
+            dense: Whether attention runs over all tokens of a microbatch, if the model tells.
+            measured: Whether the strategy measures how long microbatches take.
+            minibatches_per_step: The number of minibatches that share an optimizer step.
+        """
+        self.minibatches_per_step = minibatches_per_step
+        facts = Facts(prior=prior or default_prior(), dense=dense, measured=measured)
+        if facts != self._facts:
+            self._facts, self._reading = facts, None
+
+    @property
+    def collation(self) -> Collation | None:
+        """What ``collate_fn`` was found to make of a microbatch; ``None``: not known, and taken for packing."""
+        self._current()
+        return self._collation
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -247,8 +276,11 @@ class BalancedDataLoader:
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:
-        cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas)
         if is_stream(self._samples):
+            facts = replace(
+                self._facts, measured=self._facts.measured and not self._workers.get("num_workers")
+            )
+            cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas, facts)
             length_of = self._length_fn or measure
             return StreamReading(
                 Stream(
@@ -260,11 +292,16 @@ class BalancedDataLoader:
                     rank,
                     self.unroll,
                     cost,
+                    facts,
                 )
             )
-        schedule = Schedule(self.lengths, self.recipe, num_replicas)
         compared_by = measure if self.lengths.source == "samples" else None
-        return MapReading(schedule, rank, self._samples, self._collate, compared_by, self.unroll, cost)
+        reader = SampleReader(self._samples, self._collate, self.recipe.seed, compared_by)
+        self._collation = reader.collation(self.lengths.values)
+        facts = replace(self._facts, collation=self._collation or PACKED)
+        schedule = Schedule(self.lengths, self.recipe, num_replicas, facts)
+        cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas, facts)
+        return MapReading(schedule, rank, reader, self.unroll, cost)
 
     def _read_ahead(self) -> int:
         """How many minibatches are planned before the one that is asked for has run."""
@@ -275,12 +312,14 @@ class BalancedDataLoader:
 
     @property
     def cost(self) -> Any:
-        """What plans are made by: as given, or for ``cost="fitted"`` the `FittedCost` with what was learnt so far."""
-        if not self.recipe.learns:
+        """What plans are made by: as given, or for a cost that learns the `FittedCost` with what was learnt so far."""
+        if not (self.recipe.learns or self.recipe.is_auto):
             return self.recipe.cost
         self._current()
-        assert self._lagged_cost is not None
-        return self._lagged_cost.cost
+        if self._lagged_cost is None:
+            return self._facts.prior
+        cost = self._lagged_cost.cost
+        return cost if isinstance(cost, FittedCost) else cost.fitted if cost.is_refuted else cost.prior
 
     # -- where it is --------------------------------------------------------------------------------------
 
@@ -310,9 +349,9 @@ class BalancedDataLoader:
         state = dict(state_dict)
         learnt = state.pop("learning", None)
         self._progress.load(state)
-        if learnt is not None and self.recipe.learns:
+        if learnt is not None:
             self._current()
-            assert self._lagged_cost is not None
+        if learnt is not None and self._lagged_cost is not None:
             try:
                 self._lagged_cost.load_state_dict(learnt)
             except ValueError as error:

@@ -30,9 +30,11 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_odc.balance import LearntCost
+from lightning_odc.balance.collation import Collation
 from lightning_odc.data.checks import WorkerOptions
+from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
-from lightning_odc.data.lengths import LengthFunction
+from lightning_odc.data.lengths import LengthArray, LengthFunction
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Origin
 from lightning_odc.data.plan import MinibatchPlan, Schedule
 from lightning_odc.data.position import Order
@@ -47,9 +49,7 @@ class MapReading:
     Args:
         schedule: The samples of every minibatch.
         rank: Whose part is read.
-        dataset: The samples.
-        collate_fn: Makes a microbatch of a list of samples.
-        length_of: Compares the lengths of samples with the schedule's; ``None``: they are taken on trust.
+        reader: Reads a part.
         relative: Weights are relative to their mean over the minibatch.
         cost: The cost, if it is one that learns.
 
@@ -62,9 +62,7 @@ class MapReading:
         self,
         schedule: Schedule,
         rank: int,
-        dataset: Any,
-        collate_fn: Collate,
-        length_of: LengthFunction | None,
+        reader: SampleReader,
         relative: bool,
         cost: LaggedCost | None,
     ) -> None:
@@ -73,12 +71,11 @@ class MapReading:
         self.order = Order(
             f"{recipe.order}, lengths {schedule.lengths.digest}", schedule.samples_per_minibatch
         )
-        self.max_tokens = recipe.max_tokens or int(schedule.lengths.values.max())
+        self.max_tokens = schedule.planner.max_tokens
         self._rank = rank
         self._relative = relative
-        self._lengths_too = length_of is not None
         self._cost = cost
-        self._reader = SampleReader(dataset, collate_fn, recipe.seed, length_of)
+        self._reader = reader
         self._begin = 0, 0  # epoch and first minibatch of the next pass
         # By number: the minibatches that were handed out to be read and have not arrived.
         self._under_way: dict[int, tuple[MinibatchPlan, LearntCost | None]] = {}
@@ -129,7 +126,7 @@ class MapReading:
             plan = self.schedule.plan(epoch, step, learnt)
             self._under_way[step] = plan, learnt
             own = plan.microbatches[self._rank]
-            lengths = [self.schedule.lengths.of(m) for m in own] if self._lengths_too else None
+            lengths = [self.schedule.lengths.of(m) for m in own] if self._reader.compares_lengths else None
             weights = plan.weights_of(self._rank, self._relative)
             yield Assignment(epoch, own, weights, plan.text, lengths)
 
@@ -144,8 +141,8 @@ class MapReading:
         return minibatch
 
     def _details(self, epoch: int, microbatches: list[list[int]]) -> list[Detail]:
-        seed, lengths = self.schedule.recipe.seed, self.schedule.lengths
-        return [Detail(lengths.of(own), (seed, epoch, own[0], 1)) for own in microbatches]
+        seed, lengths, rows = self.schedule.recipe.seed, self.schedule.lengths, self.schedule.collation.rows
+        return [Detail(rows(lengths.of(own)), (seed, epoch, own[0], 1)) for own in microbatches]
 
     def _fetch(self, epoch: int, microbatches: list[list[list[int]]], rank: int, number: int) -> Any:
         return self.read(epoch, microbatches[rank][number])
@@ -193,6 +190,11 @@ class SampleReader:
         self._seed = seed
         self._length_of = length_of
 
+    @property
+    def compares_lengths(self) -> bool:
+        """Whether it wants to know how long samples must be."""
+        return self._length_of is not None
+
     def __getitem__(self, assignment: Assignment) -> Minibatch:
         """Read an assignment.
 
@@ -206,6 +208,16 @@ class SampleReader:
                 for indices, lengths in zip(assignment.microbatches, expected, strict=True)
             ]
         return Minibatch(microbatches, assignment.weights, assignment.plan)
+
+    def collation(self, lengths: LengthArray) -> Collation | None:
+        """What the ``collate_fn`` makes of the shortest and the longest sample; see `find_collation`."""
+        indices = int(lengths.argmin()), int(lengths.argmax())
+        with isolated_rng():
+            try:
+                short, long = (self._samples(0, [index])[0] for index in indices)
+            except Exception:  # training will say which sample cannot be read
+                return None
+            return find_collation(self._collate, short, long, (int(lengths.min()), int(lengths.max())))
 
     def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
         """Read one microbatch; it seeds the global generators."""

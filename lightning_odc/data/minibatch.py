@@ -29,7 +29,7 @@ class Detail(NamedTuple):
     """What a loader knows about a microbatch besides its content.
 
     Attributes:
-        lengths: The lengths of its samples.
+        lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them.
         seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from lightning_odc.balance import (
     COLLECTIVE_SAFE,
+    Cost,
     FittedCost,
     LearntCost,
     Planner,
@@ -26,6 +27,8 @@ from lightning_odc.balance import (
     regroup,
 )
 from lightning_odc.balance.arrays import check_choice, check_count
+from lightning_odc.balance.auto import AutoCost, default_prior
+from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 
@@ -36,6 +39,26 @@ WEIGHTINGS = ("token", "next_token", "sample")
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What was found out about a run besides its lengths; the same on all ranks.
+
+    Attributes:
+        collation: What the ``collate_fn`` makes of the samples of a microbatch.
+        prior: What ``cost="auto"`` begins with.
+        dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
+        measured: Whether somebody measures how long microbatches take.
+    """
+
+    collation: Collation = PACKED
+    prior: Cost = field(default_factory=default_prior)
+    dense: bool | None = None
+    measured: bool = False
+
+
+NOTHING_KNOWN = Facts()
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How samples become minibatches; the same on all ranks.
 
@@ -43,7 +66,8 @@ class Recipe:
         minibatch_size: samples per rank and minibatch, on average over ranks.
         max_tokens: the most tokens in a microbatch; ``None``: as many as the longest sample has.
         policy: One of those of `lightning_odc.balance.Planner`.
-        cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training.
+        cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``,
+            what the model says, until measured times refute it.
         weighting: what a sample counts in the gradient: its tokens, those that a causal model predicts (one less),
             one, or a function of the array of lengths.
         shuffle: a new order every epoch.
@@ -59,7 +83,7 @@ class Recipe:
     minibatch_size: int
     max_tokens: int | None = None
     policy: str = "lb_mini"
-    cost: Any = "quadratic"
+    cost: Any = "auto"
     weighting: Weighting = "token"
     shuffle: bool = False
     seed: int = 0
@@ -81,8 +105,13 @@ class Recipe:
 
     @property
     def learns(self) -> bool:
-        """Whether the cost changes while training."""
+        """Whether the cost is one that has to learn while training."""
         return isinstance(self.cost, FittedCost) or (isinstance(self.cost, str) and self.cost == "fitted")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the cost is what the model says, until measured times refute it."""
+        return isinstance(self.cost, str) and self.cost == "auto"
 
     @property
     def equal_counts(self) -> bool:
@@ -116,24 +145,30 @@ class Recipe:
             ]
         return regroup(quadratic().samples(lengths.astype(np.float64)), num_replicas, size)
 
-    def planner(self, num_replicas: int, longest: int | None = None) -> Planner:
+    def planner(self, num_replicas: int, longest: int | None = None, facts: Facts = NOTHING_KNOWN) -> Planner:
         """What plans minibatches for so many ranks; ``longest`` is the length of the longest sample, if known.
 
         A cost that learns is given to each plan as it was at some moment, see Note [Plans of what everybody knows].
         """
-        max_tokens = longest if self.max_tokens is None else self.max_tokens
-        cost = "quadratic" if self.learns else self.cost
-        return Planner(num_replicas, max_tokens, cast(Policy, self.policy), cost, allow_empty=True)
+        max_tokens = self.max_tokens
+        if max_tokens is None and longest is not None:
+            max_tokens = facts.collation.tokens([longest])
+        cost = facts.prior if self.is_auto else "quadratic" if self.learns else self.cost
+        policy = cast(Policy, self.policy)
+        return Planner(num_replicas, max_tokens, policy, cost, allow_empty=True, collation=facts.collation)
 
-    def lagged_cost(self, num_replicas: int) -> LaggedCost | None:
+    def lagged_cost(self, num_replicas: int, facts: Facts = NOTHING_KNOWN) -> LaggedCost | None:
         """The cost, if it is one that learns, for so many ranks.
 
         Raises:
             ValueError: the cost is of another number of ranks.
         """
+        dense = False if facts.collation.kind != "packed" else facts.dense
+        if self.is_auto and facts.measured:
+            return LaggedCost(AutoCost(num_replicas, facts.prior, dense))
         if not self.learns:
             return None
-        cost = self.cost if isinstance(self.cost, FittedCost) else FittedCost(num_replicas)
+        cost = self.cost if isinstance(self.cost, FittedCost) else FittedCost(num_replicas, dense=dense)
         if cost.num_ranks != num_replicas:
             raise ValueError(
                 f"cost=FittedCost({cost.num_ranks}) learns about {cost.num_ranks} ranks, and there are {num_replicas}: "
@@ -162,18 +197,22 @@ class Schedule:
         lengths: The lengths of all samples.
         recipe: How samples become minibatches.
         num_replicas: The number of ranks that share a minibatch.
+        facts: What was found out about the run.
 
     Raises:
         ValueError: there are fewer samples than ranks, or ``drop_last`` leaves no minibatch.
     """
 
-    def __init__(self, lengths: Lengths, recipe: Recipe, num_replicas: int) -> None:
+    def __init__(
+        self, lengths: Lengths, recipe: Recipe, num_replicas: int, facts: Facts = NOTHING_KNOWN
+    ) -> None:
         self.lengths = lengths
         self.recipe = recipe
+        self.collation = facts.collation
         self.num_replicas = num_replicas
         self.samples_per_minibatch = recipe.minibatch_size * num_replicas
         self._check()
-        self._planner = recipe.planner(num_replicas, int(lengths.values.max()))
+        self.planner = recipe.planner(num_replicas, int(lengths.values.max()), facts)
         # Minibatches are mostly asked for one after another, so the latest epoch and the latest window are kept.
         self._epoch: int | None = None
         self._order: IndexArray = np.arange(len(lengths))
@@ -230,7 +269,7 @@ class Schedule:
             )
         indices = self.samples(epoch, step)
         lengths, name = self.lengths.values[indices], self.recipe.name(epoch, step, self.lengths)
-        return MinibatchPlan.of(self.recipe, self._planner, indices, lengths, name, learnt)
+        return MinibatchPlan.of(self.recipe, self.planner, indices, lengths, name, learnt)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
         """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
@@ -239,8 +278,8 @@ class Schedule:
         """
         flat = [microbatch for rank in plan.microbatches for microbatch in rank]
         lengths = [self.lengths.values[microbatch] for microbatch in flat]
-        cost = self._planner.cost if learnt is None else learnt
-        costs = average_costs(lengths, cost, self.num_replicas)
+        cost = self.planner.cost if learnt is None else learnt
+        costs = average_costs(lengths, cost, self.num_replicas, collation=self.collation)
         scale = float(sum(sizes.sum() for sizes in lengths)) / sum(costs)
         scaled = iter(costs)
         return [[next(scaled) * scale for _ in rank] for rank in plan.microbatches]

@@ -73,6 +73,7 @@ class Stopwatch:
         self._cost: LaggedCost | None = None
         self._number = 0
         self._measured: list[tuple[int, list[int], float]] = []
+        self._measures = False
         self._is_set = False
 
     def open(self, minibatch: Minibatch) -> None:
@@ -81,10 +82,11 @@ class Stopwatch:
         origin = minibatch.origin
         if origin is not None and origin.cost is not None:
             self._cost, self._number = origin.cost, origin.number
+            self._measures = origin.cost.measures(origin.number)
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
-        self._is_set = self._cost is not None and detail is not None
+        self._is_set = self._measures and detail is not None
         if self._is_set and detail is not None:
             self._measured.append((self._number, detail.lengths, 0.0))
 
