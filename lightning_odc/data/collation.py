@@ -83,12 +83,12 @@ def _table(short: int, long: int, both: int, lengths: tuple[int, int]) -> Collat
     """Rows of this length for the short sample, the long one, and both together."""
     if both != max(short, long) or both < 2:
         return None
+    if short == long and lengths[0] < lengths[1]:  # no sample is outside these two
+        return Collation("padded", fixed=both) if both >= lengths[1] else None
     for multiple in _MULTIPLES:
         padded = Collation("padded", multiple)
         if padded.row_lengths(list(lengths)).tolist() == [short, long]:
             return padded
-    if short == long:
-        return Collation("padded", fixed=both) if both >= lengths[1] else None
     return Collation("padded")
 
 

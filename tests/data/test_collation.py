@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import default_collate
+
+from lightning_odc import BalancedDataLoader
+from lightning_odc.balance.collation import Collation
+from lightning_odc.data.collation import find_collation
+from lightning_odc.data.packing import pack_samples
+
+
+def tokens(length: int) -> dict[str, Any]:
+    return {"input_ids": list(range(1, length + 1)), "labels": list(range(1, length + 1))}
+
+
+def row(length: int) -> Tensor:
+    return torch.arange(length)
+
+
+def padder(multiple: int = 1, fixed: int | None = None) -> Any:
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        width = fixed or -(-longest // multiple) * multiple
+        table = torch.zeros(len(samples), width, dtype=torch.long)
+        for own, sample in zip(table, samples, strict=True):
+            ids = torch.tensor(sample["input_ids"][:width])
+            own[: len(ids)] = ids
+        return {"attention_mask": (table > 0).long(), "input_ids": table, "labels": table}
+
+    return collate
+
+
+@dataclass
+class Regression:
+    x: Tensor
+    y: Tensor
+
+
+def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
+    return Regression(pad_sequence([x for x, _ in samples], batch_first=True), torch.tensor([y for _, y in samples]))
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "sample", "expected"),
+    [
+        (padder(), tokens, Collation("padded")),
+        (padder(multiple=8), tokens, Collation("padded", multiple=8)),
+        (padder(fixed=64), tokens, Collation("padded", fixed=64)),
+        (pack_samples, tokens, Collation("packed")),
+        (torch.cat, row, Collation("packed")),
+        (list, row, Collation("apart")),
+        (list, tokens, Collation("apart")),
+        (lambda samples: torch.nested.nested_tensor(samples, layout=torch.jagged), row, Collation("apart")),
+        (default_collate, row, Collation("stacked")),
+        (pad_sequence, row, Collation("padded")),  # time first
+        (ragged_regression, lambda length: (torch.ones(length, 3), 1.0), Collation("padded")),
+        (lambda samples: {"n": torch.tensor([len(s) for s in samples])}, row, None),
+        (lambda samples: 1 / 0, row, None),
+    ],
+)
+def test_what_a_collate_fn_does(collate_fn: Any, sample: Any, expected: Collation | None) -> None:
+    assert find_collation(collate_fn, sample(10), sample(17), (10, 17)) == expected
+
+
+def test_equal_lengths_tell_it_too() -> None:
+    assert find_collation(padder(), tokens(5), tokens(5), (5, 5)) == Collation("padded")
+    assert find_collation(pack_samples, tokens(5), tokens(5), (5, 5)) == Collation("packed")
+
+
+def test_lengths_in_other_units_still_pad() -> None:
+    assert find_collation(padder(), tokens(10), tokens(13), (101, 134)) == Collation("padded")
+
+
+def test_the_collator_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    collator = transformers.DataCollatorWithFlattening()
+    assert find_collation(collator, tokens(10), tokens(13), (10, 13)) == Collation("packed")
+
+
+class Samples:
+    lengths = (30, 5, 5, 6, 29, 12, 11, 13, 28, 6, 7, 30)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return tokens(self.lengths[index])
+
+
+@pytest.mark.parametrize("policy", ["lb_mini", "lb_micro", "local_sort", "steal"])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_no_padded_microbatch_is_above_the_cap(policy: str, multiple: int) -> None:
+    for rank in (0, 1):
+        loader = BalancedDataLoader(
+            Samples(), minibatch_size=3, policy=policy, collate_fn=padder(multiple), num_replicas=2, rank=rank
+        )
+        assert loader.collation == Collation("padded", multiple=multiple)
+        sizes = [batch["input_ids"].numel() for minibatch in loader for batch in minibatch]
+        assert max(sizes) == -(-30 // multiple) * multiple
+
+
+def test_details_have_the_rows_that_are_computed() -> None:
+    loader = BalancedDataLoader(Samples(), minibatch_size=6, collate_fn=padder(), num_replicas=2, rank=0)
+    for minibatch in loader:
+        assert minibatch.origin is not None
+        for batch, detail in zip(minibatch, minibatch.origin.details, strict=True):
+            assert detail.lengths == [batch["input_ids"].size(1)] * len(batch["input_ids"])
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Any:
+        yield from map(Samples().__getitem__, range(12))
+
+
+def test_a_stream_is_planned_with_its_padding() -> None:
+    loader = BalancedDataLoader(
+        Stream(), minibatch_size=6, window=1, collate_fn=padder(8), max_tokens=32, num_replicas=1, rank=0
+    )
+    sizes = [batch["input_ids"].numel() for minibatch in loader for batch in minibatch]
+    assert max(sizes) == 32
+    assert sum(sizes) < 12 * 32
