@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -77,6 +77,15 @@ def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any
     Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
     """
     return _lightning_call._call_and_handle_interrupt(trainer, function, *args, **kwargs)
+
+
+def load_loader_states(trainer: Trainer) -> None:
+    """Load the saved states of training loaders that were made before the checkpoint was read; else nothing.
+
+    Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning (2.5.0
+    to 2.6.6) loads their states only while it makes them. It would begin the epoch again.
+    """
+    cast(Any, trainer.fit_loop)._load_combined_loader_states()
 
 
 def deals_out(trainer: Trainer) -> bool:

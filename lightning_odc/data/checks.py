@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
@@ -16,6 +17,12 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_odc.data.minibatch import NotUnrolledError
 from lightning_odc.data.plan import Recipe
 
+#: Names that the other of two classes has for the same thing.
+_ELSEWHERE = {
+    ("ODCStrategy", "policy"): "balance",
+    ("BalancedDataLoader", "balance"): "policy",
+    ("BalancedDataLoader", "batch_size"): "minibatch_size",
+}
 _TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed"
 
 
@@ -143,24 +150,39 @@ class WorkerOptions(TypedDict, total=False):
     multiprocessing_context: Any
 
 
-def check_options(options: WorkerOptions) -> None:
+def check_options(options: WorkerOptions, known: Sequence[str] = ()) -> None:
     """Let torch refuse options that do not go together, before anything is read.
 
+    Args:
+        options: Arguments of `BalancedDataLoader` that it has no name for.
+        known: The names of all others.
+
     Raises:
-        TypeError: an unknown option.
+        TypeError: an unknown option, with the closest one that is known.
         ValueError: what torch says.
     """
-    unknown = sorted(set(options) - set(WorkerOptions.__annotations__))
+    named = [*known, *WorkerOptions.__annotations__]
+    unknown = [did_you_mean("BalancedDataLoader", name, named) for name in options if name not in named]
     if unknown:
-        raise TypeError(
-            f"BalancedDataLoader does not know {', '.join(unknown)}. It takes `minibatch_size` (samples per rank and "
-            "minibatch) instead of a batch size or sampler, and of torch's options "
-            f"{', '.join(WorkerOptions.__annotations__)}."
-        )
+        raise TypeError(" ".join(unknown))
     nothing: Any = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns again when the loader is really made
         DataLoader[Any](nothing, **options)
+
+
+def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
+    """What to say about an argument that is not one of the known ones.
+
+    Args:
+        owner: The class that was called.
+        name: The unknown argument.
+        known: The arguments that there are.
+    """
+    close = _ELSEWHERE.get((owner, name)) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    if close:
+        return f"{owner} does not know {name}=: did you mean {close}=?"
+    return f"{owner} does not know {name}=. Its arguments are {', '.join(known)}."
 
 
 def check_single(loaders: Any, balance: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
-from lightning_odc.data.checks import WorkerOptions
+from lightning_odc.data.checks import WorkerOptions, is_stream
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.plan import Weighting
@@ -86,22 +87,40 @@ def balanced_from(
 
 
 def balanced_for_lightning(
-    dataloader: object, world_size: int, rank: int, policy: str, options: Mapping[str, Any]
+    dataloader: object,
+    world_size: int,
+    rank: int,
+    policy: str,
+    options: Mapping[str, Any],
+    batches: int = 1,
 ) -> BalancedDataLoader:
     """`balanced_from` for a loader into which Lightning has put its ``DistributedSampler``.
 
+    Args:
+        dataloader: See `balanced_from`.
+        world_size: The number of ranks.
+        rank: This one.
+        policy: See `BalancedDataLoader`.
+        options: Other arguments of `balanced_from`.
+        batches: Batches of the loader that make up a minibatch. ``drop_last`` leaves out what does not fill a batch.
+
     Raises:
-        LengthsUnknownError: now, not when training begins.
+        LengthsUnknownError: now, not when training begins. A stream is measured as it is read.
     """
+    stream = isinstance(dataloader, DataLoader) and is_stream(dataloader.dataset)
     balanced = balanced_from(
         dataloader,
         num_replicas=world_size,
         rank=rank,
         policy=policy,
         distributed_sampler="replace",
+        window=1 if stream else None,
         **options,
     )
-    balanced.lengths  # noqa: B018 - looked up now
+    size = balanced.recipe.minibatch_size
+    balanced.recipe = replace(balanced.recipe, minibatch_size=size * batches, drop_size=size)
+    if not stream:
+        balanced.lengths  # noqa: B018 - looked up now
     return balanced
 
 

@@ -149,8 +149,9 @@ class Stream(IterableDataset[Minibatch]):
             alike = np.ones(len(window), dtype=np.int64)
             lengths = self._lengths_of(step, window) if self.recipe.regroup else alike
             for group in self.recipe.minibatches(lengths, self.num_replicas):
-                if len(group) == size or not self.recipe.drop_last:
-                    yield [window[index] for index in group]
+                used = group[: self.recipe.count_samples(len(group), self.num_replicas)]
+                if len(used):
+                    yield [window[index] for index in used]
                     step += 1
 
     def _windows(self, size: int) -> Iterator[list[Any]]:
@@ -184,7 +185,8 @@ class Stream(IterableDataset[Minibatch]):
         name = self.recipe.name(self.epoch, step, Lengths(lengths, "samples"))
         indices = np.arange(len(lengths), dtype=np.int64)
         planner = self.recipe.planner(self.num_replicas, facts=facts)
-        plan = MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt)
+        turn = self.epoch + step
+        plan = MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn)
         microbatches, details = [], []
         with isolated_rng():
             for own in plan.microbatches[self.rank]:

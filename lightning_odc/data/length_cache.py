@@ -172,10 +172,15 @@ def _look(dataset: Any, index: int, length_of: Callable[[Any], int]) -> list[Any
     with isolated_rng():
         seed_rng(index)
         sample = dataset[index]
+    return [index, repr(length_of(sample)), digest_of(sample)]
+
+
+def digest_of(sample: Any) -> str:
+    """Text that differs where the content of samples does, as far as that can be seen."""
     digest = hashlib.sha256()
     for piece in _pieces(sample, _DEPTH):
         digest.update(len(piece).to_bytes(8, "little") + piece)
-    return [index, repr(length_of(sample)), digest.hexdigest()]
+    return digest.hexdigest()
 
 
 def _pieces(value: Any, depth: int) -> Iterator[bytes]:

@@ -35,6 +35,11 @@ _TEACH = (
 class LengthsUnknownError(ValueError):
     """Nothing tells how long the samples are, so they cannot be balanced."""
 
+    @property
+    def reason(self) -> str:
+        """The message without the lines to write, for who knows better ones."""
+        return str(self).removesuffix(_TEACH).rstrip()
+
 
 @dataclass(frozen=True)
 class Lengths:

@@ -12,6 +12,7 @@ its first minibatch is asked for.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,7 +164,7 @@ class BalancedDataLoader:
 
     def _check(self, window: int | None) -> None:
         check_world(*self._world)
-        check_options(self._workers)
+        check_options(self._workers, [*inspect.signature(type(self)).parameters][:-1])
         if self.unroll:
             check_unroll(self.recipe)
         if is_stream(self._samples):

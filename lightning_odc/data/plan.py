@@ -2,6 +2,21 @@
 
 A `Recipe` is what the user chose. A `Schedule` is the recipe for the samples of a map-style data set: it cuts an epoch
 into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what every rank does.
+
+Note [Ranks take turns]
+~~~~~~~~~~~~~~~~~~~~~~~
+Loads cannot always be level, and the planner gives equal remainders to equal ranks: of two samples on two ranks, rank 0
+gets the longer one. So ranks that are alike swap their parts from minibatch to minibatch, and neither time nor peak
+memory sticks to one of them. In epoch ``e``, rank ``r`` gets part ``(r + e + step) % num_ranks`` of the plan. ::
+
+    samples of 9 and 2 tokens in every minibatch, 2 ranks, epoch 0
+
+    step                 0     1     2     3        tokens
+    part 0 (9 tokens)    r0    r1    r0    r1       r0: 9 + 2 + 9 + 2 = 22
+    part 1 (2 tokens)    r1    r0    r1    r0       r1: 2 + 9 + 2 + 9 = 22
+
+This is a function of epoch and step alone, so a resumed run gets the same parts. Where a cost or ``max_tokens`` differs
+from rank to rank, the planner has placed the parts, and they stay.
 """
 
 from __future__ import annotations
@@ -25,10 +40,12 @@ from lightning_odc.balance import (
     epoch_order,
     quadratic,
     regroup,
+    resolve_cost,
 )
 from lightning_odc.balance.arrays import check_choice, check_count
 from lightning_odc.balance.auto import AutoCost, default_prior
 from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.balance.costs import terms_of
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 
@@ -75,6 +92,8 @@ class Recipe:
         drop_last: leave out the samples that do not fill a last minibatch.
         window: how many consecutive minibatches are looked at together.
         regroup: let the minibatches of a window exchange samples, so that large ones meet.
+        drop_size: Samples per rank; ``drop_last`` leaves out those that do not fill a last group of so many. By
+            default ``minibatch_size``, of which it is a divisor.
 
     Raises:
         ValueError: a value that is not one of those above.
@@ -90,6 +109,7 @@ class Recipe:
     drop_last: bool = False
     window: int = 1
     regroup: bool = False
+    drop_size: int | None = None
 
     def __post_init__(self) -> None:
         check_count("minibatch_size", self.minibatch_size)
@@ -128,10 +148,14 @@ class Recipe:
         """What a minibatch is called, in the text of its plan."""
         return f"{self.policy}, seed {self.seed}, epoch {epoch}, minibatch {step}, lengths {lengths.digest}"
 
+    def count_samples(self, num_samples: int, num_replicas: int) -> int:
+        """Samples of an epoch that are used; the others are dropped at its end."""
+        unit = (self.drop_size or self.minibatch_size) * num_replicas
+        return num_samples - num_samples % unit if self.drop_last else num_samples
+
     def count_minibatches(self, num_samples: int, num_replicas: int) -> int:
         """Minibatches of an epoch."""
-        whole, rest = divmod(num_samples, self.minibatch_size * num_replicas)
-        return whole + (rest > 0 and not self.drop_last)
+        return -(-self.count_samples(num_samples, num_replicas) // (self.minibatch_size * num_replicas))
 
     def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[IndexArray]:
         """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`.
@@ -226,10 +250,11 @@ class Schedule:
                 f"never have work. Write Trainer(devices={max(len(self.lengths), 1)}) or use more data."
             )
         if not len(self):
+            size = self.recipe.drop_size or self.recipe.minibatch_size
             raise ValueError(
                 f"drop_last=True leaves no minibatch: {len(self.lengths)} samples do not fill one of "
-                f"{self.samples_per_minibatch} (minibatch_size={self.recipe.minibatch_size} on {self.num_replicas} "
-                "ranks). Write drop_last=False or a smaller minibatch_size."
+                f"{size * self.num_replicas} (minibatch_size={size} on {self.num_replicas} ranks). Write "
+                "drop_last=False or a smaller minibatch_size."
             )
 
     def __len__(self) -> int:
@@ -247,7 +272,8 @@ class Schedule:
         window, within = divmod(step, self.recipe.window)
         if self._window != (epoch, window):
             size = self.samples_per_minibatch * self.recipe.window
-            own = self.order(epoch)[window * size : (window + 1) * size]
+            used = self.order(epoch)[: self.recipe.count_samples(len(self.lengths), self.num_replicas)]
+            own = used[window * size : (window + 1) * size]
             groups = self.recipe.minibatches(self.lengths.values[own], self.num_replicas)
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
         return self._minibatches[within]
@@ -269,7 +295,7 @@ class Schedule:
             )
         indices = self.samples(epoch, step)
         lengths, name = self.lengths.values[indices], self.recipe.name(epoch, step, self.lengths)
-        return MinibatchPlan.of(self.recipe, self.planner, indices, lengths, name, learnt)
+        return MinibatchPlan.of(self.recipe, self.planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
         """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
@@ -308,6 +334,7 @@ class MinibatchPlan:
         lengths: LengthArray,
         name: str,
         learnt: LearntCost | None = None,
+        turn: int = 0,
     ) -> MinibatchPlan:
         """Distribute the samples of one minibatch.
 
@@ -320,8 +347,13 @@ class MinibatchPlan:
             lengths: ``[n]``, their lengths.
             name: The beginning of the plan's text.
             learnt: The cost, if it is one that learns.
+            turn: Epoch plus number of the minibatch, see Note [Ranks take turns].
         """
-        positions = (planner if learnt is None else replace(planner, cost=learnt)).plan(lengths)
+        planner = planner if learnt is None else replace(planner, cost=learnt)
+        positions = planner.plan(lengths)
+        if _are_alike(planner, lengths):
+            first = turn % planner.num_ranks
+            positions = positions[first:] + positions[:first]
         counts = recipe.sample_weights(lengths)
         shortest = [int(indices[lengths.argmin()])]
         microbatches = [[indices[m].tolist() if m else shortest for m in rank] for rank in positions]
@@ -336,3 +368,15 @@ class MinibatchPlan:
         every = [weight for weights in self.weights for weight in weights]
         mean = sum(every) / len(every)
         return [weight / mean if mean else weight for weight in self.weights[rank]]
+
+
+def _are_alike(planner: Planner, lengths: LengthArray) -> bool:
+    """Whether ranks may swap their parts of a plan: these samples cost the same on all of them, and so do microbatches.
+
+    Compares values, not kinds of costs: a `FittedCost` that has not observed anything is that of ranks that are alike.
+    """
+    terms = terms_of(resolve_cost(planner.cost), lengths, planner.num_ranks)
+    by_rank = (terms.samples, terms.overhead, terms.pair)
+    return np.ndim(cast(Any, planner.max_tokens)) == 0 and all(
+        bool((values == values[0]).all()) for values in by_rank
+    )

@@ -21,13 +21,18 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "builtins", "abc", "typ
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
-def compare_programs(engine: Engine, trainer: pl.Trainer) -> None:
+def compare_programs(engine: Engine, trainer: pl.Trainer, folded: int = 1) -> None:
     """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together.
+
+    Args:
+        engine: The engine of the run.
+        trainer: The trainer.
+        folded: Batches of the user's loader in a batch of the trainer, see Note [Folded accumulation].
 
     Raises:
         DisagreementError: naming the first difference.
     """
-    lines = describe(trainer)
+    lines = describe(trainer, folded)
     digests = engine.exchange("compare programs", hashlib.sha256("\n".join(lines).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -44,11 +49,11 @@ def compare_programs(engine: Engine, trainer: pl.Trainer) -> None:
     )
 
 
-def describe(trainer: pl.Trainer) -> list[str]:
+def describe(trainer: pl.Trainer, folded: int = 1) -> list[str]:
     """One line for each thing that must be equal."""
     lines = [
         f"versions: lightning-odc {__version__}, lightning {lightning.__version__}, torch {torch.__version__}",
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches * folded}",
         f"gradient_clip_val={trainer.gradient_clip_val}, algorithm {trainer.gradient_clip_algorithm}",
         f"precision={trainer.precision}",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ from lightning_odc import _compat
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
 from lightning_odc.checkpoints.full import WholeCheckpointIO
+from lightning_odc.data.checks import did_you_mean
 from lightning_odc.data.plan import Recipe
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.sharding import nodes
@@ -56,8 +56,9 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     for argument in ("auto_wrap_policy", "activation_checkpointing_policy"):
         _check_wrapping(argument, given[argument])
     if balance is not None:
-        check_choice("balance", balance, POLICIES)
-        _check_policy("balance", balance, communication, deterministic)
+        check_choice("balance", balance, ("auto", *POLICIES))
+        if balance != "auto":  # which is chosen so that it can run
+            _check_policy("balance", balance, communication, deterministic)
         _check_cost(given["cost"], communication, deterministic)
     _check_time("timeout", given["timeout"], "datetime.timedelta(minutes=30)")
     _check_time(
@@ -67,7 +68,8 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     )
     _check_dtypes(given["accumulator_dtype"], given["mixed_precision"])
     # Refuses options that no loader would take.
-    Recipe(1, given["max_tokens"], balance or "lb_mini", given["cost"], given["weighting"])
+    policy = "lb_mini" if balance in (None, "auto") else balance
+    Recipe(1, given["max_tokens"], policy, given["cost"], given["weighting"])
     _check_unknown(given["kwargs"], [name for name in given if name not in ("self", "kwargs", "__class__")])
     if balance is None:
         _warn_of_idle_options(given)
@@ -243,19 +245,12 @@ def _check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     unknown = sorted(set(kwargs) - _IGNORED)
     foreign = [name for name in unknown if name not in _FSDP1]
     if foreign:
-        raise TypeError(" ".join(_meant(name, known) for name in foreign))
+        raise TypeError(" ".join(did_you_mean("ODCStrategy", name, known) for name in foreign))
     if unknown:
         raise TypeError(
             f"ODCStrategy does not know {', '.join(unknown)}: it shards with `fully_shard`, not with FSDP1. Drop the "
             "argument, or shard by hand with `fully_shard(module, ...)` in `configure_model`."
         )
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"ODCStrategy does not know {name}=: did you mean {close[0]}=?"
-    return f"ODCStrategy does not know {name}=. Its arguments are {', '.join(known)}."
 
 
 def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
@@ -264,7 +259,7 @@ def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
     if names:
         rank_zero_warn(
             f"ODCStrategy({names}) has no effect without a policy: write "
-            f'ODCStrategy(balance="lb_mini", {names}). What a BalancedDataLoader needs to know, it is told itself.'
+            f'ODCStrategy(balance="auto", {names}). What a BalancedDataLoader needs to know, it is told itself.'
         )
 
 

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
@@ -21,8 +20,6 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat
 from lightning_odc.data.checks import check_samplers, check_single, whole_minibatches
-from lightning_odc.data.convert import balanced_for_lightning
-from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
@@ -42,6 +39,7 @@ from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
 from lightning_odc.strategy.step import Training, call_step
+from lightning_odc.strategy.training_data import TrainingData, Wanted
 
 #: How long ranks wait before they say where they are.
 DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
@@ -84,9 +82,11 @@ class ODCStrategy(ShardedStrategy):
         transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
-        balance: The policy that levels the work: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``, or
-            ``None`` to leave the loader alone. Turns the training ``DataLoader`` into a
-            [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] of ``batch_size`` samples per rank on average.
+        balance: ``"auto"``, or the policy that levels the work by name: ``"lb_mini"``, ``"lb_micro"``,
+            ``"local_sort"``, ``"steal"``; ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a
+            [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] with one `Minibatch` per optimizer step, of
+            ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
+            waits least, and leaves data alone whose lengths are unknown; ``strategy="odc_balanced"`` means it.
         max_tokens: The most tokens in a microbatch; by default as many as the longest sample has.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"quadratic"``, ``"quadratic_dense"``
             where packed samples are kept apart by a mask (as on CPUs), ``"fitted"`` to learn it while training, ...
@@ -168,6 +168,7 @@ class ODCStrategy(ShardedStrategy):
         self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
+        self._training_data: TrainingData | None = None
         self._failed = False
         self._loaders_unchecked = True
         self._signals: HeldSignals | None = None
@@ -180,7 +181,7 @@ class ODCStrategy(ShardedStrategy):
         describe = "Fully sharded training with on-demand communication"
         strategy_registry.register("odc", cls, description=describe)
         strategy_registry.register(
-            "odc_balanced", cls, description=f"{describe} and balanced minibatches", balance="lb_mini"
+            "odc_balanced", cls, description=f"{describe} and balanced minibatches", balance="auto"
         )
         cls._registered_strategies += ["odc", "odc_balanced"]
 
@@ -243,7 +244,7 @@ class ODCStrategy(ShardedStrategy):
     def teardown(self) -> None:
         self._give_values_back()
         self.precision_plugin.training = None
-        engine, self._engine, self._training = self._engine, None, None
+        engine, self._engine, self._training, self._training_data = self._engine, None, None, None
         try:
             if engine is not None and not self._failed:
                 # Without this, a rank that leaves early can abort the others' process group.
@@ -363,9 +364,16 @@ class ODCStrategy(ShardedStrategy):
         self.engine.evaluating, self._loaders_unchecked = False, True
         assert self.lightning_module is not None
         assert self._training is not None
-        check_single(self.lightning_module.trainer.train_dataloader, self.balance)
+        trainer = self.lightning_module.trainer
+        check_single(trainer.train_dataloader, self.balance)
+        if isinstance(trainer.train_dataloader, BalancedDataLoader):
+            _compat.load_loader_states(trainer)
         self._hold_signals(meeting=self._on_demand)
-        compare_programs(self.engine, self.lightning_module.trainer)
+        accumulation = None if self._training_data is None else self._training_data.accumulation
+        if accumulation is not None:
+            accumulation.fold_schedulers(self.lr_scheduler_configs)
+        folded = 1 if accumulation is None else accumulation.batches
+        compare_programs(self.engine, trainer, folded)
         self._training.compare_batches()
         self.publish_parameters()
 
@@ -422,24 +430,16 @@ class ODCStrategy(ShardedStrategy):
     # -- data ---------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Level the training data over ranks, if asked to; with no way to know lengths, say so and leave it alone."""
+        """Level the training data over ranks, if asked to; see `TrainingData`."""
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return dataloader
-        if self.balance is not None and not isinstance(dataloader, BalancedDataLoader):
-            try:
-                dataloader = balanced_for_lightning(
-                    dataloader, self.world_size, self.global_rank, self.balance, self._balance_options
-                )
-            except LengthsUnknownError as error:
-                rank_zero_warn(
-                    f"ODCStrategy(balance={self.balance!r}) leaves the data as it is: {error}\n"
-                    f"    ODCStrategy(balance={self.balance!r}, length_fn=lambda sample: len(...), ...)"
-                )
-        if isinstance(dataloader, BalancedDataLoader):
-            arguments.check_loader(dataloader.recipe, self.communication, self.deterministic, self.world_size)
-            dataloader.minibatches_per_step = module.trainer.accumulate_grad_batches
-        return dataloader
+        if self._training_data is None:
+            wanted = Wanted(self.balance, self._balance_options, self.communication, self.deterministic)
+            exchange = None if self._engine is None else self._engine.exchange
+            self._training_data = TrainingData(module.trainer, wanted, exchange)
+            self._on_teardown.callback(self._training_data.accumulation.put_back)
+        return self._training_data.process(dataloader)
 
     def _check_loaders(self, loaders: Any) -> None:
         """Once per run, at the first `Minibatch`: until then it is not known what a loader yields."""
@@ -476,6 +476,8 @@ class ODCStrategy(ShardedStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._training_data is not None:
+            self._training_data.accumulation.show_interval()
         if isinstance(batch, Minibatch):
             assert self.lightning_module is not None
             _compat.count_batch_once(self.lightning_module.trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.balance import POLICIES
+from lightning_odc.balance import POLICIES, LearntCost, with_speeds
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.plan import MinibatchPlan, Recipe, Schedule
 
@@ -113,6 +114,66 @@ def test_regrouping_lets_large_samples_meet():
     large = [[lengths[i] for i in samples(plan)].count(40) for plan in plans(together)]
     assert [[lengths[i] for i in samples(plan)].count(40) for plan in plans(apart)] == [1] * 6
     assert sorted(large) == [0, 0, 0, 0, 3, 3]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_that_are_alike_take_turns(policy):
+    """One sample per rank: whatever the planner does with the longer one, it does it to another rank each time."""
+    made = schedule([9, 2] * 8, 2, minibatch_size=1, policy=policy)
+    longer = [plan.microbatches[0] == [[2 * step]] for step, plan in enumerate(plans(made))]
+    assert longer == [True, False] * 4, "minibatch 0 of epoch 0 stays as it is"
+    assert [plan.microbatches[1] == [[2 * step]] for step, plan in enumerate(plans(made, epoch=1))] == longer
+    assert made.plan(1, 4).microbatches == [*reversed(made.plan(0, 4).microbatches)]
+
+
+def test_tokens_of_an_epoch_do_not_stick_to_a_rank():
+    lengths = np.random.default_rng(0).lognormal(6, 1, 256).clip(1, 4096).astype(int)
+    made = schedule(lengths, 2, minibatch_size=1, max_tokens=None, shuffle=True)
+    by_rank = [
+        sum(sum(lengths[m].sum() for m in plan.microbatches[rank]) for plan in plans(made)) for rank in (0, 1)
+    ]
+    assert max(by_rank) / min(by_rank) < 1.1
+    alone = [max(lengths[made.samples(0, step)]) for step in range(len(made))]
+    assert sum(alone) / (sum(by_rank) - sum(alone)) > 1.5, "without turns, rank 0 gets this much more"
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [with_speeds("tokens", [1, 0.5]), lambda lengths: np.stack([lengths, lengths * 2])],
+    ids=["speeds", "function"],
+)
+def test_parts_stay_where_ranks_differ(cost):
+    made = schedule([9, 2] * 8, 2, minibatch_size=1, cost=cost)
+    assert [plan.microbatches[0] for plan in plans(made)] == [[[2 * step]] for step in range(8)]
+
+
+def test_ranks_stop_taking_turns_when_a_cost_learns_that_they_differ():
+    made = schedule([9, 8], 2, minibatch_size=1)
+    alike, apart = (LearntCost(((0.0, 1.0, 0.0), (0.0, slow, 0.0)), dense=False) for slow in (1.0, 1.1))
+    assert made.plan(1, 0, alike).microbatches == [[[1]], [[0]]]
+    assert made.plan(1, 0, apart).microbatches == [[[0]], [[1]]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_samples=st.integers(4, 200),
+    num_ranks=st.integers(1, 4),
+    size=st.integers(1, 5),
+    batches=st.integers(1, 6),
+    drop_last=st.booleans(),
+)
+def test_folded_minibatches_are_the_optimizer_steps_of_accumulated_batches(
+    num_samples, num_ranks, size, batches, drop_last
+):
+    per_batch = size * num_ranks
+    accumulated = num_samples // per_batch if drop_last else -(-num_samples // per_batch)
+    recipe = Recipe(size * batches, drop_last=drop_last, drop_size=size)
+    assert recipe.count_minibatches(num_samples, num_ranks) == -(-accumulated // batches)
+    if accumulated:
+        lengths = Lengths(np.full(num_samples, 3), "given")
+        made = Schedule(lengths, replace(recipe, window=2, regroup=True), num_ranks)
+        used = [index for plan in plans(made) for index in samples(plan)]
+        assert sorted(used) == list(range(min(num_samples, accumulated * per_batch)))
 
 
 def test_drop_last():

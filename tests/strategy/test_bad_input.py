@@ -140,6 +140,8 @@ def test_arguments_of_fsdp1_without_meaning_are_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"balanse": "lb_mini"}, r"^ODCStrategy does not know balanse=: did you mean balance=\?$"),
+        ({"policy": "lb_mini"}, r"^ODCStrategy does not know policy=: did you mean balance=\?$"),
         ({"balanced": "lb_mini"}, r"^ODCStrategy does not know balanced=: did you mean balance=\?$"),
         (
             {"max_token": 8, "comunication": 1},

@@ -1,0 +1,149 @@
+"""What balancing would gain on a loader as it is: planned from lengths, before anything has run."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_odc import _compat
+from lightning_odc.balance import Planner, collective_cost, microbatch_costs, on_demand_cost
+from lightning_odc.data.checks import is_stream
+from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, measure
+from lightning_odc.data.rng import isolated_rng
+
+_ORDERS = (SequentialSampler, RandomSampler, DistributedSampler)
+_SECONDS = 0.4
+_MOST_MINIBATCHES = 16
+_FEWEST_SAMPLES, _MOST_SAMPLES = 256, 4096
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a plan says about batches as they come and about balanced minibatches.
+
+    Attributes:
+        idle: The part of all ranks' time in which they wait, as batches come.
+        factor: The time as batches come, over the time of balanced minibatches.
+        shortest: Tokens of the shortest sample that was looked at.
+        longest: Tokens of the longest one.
+    """
+
+    idle: float
+    factor: float
+    shortest: int
+    longest: int
+
+
+def planned_gain(
+    lengths: LengthArray, batch_size: int, batches: int, num_ranks: int, cost: Any = "quadratic"
+) -> Gain:
+    """Compare batches as they come with balanced minibatches of the same samples.
+
+    As they come, ranks wait for each other at every batch, since Lightning meets there. Balanced, they wait once per
+    optimizer step. Padding is not counted.
+
+    Args:
+        lengths: ``[n]`` tokens of samples in the order they come, at least one.
+        batch_size: Samples of a batch on one rank.
+        batches: Batches of an optimizer step.
+        num_ranks: The number of ranks.
+        cost: The cost of a sample, see `lightning_odc.balance.plan_minibatch`.
+    """
+    size = batch_size * batches * num_ranks
+    whole = lengths[: len(lengths) // size * size or len(lengths)]
+    planner = Planner(num_ranks, int(lengths.max()), "lb_mini", cost)
+    work = as_they_come = balanced = 0.0
+    for own in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
+        plan = [_batches(own, rank, batch_size, batches, num_ranks) for rank in range(num_ranks)]
+        as_they_come += collective_cost(plan, own, cost)
+        work += sum(map(sum, microbatch_costs(plan, own, cost)))
+        balanced += on_demand_cost(planner.plan(own), own, cost)
+    idle = 1 - work / (num_ranks * as_they_come)
+    return Gain(idle, as_they_come / balanced, int(lengths.min()), int(lengths.max()))
+
+
+def _batches(own: LengthArray, rank: int, batch_size: int, batches: int, num_ranks: int) -> list[list[int]]:
+    """A rank's batches of one optimizer step, of every ``num_ranks``-th sample, as a distributed sampler deals."""
+    dealt = np.arange(rank, len(own), num_ranks)
+    return [dealt[i * batch_size : (i + 1) * batch_size].tolist() for i in range(batches)]
+
+
+def gain_of(
+    dataloader: DataLoader[Any], batches: int, num_ranks: int, length_fn: LengthFunction | None = None
+) -> Gain | None:
+    """`planned_gain` of a user's loader, if lengths can be known in less than a second; ``None`` otherwise.
+
+    Looks at ``dataset.lengths``, or reads some samples from a copy of the data set, so that its random generators and
+    counters stay. Where workers read the samples, this process does not, unless they lie in a list: what a data set
+    opens here, workers would inherit.
+
+    Args:
+        dataloader: A loader of plain batches.
+        batches: Batches of an optimizer step.
+        num_ranks: The number of ranks.
+        length_fn: The length of a sample, if the user has one.
+    """
+    batch_size, sampler = dataloader.batch_size, dataloader.sampler
+    own_order = _compat.wrapped_sampler(sampler) is not None or not isinstance(sampler, _ORDERS)
+    if batch_size is None or is_stream(dataloader.dataset) or num_ranks == 1 or own_order:
+        return None
+    enough = max(_FEWEST_SAMPLES, min(2 * batch_size * batches * num_ranks, _MOST_SAMPLES))
+    try:
+        lengths = _glance(dataloader, enough, length_fn or measure)
+    except Exception:  # a look that was not asked for may not end the training, whatever a data set raises
+        return None
+    if len(lengths) < num_ranks or lengths.min() == lengths.max():
+        return None
+    return planned_gain(lengths, batch_size, batches, num_ranks)
+
+
+def _glance(dataloader: DataLoader[Any], enough: int, length_of: LengthFunction) -> LengthArray:
+    """Lengths of up to so many samples in the order they come; fewer where reading takes time, or where none may."""
+    dataset: Any = dataloader.dataset
+    shuffled = getattr(dataloader.sampler, "shuffle", not isinstance(dataloader.sampler, SequentialSampler))
+    count = min(enough, len(dataset))
+    generator = np.random.default_rng(0)  # in time that does not grow with the data set
+    order = generator.choice(len(dataset), count, replace=False) if shuffled else np.arange(count)
+    while isinstance(dataset, Subset):
+        dataset, order = dataset.dataset, np.asarray(dataset.indices)[order]
+    known = getattr(dataset, "__dict__", {}).get("lengths")  # a property may be anything but cheap
+    if known is not None and not callable(known):
+        return checked([known[int(index)] for index in order])
+    if dataloader.num_workers and not isinstance(dataset, list | tuple):
+        return checked([])
+    return _read(dataset, order.tolist(), length_of)
+
+
+def _read(dataset: Any, indices: list[int], length_of: LengthFunction) -> LengthArray:
+    end, copied, found = time.monotonic() + _SECONDS, _copied(dataset), list[int]()
+    with isolated_rng():
+        for index in indices:
+            found.append(length_of(copied[index]))
+            if time.monotonic() > end:
+                break
+    return checked(found)
+
+
+def _copied(value: Any) -> Any:
+    """A data set with random generators of its own, and the same samples; so are the data sets in it."""
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+        return copy.deepcopy(value)
+    if not isinstance(value, Dataset):
+        return [_copied(part) for part in value] if _holds_datasets(value) else value
+    twin = copy.copy(value)
+    vars(twin).update({name: _copied(part) for name, part in vars(twin).items()})
+    return twin
+
+
+def _holds_datasets(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(part, Dataset) for part in value)

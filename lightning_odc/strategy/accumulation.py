@@ -1,0 +1,124 @@
+"""Gradient accumulation folded into minibatches: one batch of the trainer is one optimizer step.
+
+Note [Folded accumulation]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+``DataLoader(batch_size=b)`` with ``Trainer(accumulate_grad_batches=k)`` makes an optimizer step of ``b * k`` samples
+per rank. Balanced one batch at a time, a plan has ``b`` samples per rank to choose from: with ``b=1`` there is nothing
+to choose. So all ``b * k`` become one `Minibatch`, and the trainer steps after each. While it fits, its
+``accumulate_grad_batches`` is 1, and numbers that count batches are divided by ``k``. Numbers that count optimizer
+steps (``global_step``, ``max_steps``, ``every_n_train_steps``, ``log_every_n_steps``) stay.
+
+An example: 100 samples, ``batch_size=2``, ``accumulate_grad_batches=4``, 2 ranks. ::
+
+                                    accumulated                   folded
+    samples of a batch, all ranks   4                             16
+    batches per epoch               25                            7, the last one of 4 samples
+    optimizer steps per epoch       ceil(25 / 4) = 7              7
+    limit_train_batches=10          10 batches, 3 steps           ceil(10 / 4) = 3
+    limit_train_batches=0.5         12 batches, 3 steps           ceil(12 / 4) = 3
+    val_check_interval=8            after 2 steps, 4, 6           ceil(8 / 4) = 2
+    a scheduler's frequency=8       after 2 steps, 4, 6           8 / gcd(8, 4) = 2
+
+``drop_last=True`` leaves out the samples that do not fill a *batch*, as before, so that an epoch may end with a smaller
+`Minibatch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+_FACTOR, _LIMIT, _INTERVAL = "accumulate_grad_batches", "limit_train_batches", "val_check_interval"
+
+
+class Accumulation:
+    """What the trainer accumulates, and what it counts while that is folded; see Note [Folded accumulation].
+
+    Args:
+        trainer: The trainer, which is changed by `fold` until `put_back`.
+
+    Attributes:
+        batches: Batches of the user's loader that make up a minibatch now; 1 if nothing is folded.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._before: dict[str, Any] = {}
+        self.batches = 1
+
+    @property
+    def foldable(self) -> int:
+        """How many batches of the loader can become one; 1 where their number changes while training."""
+        return (
+            1 if self.is_scheduled else int(self._before.get(_FACTOR, self._trainer.accumulate_grad_batches))
+        )
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a ``GradientAccumulationScheduler`` decides how many batches are accumulated."""
+        callbacks: list[Any] = cast(Any, self._trainer).callbacks
+        schedulers = (one for one in callbacks if isinstance(one, GradientAccumulationScheduler))
+        return any(one.going_to_accumulate_grad_batches() for one in schedulers)
+
+    def fold(self, num_batches: float) -> None:
+        """Step after every batch from now on.
+
+        Args:
+            num_batches: The batches of an epoch before folding; infinity if that is not known.
+        """
+        self.put_back()
+        self.batches = self.foldable
+        if self.batches == 1:
+            return
+        trainer = cast(Any, self._trainer)
+        self._change(_FACTOR, 1)
+        self._change(_LIMIT, folded_limit(trainer.limit_train_batches, num_batches, self.batches))
+        interval = getattr(trainer, _INTERVAL, None)  # there is none where validation goes by time
+        if isinstance(interval, int):
+            self._change(_INTERVAL, math.ceil(interval / self.batches))
+
+    def _change(self, name: str, value: Any) -> None:
+        self._before[name] = getattr(self._trainer, name)
+        setattr(self._trainer, name, value)
+
+    def fold_schedulers(self, schedulers: Iterable[LRSchedulerConfig]) -> None:
+        """Let schedulers that step by batches step as often as before; once per fit, which makes them anew."""
+        for config in schedulers:
+            if config.interval == "step":
+                config.frequency //= math.gcd(config.frequency, self.batches)
+
+    def show_interval(self) -> None:
+        """Put ``val_check_interval`` back when it has been read: callbacks compare it with 1.0, once per epoch."""
+        if _INTERVAL in self._before:
+            setattr(self._trainer, _INTERVAL, self._before.pop(_INTERVAL))
+
+    def put_back(self) -> None:
+        """The trainer is as the user made it. Safe to call again."""
+        for name, value in self._before.items():
+            setattr(self._trainer, name, value)
+        self._before.clear()
+        self.batches = 1
+
+
+def folded_limit(limit: float, num_batches: float, factor: int) -> float:
+    """``limit_train_batches`` in batches that are ``factor`` times as large.
+
+    Args:
+        limit: A number of batches, or a float for a part of them.
+        num_batches: The batches of an epoch before folding; infinity if that is not known.
+        factor: How many of them become one.
+
+    Example:
+        >>> folded_limit(10, 25, 4), folded_limit(0.5, 25, 4), folded_limit(1.0, 25, 4)
+        (3, 3, 1.0)
+    """
+    if isinstance(limit, float):
+        if limit == 1.0 or num_batches == math.inf or int(limit * num_batches) == 0:
+            return limit  # all of them, or what Lightning refuses
+        limit = int(limit * num_batches)
+    return math.ceil(limit / factor)

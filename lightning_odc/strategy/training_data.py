@@ -1,0 +1,209 @@
+"""The training data of one fit: balanced if the user asked for it, else left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lightning_odc.data.checks import is_stream
+from lightning_odc.data.convert import balanced_for_lightning
+from lightning_odc.data.gain import gain_of
+from lightning_odc.data.length_cache import digest_of
+from lightning_odc.data.lengths import LengthsUnknownError, measure
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.strategy import arguments
+from lightning_odc.strategy.accumulation import Accumulation
+
+_WORTH_SAYING = 1.1
+_COMPARED_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user said about balancing.
+
+    Attributes:
+        balance: A policy, ``"auto"``, or ``None``.
+        options: Arguments of `balanced_from`.
+        communication: That of ``ODCStrategy``.
+        deterministic: That of ``ODCStrategy``.
+    """
+
+    balance: str | None
+    options: Mapping[str, Any]
+    communication: str
+    deterministic: bool
+
+    def policy(self, world_size: int, indexed: bool) -> str:
+        """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here.
+
+        Args:
+            world_size: The number of ranks.
+            indexed: Whether samples can be read by index.
+        """
+        if self.balance is not None and self.balance != "auto":
+            return self.balance
+        if self.communication != "on_demand":
+            return "lb_micro"
+        return "lb_mini" if self.deterministic or not indexed or world_size == 1 else "steal"
+
+
+class TrainingData:
+    """Makes the training loaders of one fit, and what the trainer counts in them.
+
+    Args:
+        trainer: The trainer, which fits.
+        wanted: What the user said about balancing.
+        exchange: Returns every rank's item; ``None`` before ranks can talk to each other.
+
+    Attributes:
+        accumulation: What is folded into minibatches.
+    """
+
+    def __init__(
+        self, trainer: Trainer, wanted: Wanted, exchange: Callable[[str, Any], list[Any]] | None
+    ) -> None:
+        self.accumulation = Accumulation(trainer)
+        self._trainer = trainer
+        self._wanted = wanted
+        self._exchange = exchange
+        self._looked = False
+
+    def process(self, dataloader: object) -> object:
+        """Level a training loader over ranks, if asked to.
+
+        Raises:
+            LengthsUnknownError: a policy was asked for by name, and nothing tells how long the samples are.
+            ValueError: the strategy cannot run the loader.
+        """
+        wanted, trainer = self._wanted, self._trainer
+        self.accumulation.put_back()
+        if wanted.balance is None:
+            self._look_at_gain(dataloader)
+        elif not isinstance(dataloader, BalancedDataLoader):
+            dataloader = self._balanced(dataloader)
+        if isinstance(dataloader, BalancedDataLoader):
+            arguments.check_loader(
+                dataloader.recipe, wanted.communication, wanted.deterministic, trainer.world_size
+            )
+            dataloader.minibatches_per_step = trainer.accumulate_grad_batches
+        return dataloader
+
+    def _balanced(self, dataloader: Any) -> object:
+        """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
+        wanted, world_size = self._wanted, self._trainer.world_size
+        indexed = not is_stream(getattr(dataloader, "dataset", ()))
+        try:
+            if wanted.balance == "auto" and (reason := self._reason_against(dataloader, indexed)):
+                return self._left_alone(dataloader, reason)
+            balanced = balanced_for_lightning(
+                dataloader,
+                world_size,
+                self._trainer.global_rank,
+                wanted.policy(world_size, indexed),
+                wanted.options,
+                self.accumulation.foldable,
+            )
+        except LengthsUnknownError as error:
+            line = f'ODCStrategy(balance="{wanted.balance}", length_fn=lambda sample: len(sample["tokens"]))'
+            if wanted.balance == "auto":
+                return self._left_alone(dataloader, f"{error.reason} Write\n    {line}")
+            raise LengthsUnknownError(
+                f'ODCStrategy(balance="{wanted.balance}") needs the length of every sample. {error.reason} Write\n'
+                f"    {line}\n"
+                'or give the data set an attribute `lengths`; balance="auto" leaves such data as it is.'
+            ) from None
+        self._fold(balanced, dataloader.dataset)
+        return balanced
+
+    def _reason_against(self, dataloader: Any, indexed: bool) -> str:
+        """Why ``"auto"`` cannot balance this; empty if it can."""
+        module = self._trainer.lightning_module
+        if not module.automatic_optimization:
+            return (
+                "with manual optimization, training_step receives a Minibatch as a whole. To balance, loop over its "
+                'microbatches there, and write ODCStrategy(balance="lb_mini").'
+            )
+        if not indexed and not self._reads_one_stream(dataloader.dataset):
+            return (
+                "balancing needs an IterableDataset that can be read twice and yields the same samples on every rank. "
+                'Take the division over ranks out of it, and write ODCStrategy(balance="lb_mini").'
+            )
+        return ""
+
+    def _reads_one_stream(self, dataset: Any) -> bool:
+        """Whether all ranks begin with the same samples; see Note [One stream on all ranks].
+
+        Raises:
+            LengthsUnknownError: samples do not tell how long they are.
+        """
+        own = beginning(dataset, self._wanted.options.get("length_fn") or measure)
+        if self._trainer.world_size == 1:
+            return own is not None
+        others = self._exchange("compare the streams of all ranks", own) if self._exchange else [None]
+        return own is not None and set(others) == {own}
+
+    def _left_alone(self, dataloader: object, reason: str) -> object:
+        rank_zero_warn(f'ODCStrategy(balance="auto") leaves the data as it is: {reason}')
+        return dataloader
+
+    def _fold(self, balanced: BalancedDataLoader, dataset: Any) -> None:
+        if self.accumulation.is_scheduled:
+            rank_zero_warn(
+                "GradientAccumulationScheduler changes how many batches share an optimizer step, so each of them is "
+                "balanced alone. Trainer(accumulate_grad_batches=...) balances all of a step together."
+            )
+        recipe, world_size = balanced.recipe, self._trainer.world_size
+        size = (recipe.drop_size or recipe.minibatch_size) * world_size
+        try:
+            num_batches: float = -(-recipe.count_samples(len(dataset), world_size) // size)
+        except TypeError:
+            num_batches = math.inf
+        self.accumulation.fold(num_batches)
+
+    def _look_at_gain(self, dataloader: object) -> None:
+        """Say once what balancing would gain, if that is much."""
+        trainer, wanted = self._trainer, self._wanted
+        if self._looked or not trainer.is_global_zero or wanted.communication != "on_demand":
+            return
+        if not isinstance(dataloader, DataLoader):
+            return
+        self._looked = True
+        length_fn = wanted.options.get("length_fn")
+        gain = gain_of(dataloader, trainer.accumulate_grad_batches, trainer.world_size, length_fn)
+        if gain is not None and gain.factor >= _WORTH_SAYING:
+            rank_zero_info(
+                f"Samples have {gain.shortest} to {gain.longest} tokens, and ranks wait for the longest ones: "
+                f"{gain.idle:.0%} of the time, planned from lengths.\n"
+                f'Trainer(strategy="odc_balanced") levels the work: {gain.factor:.2f}x as fast, planned, not measured.'
+            )
+
+
+def beginning(dataset: Any, length_of: Callable[[Any], int]) -> str | None:
+    """Text that differs where streams begin with different samples; ``None`` for one that can be read only once.
+
+    Args:
+        dataset: An iterable data set.
+        length_of: The length of a sample.
+
+    Raises:
+        LengthsUnknownError: samples do not tell how long they are.
+    """
+    with isolated_rng():
+        seed_rng(0)
+        samples = iter(dataset)
+        if samples is dataset or samples is iter(dataset):
+            return None
+        found = hashlib.sha256()
+        for sample in islice(samples, _COMPARED_SAMPLES):
+            found.update(f"{length_of(sample)} {digest_of(sample)}".encode())
+    return found.hexdigest()

@@ -1,0 +1,154 @@
+"""What balancing would gain is planned from lengths, without touching the data set."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+import lightning_odc.data.gain
+from lightning_odc.data.gain import gain_of, planned_gain
+from lightning_odc.data.rng import isolated_rng
+
+UNEVEN = np.random.default_rng(0).integers(1, 1000, 512)
+
+
+def test_two_batches_of_two_ranks_by_hand():
+    """Rank 0 gets samples 0 and 2, rank 1 samples 1 and 3; they wait for each other after each of them."""
+    gain = planned_gain(np.array([8, 2, 1, 7]), 1, 2, 2, cost="tokens")
+    assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
+    assert gain.idle == pytest.approx(1 - 18 / (2 * 15))
+    assert (gain.shortest, gain.longest) == (1, 8)
+
+
+def test_more_ranks_wait_more_and_equal_lengths_do_not():
+    gains = [planned_gain(UNEVEN, 2, 1, ranks).factor for ranks in (2, 4, 8)]
+    assert 1.05 < gains[0] < gains[1] < gains[2]
+    assert planned_gain(np.full(64, 5), 2, 2, 4).factor == pytest.approx(1)
+    assert planned_gain(np.array([5, 5, 5]), 2, 2, 2).factor >= 1, "an epoch of less than one minibatch"
+
+
+class Drawing(Dataset[Tensor]):
+    """Every sample draws from all generators there are, and counts."""
+
+    def __init__(self, part: Dataset[Tensor] | None = None) -> None:
+        self.part = part
+        self.generators = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.numpy, self.torch = self.generators
+        self.python = random.Random(0)
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(UNEVEN)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read += 1
+        self.draw()
+        random.random()
+        return torch.zeros(int(UNEVEN[index])) if self.part is None else self.part[index]
+
+    def draw(self) -> tuple[float, ...]:
+        return float(self.numpy.random()), float(torch.rand(1, generator=self.torch)), self.python.random()
+
+
+def test_looking_leaves_the_data_set_and_its_random_numbers_alone():
+    inner = Drawing()
+    outer = Drawing(inner)
+    with isolated_rng():
+        random.seed(1)
+        before = random.getstate()
+        assert gain_of(DataLoader(outer, batch_size=2), 2, 2) is not None
+        assert random.getstate() == before
+    assert outer.read == inner.read == 0
+    assert inner.draw() == outer.draw() == Drawing().draw()
+    both = ConcatDataset([inner, outer])
+    assert gain_of(DataLoader(both, batch_size=2), 1, 2) is not None
+    assert inner.draw() == outer.draw()
+
+
+class Told(Dataset[Any]):
+    """Knows its lengths, and must not be read."""
+
+    lengths: Any
+
+    def __init__(self) -> None:
+        self.lengths = UNEVEN.tolist()
+
+    def __len__(self) -> int:
+        return len(UNEVEN)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("it was read")
+
+
+class Property(Told):
+    """Its lengths may take any time to find out."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def lengths(self) -> Any:  # type: ignore[override]
+        raise AssertionError("it was asked")
+
+
+def rows() -> list[Tensor]:
+    return [torch.zeros(int(length)) for length in UNEVEN]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Told(), batch_size=2, num_workers=2),
+        lambda: DataLoader(Subset(Told(), range(100, 300)), batch_size=2, shuffle=True),
+        lambda: DataLoader(rows(), batch_size=2, num_workers=2),  # type: ignore[arg-type]
+        lambda: DataLoader(rows(), batch_size=2, sampler=DistributedSampler(rows(), 2, 0)),  # type: ignore[arg-type]
+    ],
+    ids=["attribute", "subset", "list", "distributed sampler"],
+)
+def test_lengths_that_are_known_cheaply(loader):
+    gain = gain_of(loader(), 1, 4)
+    assert gain is not None
+    assert gain.factor > 1.1
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Property(), batch_size=2),
+        lambda: DataLoader(Drawing(), batch_size=2, num_workers=1),  # its workers may need what it opens
+        lambda: DataLoader([torch.zeros(3)] * 64, batch_size=2),  # type: ignore[arg-type]
+        lambda: DataLoader([torch.zeros(3, 3)] * 64, batch_size=2),  # type: ignore[arg-type]
+        lambda: DataLoader(rows(), batch_size=None),  # type: ignore[arg-type]
+        lambda: DataLoader(rows(), sampler=WeightedRandomSampler([1.0] * 9, 9)),  # type: ignore[arg-type]
+        lambda: DataLoader(rows()[:1]),  # type: ignore[arg-type]
+    ],
+    ids=["property", "workers", "equal", "no length", "no batches", "own order", "one sample"],
+)
+def test_nothing_is_said_where_nothing_is_known_or_to_gain(loader):
+    assert gain_of(loader(), 1, 4) is None
+
+
+def test_one_rank_has_nothing_to_level():
+    assert gain_of(DataLoader(Told(), batch_size=2), 1, 1) is None
+
+
+def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
+    read = []
+
+    class Recorded(Drawing):
+        def __getitem__(self, index: int) -> Tensor:
+            read.append(index)
+            return super().__getitem__(index)
+
+    assert gain_of(DataLoader(Recorded(), batch_size=1), 1, 2) is not None
+    assert len(read) == 256
+    monkeypatch.setattr(lightning_odc.data.gain, "_SECONDS", 0.0)
+    assert gain_of(DataLoader(Recorded(), batch_size=1), 1, 2) is None, "one sample tells nothing"
+    assert len(read) == 257

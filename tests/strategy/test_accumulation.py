@@ -1,0 +1,271 @@
+"""Accumulation folded into minibatches: fewer, larger batches, and every count of optimizer steps as before."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_odc import BalancedDataLoader, ODCStrategy
+from lightning_odc.strategy.accumulation import Accumulation, folded_limit
+from tests.strategy.test_balance import SAMPLES, Padded, pad, reference
+from tests.strategy.test_parity import assert_same
+from tests.support.models import full_parameters
+from tests.support.modules import trainer
+from tests.support.ranks import run_ranks
+
+EPOCHS = 2
+
+
+class Counted(Padded):
+    """Counts what a user counts: steps, learning rates, validations; and asks for the number of steps beforehand."""
+
+    def __init__(self, asks: bool = True, fails: bool = False) -> None:
+        super().__init__(counted=True)
+        self.asks, self.fails = asks, fails
+        self.estimated: float = 0
+        self.factors: list[int] = []
+        self.validated: list[int] = []
+        self.rates: dict[int, float] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.factors.append(self.trainer.accumulate_grad_batches)
+        if self.fails and batch_idx:
+            raise RuntimeError("a failure of the user's")
+        self.log("at", float(self.trainer.global_step))
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates[self.trainer.global_step] = optimizer.param_groups[0]["lr"]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append(self.trainer.global_step)
+
+    def configure_optimizers(self) -> Any:
+        if self.asks:
+            self.estimated = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedulers: list[Any] = [
+            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma), **options}
+            for gamma, options in ((0.9, {"interval": "step", "frequency": 8}), (0.5, {"interval": "epoch"}))
+        ]
+        return [optimizer], schedulers
+
+
+def loader(samples: list[Tensor] = SAMPLES[:22], **options: Any) -> DataLoader[Tensor]:
+    return DataLoader(samples, **{"batch_size": 1, "collate_fn": pad, **options})  # type: ignore[arg-type]
+
+
+def fit(world: int, balance: str | None, module: pl.LightningModule, data: Any, **options: Any) -> pl.Trainer:
+    strategy = ODCStrategy(balance=balance, deterministic=True)
+    defaults: dict[str, Any] = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": EPOCHS}
+    ckpt_path = options.pop("ckpt_path", None)
+    t = trainer(world, strategy=strategy, use_distributed_sampler=True, **{**defaults, **options})
+    t.fit(module, data, loader() if isinstance(module, Counted) else None, ckpt_path=ckpt_path)
+    return t
+
+
+def as_made(t: pl.Trainer) -> tuple[Any, ...]:
+    return t.accumulate_grad_batches, t.limit_train_batches, t.val_check_interval
+
+
+# -- the same counts as without folding -----------------------------------------------------------------------
+
+
+def _counts(rank: int, folder: str) -> list[dict[str, Any]]:
+    """Of 22 samples on 2 ranks, in 11 batches: 3 steps per epoch, the last of them of 3 batches."""
+    found = []
+    for balance in (None, "lb_mini"):
+        place = Path(folder) / str(balance)
+        save = ModelCheckpoint(place, "{step}", save_top_k=-1, every_n_train_steps=4)
+        options = {"callbacks": [save], "enable_checkpointing": True, "val_check_interval": 8}
+        logger = CSVLogger(str(place), name="", version="")
+        module = Counted()
+        t = fit(
+            2,
+            balance,
+            module,
+            loader(),
+            logger=logger,
+            log_every_n_steps=2,
+            reload_dataloaders_every_n_epochs=1,
+            **options,
+        )
+        metrics = place / "metrics.csv"
+        found.append(
+            {
+                "steps": t.global_step,
+                "estimated": module.estimated,
+                "rates": module.rates,
+                "validated": module.validated,
+                "saved": sorted(path.name for path in place.glob("*.ckpt")),
+                "logged": [row["step"] for row in csv.DictReader(metrics.open()) if row.get("at")],
+                "as made": as_made(t),
+                "factors": set(module.factors),
+                "batches": t.num_training_batches,
+                "calls": len(module.sizes),
+            }
+        )
+    return found
+
+
+def test_whatever_counts_optimizer_steps_counts_as_before(tmp_path):
+    for accumulated, folded in run_ranks(_counts, str(tmp_path)):
+        assert (accumulated.pop("factors"), folded.pop("factors")) == ({4}, {1})
+        assert (accumulated.pop("batches"), folded.pop("batches")) == (11, 3)
+        assert accumulated.pop("calls") == 22
+        assert 0 < folded.pop("calls") < 44
+        assert accumulated == folded
+        assert folded["steps"] == folded["estimated"] == 6
+        assert folded["validated"] == [2, 5]
+        assert folded["as made"] == (4, 1.0, 8)
+        assert len(set(folded["rates"].values())) > 2, "both schedulers step"
+        assert folded["saved"] == ["step=4.ckpt"]
+
+
+# -- the same gradient, limits, resuming, failing -------------------------------------------------------------
+
+
+def _gradients(rank: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for balance, communication in (("lb_mini", "on_demand"), ("auto", "collective"), ("auto", "lockstep")):
+        module = Padded(counted=True)
+        strategy = ODCStrategy(balance=balance, communication=communication)  # type: ignore[arg-type]
+        t = trainer(2, strategy=strategy, accumulate_grad_batches=4)
+        t.fit(module, loader(SAMPLES))
+        assert isinstance(t.train_dataloader, BalancedDataLoader)
+        found[communication] = (
+            full_parameters(module),
+            t.global_step,
+            t.train_dataloader.recipe.policy,
+            sorted(size for batch in module.sizes for size in batch),
+        )
+    module = Counted(fails=True)
+    failing: list[pl.Trainer] = []
+    with pytest.raises(RuntimeError, match="a failure of the user's"):
+        fit(2, "lb_mini", module, loader(), callbacks=[_Remember(failing)], limit_train_batches=8)
+    found["failed"] = as_made(failing[0]), module.factors[-1]
+    own = fit(2, "lb_mini", Padded(), BalancedDataLoader(SAMPLES, minibatch_size=2, collate_fn=pad))
+    found["own"] = own.global_step, own.num_training_batches
+    scheduled = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})], "accumulate_grad_batches": 1}
+    warned = pytest.warns(UserWarning, match="so each of them is balanced alone")
+    with warned if rank == 0 else _Nothing():
+        found["scheduled"] = fit(2, "lb_mini", Counted(asks=False), loader(), **scheduled).global_step
+    limited = fit(2, "lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
+    found["limited"] = limited.global_step, limited.num_training_batches
+    found["stopped"] = fit(2, "lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step
+    found["dropped"] = fit(2, "lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step
+    return found
+
+
+class _Remember(pl.Callback):
+    def __init__(self, trainers: list[pl.Trainer]) -> None:
+        self._trainers = trainers
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainers.append(trainer)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_folded_steps_are_those_of_one_process(tmp_path):
+    results = run_ranks(_gradients, str(tmp_path))
+    for found in results:
+        for communication in ("on_demand", "collective", "lockstep"):
+            parameters, steps, policy, _ = found[communication]
+            assert_same(parameters, reference(2))
+            assert steps == 3
+            assert policy == ("lb_mini" if communication == "on_demand" else "lb_micro")
+        assert found["failed"] == ((4, 8, 1.0), 1), "folded while it ran, and put back"
+        assert found["own"] == (2 * 2, 6), (
+            "a loader of the user's own accumulates as before: 6 minibatches, 2 steps"
+        )
+        assert found["scheduled"] == 11 + 3
+        assert found["limited"] == (1, 1)
+        assert found["stopped"] == 4
+        assert found["dropped"] == 3
+    sizes = sorted(size for found in results for size in found["on_demand"][3])
+    assert sizes == [len(sample) for sample in SAMPLES], "every sample exactly once"
+
+
+def _resume(rank: int, folder: str) -> list[dict[str, Tensor]]:
+    """Saved after step 2 of 3, in the middle of the first epoch."""
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
+    whole, again = Counted(), Counted()
+    t = fit(2, "lb_mini", whole, loader(shuffle=True), callbacks=[save], enable_checkpointing=True)
+    u = fit(2, "lb_mini", again, loader(shuffle=True), ckpt_path=Path(folder) / "step=2.ckpt")
+    assert t.global_step == u.global_step == 6
+    assert {step: whole.rates[step] for step in again.rates} == again.rates
+    return [full_parameters(whole), full_parameters(again)]
+
+
+def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(tmp_path):
+    for whole, again in run_ranks(_resume, str(tmp_path)):
+        assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+# -- without ranks --------------------------------------------------------------------------------------------
+
+
+def accumulation(**options: Any) -> tuple[pl.Trainer, Accumulation]:
+    t = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **options)
+    return t, Accumulation(t)
+
+
+def test_numbers_of_batches_are_divided_and_put_back():
+    t, folded = accumulation(accumulate_grad_batches=4, limit_train_batches=10, val_check_interval=3)
+    for _ in range(2):  # a loader may be made twice
+        folded.fold(25)
+        assert as_made(t) == (1, 3, 1)
+        assert (folded.batches, folded.foldable) == (4, 4)
+    folded.show_interval()
+    assert as_made(t) == (1, 3, 3), "Lightning has read it; callbacks compare it with 1.0"
+    for _ in range(2):
+        folded.put_back()
+        assert as_made(t) == (4, 10, 3)
+    assert folded.batches == 1
+
+
+def test_nothing_is_changed_where_nothing_is_accumulated():
+    t, folded = accumulation(limit_train_batches=0.5, val_check_interval=0.25)
+    folded.fold(25)
+    assert as_made(t) == (1, 0.5, 0.25)
+    assert folded.batches == 1
+    t, folded = accumulation(callbacks=[GradientAccumulationScheduler({3: 2})], accumulate_grad_batches=2)
+    folded.fold(25)
+    assert as_made(t) == (2, 1.0, 1.0), "Lightning says that the two do not go together"
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_batches", "expected"),
+    [
+        (10, 25, 3),
+        (1, 25, 1),
+        (0, 25, 0),
+        (1.0, 25, 1.0),
+        (0.5, 25, 3),
+        (0.01, 25, 0.01),
+        (1.0, math.inf, 1.0),
+    ],
+)
+def test_limits(limit, num_batches, expected):
+    found = folded_limit(limit, num_batches, 4)
+    assert (found, type(found)) == (expected, type(expected))
