@@ -30,7 +30,7 @@ from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
 from lightning_odc.callbacks.idle.sources import GradientWatch, MeetingTracer
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
-from lightning_odc.data.plan import Recipe
+from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort"}
 """The loader's policy that comes closest to one that only benchmarks have."""
@@ -159,8 +159,10 @@ class BenchRecipe(Recipe):
     compared: str = "lb_mini"
     samples_per_microbatch: int = 1
 
-    def planner(self, num_replicas: int, longest: int | None = None) -> Planner:
-        planner = super().planner(num_replicas, longest)
+    def planner(
+        self, num_replicas: int, longest: int | None = None, facts: Facts = NOTHING_KNOWN
+    ) -> Planner:
+        planner = super().planner(num_replicas, longest, facts)
         if self.compared == PAPERS_OWN:
             return replace(planner, align=False)
         if self.policy != "local_sort":

@@ -93,7 +93,7 @@ def check_unroll(recipe: Recipe) -> None:
     if recipe.learns:
         raise ValueError(
             "A cost that learns needs to be told how long microbatches took, and with unroll=True nobody does. Write "
-            'cost="quadratic", or unroll=False with ODCStrategy(communication="on_demand").'
+            'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
         )
 
 
@@ -129,7 +129,7 @@ def check_stream(window: int | None, lengths: Any, recipe: Recipe, num_workers: 
     if recipe.learns and num_workers:
         raise ValueError(
             "The worker that reads an IterableDataset plans it, too, and does not learn how long microbatches took: "
-            'write num_workers=0, or cost="quadratic".'
+            'write num_workers=0, or cost="auto".'
         )
     if lengths is not None:
         raise ValueError(

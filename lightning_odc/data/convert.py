@@ -24,7 +24,7 @@ def balanced_from(
     rank: int | None = None,
     policy: str = "lb_mini",
     max_tokens: int | None = None,
-    cost: Any = "quadratic",
+    cost: Any = "auto",
     length_fn: LengthFunction | None = None,
     weighting: Weighting = "token",
     seed: int | None = None,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
-from lightning_odc.balance import Planner, collective_cost, microbatch_costs, on_demand_cost
+from lightning_odc.balance import COLLECTIVE_SAFE, Planner, collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.data.checks import is_stream
 from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, measure
 from lightning_odc.data.rng import isolated_rng
@@ -31,43 +31,60 @@ class Gain:
 
     Attributes:
         idle: The part of all ranks' time in which they wait, as batches come.
+        balanced_idle: The same for balanced minibatches.
         factor: The time as batches come, over the time of balanced minibatches.
         shortest: Tokens of the shortest sample that was looked at.
         longest: Tokens of the longest one.
     """
 
     idle: float
+    balanced_idle: float
     factor: float
     shortest: int
     longest: int
 
 
-def planned_gain(
-    lengths: LengthArray, batch_size: int, batches: int, num_ranks: int, cost: Any = "quadratic"
-) -> Gain:
+def planned_gain(lengths: LengthArray, batch_size: int, batches: int, planner: Planner) -> Gain:
     """Compare batches as they come with balanced minibatches of the same samples.
 
     As they come, ranks wait for each other at every batch, since Lightning meets there. Balanced, they wait once per
-    optimizer step. Padding is not counted.
+    optimizer step, or at every microbatch under a policy for collectives.
 
     Args:
         lengths: ``[n]`` tokens of samples in the order they come, at least one.
         batch_size: Samples of a batch on one rank.
         batches: Batches of an optimizer step.
-        num_ranks: The number of ranks.
-        cost: The cost of a sample, see `lightning_odc.balance.plan_minibatch`.
+        planner: What balances; its cost and its collation are those of both.
     """
+    num_ranks = planner.num_ranks
+    known: Any = {"cost": planner.cost, "collation": planner.collation}
     size = batch_size * batches * num_ranks
     whole = lengths[: len(lengths) // size * size or len(lengths)]
-    planner = Planner(num_ranks, int(lengths.max()), "lb_mini", cost)
-    work = as_they_come = balanced = 0.0
+    evaluate = collective_cost if planner.policy in COLLECTIVE_SAFE else on_demand_cost
+    come, balanced = _Sum(), _Sum()
     for own in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
-        plan = [_batches(own, rank, batch_size, batches, num_ranks) for rank in range(num_ranks)]
-        as_they_come += collective_cost(plan, own, cost)
-        work += sum(map(sum, microbatch_costs(plan, own, cost)))
-        balanced += on_demand_cost(planner.plan(own), own, cost)
-    idle = 1 - work / (num_ranks * as_they_come)
-    return Gain(idle, as_they_come / balanced, int(lengths.min()), int(lengths.max()))
+        dealt = [_batches(own, rank, batch_size, batches, num_ranks) for rank in range(num_ranks)]
+        planned = planner.plan(own)
+        come.add(collective_cost(dealt, own, **known), microbatch_costs(dealt, own, **known))
+        balanced.add(evaluate(planned, own, **known), microbatch_costs(planned, own, **known))
+    factor = come.time / balanced.time
+    return Gain(come.idle, balanced.idle, factor, int(lengths.min()), int(lengths.max()))
+
+
+@dataclass
+class _Sum:
+    """Of minibatches: what they take, and what all ranks compute on average."""
+
+    time: float = 0.0
+    work: float = 0.0
+
+    def add(self, time: float, costs: list[list[float]]) -> None:
+        self.time += time
+        self.work += sum(map(sum, costs)) / len(costs)
+
+    @property
+    def idle(self) -> float:
+        return 1 - self.work / self.time
 
 
 def _batches(own: LengthArray, rank: int, batch_size: int, batches: int, num_ranks: int) -> list[list[int]]:
@@ -102,7 +119,7 @@ def gain_of(
         return None
     if len(lengths) < num_ranks or lengths.min() == lengths.max():
         return None
-    return planned_gain(lengths, batch_size, batches, num_ranks)
+    return planned_gain(lengths, batch_size, batches, Planner(num_ranks, int(lengths.max())))
 
 
 def _glance(dataloader: DataLoader[Any], enough: int, length_of: LengthFunction) -> LengthArray:

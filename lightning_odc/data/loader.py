@@ -38,6 +38,7 @@ from lightning_odc.data.checks import (
     current_world,
     is_stream,
 )
+from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.iterable import Stream, StreamReading
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
@@ -189,6 +190,35 @@ class BalancedDataLoader:
         facts = Facts(prior=prior or default_prior(), dense=dense, measured=measured)
         if facts != self._facts:
             self._facts, self._reading = facts, None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether samples come one after another, and not by index."""
+        return is_stream(self._samples)
+
+    @property
+    def learns(self) -> bool:
+        """Whether measured times change plans."""
+        self._current()
+        return self._lagged_cost is not None
+
+    @property
+    def max_tokens(self) -> int | tuple[int, ...] | None:
+        """The most tokens in a microbatch, or one number for each rank; ``None``: the longest sample of a minibatch."""
+        return self._current().max_tokens
+
+    def planned_gain(self, batches: int = 1) -> Gain | None:
+        """What this loader's plans gain over batches as they come; ``None`` for a stream.
+
+        Args:
+            batches: The number of batches as they come that hold the samples of a minibatch.
+        """
+        reading = self._current()
+        if not isinstance(reading, MapReading):
+            return None
+        schedule = reading.schedule
+        own = self.lengths.values[schedule.order(0)]
+        return planned_gain(own, max(self.recipe.minibatch_size // batches, 1), batches, schedule.planner)
 
     @property
     def collation(self) -> Collation | None:

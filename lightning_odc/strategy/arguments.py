@@ -30,7 +30,7 @@ _CHOICES = {
 }
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Balancing where nothing is said.
-_BALANCE_DEFAULTS = {"max_tokens": None, "cost": "quadratic", "length_fn": None, "weighting": "token"}
+_BALANCE_DEFAULTS = {"max_tokens": None, "cost": "auto", "length_fn": None, "weighting": "token"}
 #: Arguments of FSDP1.
 _FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
 #: Those of them that mean nothing here but do no harm.
@@ -152,7 +152,7 @@ def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
     if communication == "collective":
         raise ValueError(
             f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
-            'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="quadratic", or '
+            'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="auto", or '
             "cost=fitted.snapshot() of a FittedCost that has learnt before."
         )
     if deterministic:

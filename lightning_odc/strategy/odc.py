@@ -88,8 +88,8 @@ class ODCStrategy(ShardedStrategy):
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
             waits least, and leaves data alone whose lengths are unknown; ``strategy="odc_balanced"`` means it.
         max_tokens: The most tokens in a microbatch; by default as many as the longest sample has.
-        cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"quadratic"``, ``"quadratic_dense"``
-            where packed samples are kept apart by a mask (as on CPUs), ``"fitted"`` to learn it while training, ...
+        cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"auto"``, what the model says until
+            measured times refute it; ``"quadratic"``, ``"fitted"``, ...
         length_fn: The function that returns the length of a sample, where the data set does not tell.
         weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``. Counts that ``training_step``
             returns as ``num_items`` are exact and go before it.
@@ -129,7 +129,7 @@ class ODCStrategy(ShardedStrategy):
         accumulator_dtype: torch.dtype | None = None,
         balance: str | None = None,
         max_tokens: int | None = None,
-        cost: Any = "quadratic",
+        cost: Any = "auto",
         length_fn: Callable[[Any], int] | None = None,
         weighting: Any = "token",
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,

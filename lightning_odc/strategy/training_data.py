@@ -22,6 +22,8 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.strategy import arguments
 from lightning_odc.strategy.accumulation import Accumulation
+from lightning_odc.strategy.briefing import brief
+from lightning_odc.strategy.model_cost import cost_of_model
 
 _WORTH_SAYING = 1.1
 _COMPARED_SAMPLES = 8
@@ -76,7 +78,7 @@ class TrainingData:
         self._trainer = trainer
         self._wanted = wanted
         self._exchange = exchange
-        self._looked = False
+        self._looked = self._told = False
 
     def process(self, dataloader: object) -> object:
         """Level a training loader over ranks, if asked to.
@@ -95,8 +97,22 @@ class TrainingData:
             arguments.check_loader(
                 dataloader.recipe, wanted.communication, wanted.deterministic, trainer.world_size
             )
-            dataloader.minibatches_per_step = trainer.accumulate_grad_batches
+            self._adapt(dataloader)
         return dataloader
+
+    def _adapt(self, loader: BalancedDataLoader) -> None:
+        """Tell the loader what the model says, and the user what is planned."""
+        wanted, trainer = self._wanted, self._trainer
+        model = cost_of_model(trainer.lightning_module, trainer.strategy.root_device.type)
+        loader.adapt(
+            prior=model.cost,
+            dense=model.dense,
+            measured=wanted.communication != "collective" and not wanted.deterministic,
+            minibatches_per_step=trainer.accumulate_grad_batches,
+        )
+        if not self._told:
+            self._told = True
+            rank_zero_info(brief(loader, model, self.accumulation.batches))
 
     def _balanced(self, dataloader: Any) -> object:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""

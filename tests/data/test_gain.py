@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, Weighte
 from torch.utils.data.distributed import DistributedSampler
 
 import lightning_odc.data.gain
+from lightning_odc.balance import Planner
 from lightning_odc.data.gain import gain_of, planned_gain
 from lightning_odc.data.rng import isolated_rng
 
@@ -21,17 +22,17 @@ UNEVEN = np.random.default_rng(0).integers(1, 1000, 512)
 
 def test_two_batches_of_two_ranks_by_hand():
     """Rank 0 gets samples 0 and 2, rank 1 samples 1 and 3; they wait for each other after each of them."""
-    gain = planned_gain(np.array([8, 2, 1, 7]), 1, 2, 2, cost="tokens")
+    gain = planned_gain(np.array([8, 2, 1, 7]), 1, 2, Planner(2, cost="tokens"))
     assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
     assert gain.idle == pytest.approx(1 - 18 / (2 * 15))
     assert (gain.shortest, gain.longest) == (1, 8)
 
 
 def test_more_ranks_wait_more_and_equal_lengths_do_not():
-    gains = [planned_gain(UNEVEN, 2, 1, ranks).factor for ranks in (2, 4, 8)]
+    gains = [planned_gain(UNEVEN, 2, 1, Planner(ranks)).factor for ranks in (2, 4, 8)]
     assert 1.05 < gains[0] < gains[1] < gains[2]
-    assert planned_gain(np.full(64, 5), 2, 2, 4).factor == pytest.approx(1)
-    assert planned_gain(np.array([5, 5, 5]), 2, 2, 2).factor >= 1, "an epoch of less than one minibatch"
+    assert planned_gain(np.full(64, 5), 2, 2, Planner(4)).factor == pytest.approx(1)
+    assert planned_gain(np.array([5, 5, 5]), 2, 2, Planner(2)).factor >= 1, "an epoch of less than one minibatch"
 
 
 class Drawing(Dataset[Tensor]):

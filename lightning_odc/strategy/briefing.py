@@ -1,0 +1,59 @@
+"""Three lines at the start of ``fit``: what was found out about data and model, what was chosen, what it brings."""
+
+from __future__ import annotations
+
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.strategy.model_cost import ModelCost
+
+
+def brief(loader: BalancedDataLoader, model: ModelCost, batches: int) -> str:
+    """What a user wants to know of balanced training before it begins.
+
+    Args:
+        loader: The training loader, as it will be read.
+        model: What the model said.
+        batches: Batches of the user's loader that make up a minibatch.
+    """
+    found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
+    return f"Found: {found}.\nChosen: {_choices(loader, batches)}.\nExpected: {_expectation(loader, batches)}."
+
+
+def _samples(loader: BalancedDataLoader) -> str:
+    if loader.is_stream:
+        return "a stream of samples"
+    values = loader.lengths.values
+    mean = float(values.mean())
+    spread = f"from {values.min():,} to {values.max():,} tokens, {mean:,.0f} on average"
+    return f"{len(values):,} samples {spread}"
+
+
+def _collation(loader: BalancedDataLoader) -> str:
+    if loader.is_stream:
+        return "is tried with the first samples"
+    if loader.collation is None:
+        return "could not be recognized, and its microbatches are taken for packed ones"
+    return loader.collation.describe()
+
+
+def _choices(loader: BalancedDataLoader, batches: int) -> str:
+    recipe = loader.recipe
+    folded = f" ({batches} accumulated batches of {recipe.minibatch_size // batches})" if batches > 1 else ""
+    cost = f'cost="{recipe.cost}"' if isinstance(recipe.cost, str) else f"cost={type(recipe.cost).__name__}"
+    if recipe.is_auto:
+        cost += ", what the model says until measured times refute it" if loader.learns else ", what the model says"
+    most = "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
+    return f'policy "{recipe.policy}"; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
+
+
+def _tokens(caps: int | tuple[int, ...]) -> str:
+    return f"{caps:,}" if isinstance(caps, int) else f"{list(caps)} (by rank)"
+
+
+def _expectation(loader: BalancedDataLoader, batches: int) -> str:
+    gain = loader.planned_gain(batches)
+    if gain is None:
+        return "not known before the stream is read; IdleTimeMonitor measures it"
+    return (
+        f"ranks idle for {gain.balanced_idle:.0%} of the time; with collectives and batches as they come, "
+        f"{gain.idle:.0%}; {gain.factor:.2f}x as fast (planned from costs; IdleTimeMonitor measures it)"
+    )
