@@ -82,8 +82,8 @@ def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any
 def load_loader_states(trainer: Trainer) -> None:
     """Load the saved states of training loaders that were made before the checkpoint was read; else nothing.
 
-    Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning (2.5.0
-    to 2.6.6) loads their states only while it makes them. It would begin the epoch again.
+    Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning
+    (2.5.0 to 2.6.6) loads their states only while it makes them. The epoch would begin again.
     """
     cast(Any, trainer.fit_loop)._load_combined_loader_states()
 

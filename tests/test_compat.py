@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning
 import pytest
@@ -18,13 +20,14 @@ import torch
 import torchmetrics
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
 
 from lightning_odc import _compat
 from lightning_odc.strategy import evaluation
@@ -256,6 +259,47 @@ def test_what_the_launcher_of_notebooks_relies_on():
     assert hasattr(FSDPStrategy(), "_launcher")
     assert hasattr(ModelParallelStrategy, "_configure_launcher")
     assert hasattr(ModelParallelStrategy(None), "_backward_sync_control")  # type: ignore[arg-type]
+
+
+class MadeEarly(BoringModel):
+    """Has the training loader made before Lightning reads the checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class Stateful(DataLoader[Any]):
+    """Says when its state is loaded."""
+
+    loaded: list[str]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append("state")
+
+
+def test_states_of_loaders_that_were_made_early_can_be_loaded(tmp_path):
+    def fit(checkpoint: Path | None) -> tuple[list[str], list[str]]:
+        loader, seen = Stateful(RandomDataset(32, 8)), list[str]()
+        loader.loaded = []
+
+        class Late(callbacks.Callback):
+            def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+                seen.extend(loader.loaded)
+                _compat.load_loader_states(trainer)
+                _compat.load_loader_states(trainer)
+
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        save = callbacks.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
+        trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[Late(), save], **options)
+        trainer.fit(MadeEarly(), loader, ckpt_path=checkpoint)
+        return seen, loader.loaded
+
+    assert fit(None) == ([], [])
+    assert fit(tmp_path / "step=4.ckpt") == ([], ["state"]), "Lightning has not loaded it; then it is, once"
 
 
 class Handled(BoringModel):

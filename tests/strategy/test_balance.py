@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from io import StringIO
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
+from lightning_odc.data.lengths import LengthsUnknownError, measure
+from lightning_odc.strategy.training_data import Wanted, beginning
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters
 from tests.support.modules import trainer
@@ -47,7 +55,7 @@ class Padded(pl.LightningModule):
 
 
 def plain(**options: Any) -> DataLoader[Tensor]:
-    return DataLoader(SAMPLES, batch_size=4, collate_fn=pad, **options)  # type: ignore[arg-type]
+    return DataLoader(**{"dataset": SAMPLES, "batch_size": 4, "collate_fn": pad, **options})  # type: ignore[arg-type]
 
 
 def _fit(
@@ -104,14 +112,16 @@ def test_unequal_counts_are_refused_over_collectives(policy):
 
 
 def test_an_unknown_policy():
-    with pytest.raises(ValueError, match="choose one of 'local_sort', 'lb_micro', 'lb_mini', 'steal'"):
+    with pytest.raises(
+        ValueError, match="choose one of 'auto', 'local_sort', 'lb_micro', 'lb_mini', 'steal'"
+    ):
         ODCStrategy(balance="karma")
 
 
 def test_the_registered_default():
     strategy = pl.Trainer(strategy="odc_balanced", accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, ODCStrategy)
-    assert strategy.balance == "lb_mini"
+    assert strategy.balance == "auto"
 
 
 def _loaders(rank: int) -> list[str]:
@@ -144,25 +154,144 @@ class OpaqueModule(Padded):
         return self.net(torch.zeros(1, 2, dtype=torch.long)).sum()
 
 
-def _unknown_lengths(rank: int) -> Any:
-    module, t = (
-        OpaqueModule(),
-        trainer(2, strategy=ODCStrategy(balance="lb_mini"), use_distributed_sampler=True),
-    )
-    said = r"leaves the data as it is(.|\n)*ODCStrategy.*length_fn="
-    with pytest.warns(UserWarning, match=said) if rank == 0 else _nothing():
-        t.fit(module, DataLoader(Opaque(), batch_size=2))
-    return module.sizes
+# -- auto -----------------------------------------------------------------------------------------------------
 
 
-def _nothing() -> Any:
-    import contextlib
+@pytest.mark.parametrize(
+    ("communication", "deterministic", "world_size", "indexed", "policy"),
+    [
+        ("on_demand", False, 2, True, "steal"),
+        ("on_demand", True, 2, True, "lb_mini"),
+        ("on_demand", False, 1, True, "lb_mini"),
+        ("on_demand", False, 2, False, "lb_mini"),
+        ("collective", False, 2, True, "lb_micro"),
+        ("lockstep", True, 2, False, "lb_micro"),
+    ],
+)
+def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
+    wanted = Wanted("auto", {}, communication, deterministic)
+    assert wanted.policy(world_size, indexed) == policy
+    ODCStrategy(balance="auto", communication=communication, deterministic=deterministic)
+    assert Wanted("local_sort", {}, communication, deterministic).policy(world_size, indexed) == "local_sort"
 
-    return contextlib.nullcontext()
+
+class Rows(IterableDataset[Tensor]):
+    """A stream; the same on all ranks, or every rank its part."""
+
+    def __init__(self, first: int = 0, step: int = 1) -> None:
+        self.samples = SAMPLES[first::step]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.samples)
 
 
-def test_unknown_lengths_leave_the_loader_alone_and_say_so():
-    assert run_ranks(_unknown_lengths) == [[[2], [2]], [[2], [2]]]
+class ReadOnce(Rows):
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.iterator
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.iterator = iter(self.samples)
+
+
+class Manual(Padded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()  # type: ignore[union-attr, call-arg]
+
+
+LEFT_ALONE: dict[str, tuple[Any, Any, str]] = {
+    "unknown": (
+        lambda rank: DataLoader(Opaque(), batch_size=2),
+        OpaqueModule,
+        r"is not known. Write\n    ODCStrategy\(balance=\"auto\", length_fn=",
+    ),
+    "manual": (lambda rank: plain(), Manual, r"receives a Minibatch as a whole.*balance=\"lb_mini\""),
+    "parts": (lambda rank: plain(dataset=Rows(rank, 2)), Padded, "yields the same samples on every rank"),
+    "read once": (lambda rank: plain(dataset=ReadOnce()), Padded, "that can be read twice"),
+}
+
+
+def _auto(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (data, module, said) in LEFT_ALONE.items():
+        t = trainer(2, strategy="odc_balanced")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            t.fit(module(), data(rank))
+        ours = [str(one.message) for one in caught if "leaves the data as it is" in str(one.message)]
+        told = len(ours) == 1 and bool(re.search(said, ours[0]))
+        found[name] = type(t.train_dataloader).__name__, told == (rank == 0), t.global_step
+    for balance, name in (("auto", "stream"), ("lb_micro", "stream by name")):
+        module = Padded(counted=True)
+        t = trainer(2, strategy=ODCStrategy(balance=balance), accumulate_grad_batches=2)
+        t.fit(module, plain(dataset=Rows(), batch_size=2))
+        found[name] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
+    module, t = Padded(counted=True), trainer(2, strategy="odc_balanced")
+    t.fit(module, plain())
+    found["map"] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
+    return found
+
+
+def test_auto_balances_what_it_can_and_leaves_the_rest_alone_in_one_warning():
+    for found in run_ranks(_auto):
+        for name in LEFT_ALONE:
+            assert found[name][:2] == ("DataLoader", True), name
+            assert found[name][2] > 0
+        for name, policy in (("stream", "lb_mini"), ("stream by name", "lb_micro"), ("map", "steal")):
+            parameters, used, steps = found[name]
+            assert (used, steps) == (policy, 3)
+            assert_same(parameters, reference(2))
+
+
+def test_the_beginning_of_a_stream_tells_whether_ranks_read_the_same():
+    whole, again, part = (beginning(stream, len) for stream in (Rows(), Rows(), Rows(1, 2)))
+    assert whole == again is not None
+    assert part not in (whole, None)
+    once = ReadOnce()
+    assert beginning(once, len) is None
+    assert len(list(once)) == len(SAMPLES), "nothing of it is lost"
+    with pytest.raises(LengthsUnknownError):
+        beginning(Rows(), lambda sample: measure(sample[None]))
+
+
+def _said(rank: int) -> list[str]:
+    """What the log says of balancing, by run."""
+    log, found = StringIO(), []
+    handler = logging.StreamHandler(log)
+    rank_zero.log.addHandler(handler)
+    equal = [SAMPLES[0]] * 8
+    for data, options in (
+        (plain(batch_size=1, shuffle=True), {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}),
+        (plain(dataset=equal), {}),
+        (plain(batch_size=1), {"strategy": ODCStrategy(communication="collective")}),
+        (plain(batch_size=1), {"strategy": "odc_balanced"}),
+    ):
+        trainer(2, **options).fit(Padded(), data)
+        found.append(log.getvalue())
+        log.seek(0)
+        log.truncate()
+    trainer(2).validate(Evaluated(), plain(batch_size=1))
+    rank_zero.log.removeHandler(handler)
+    return [*found, log.getvalue()]
+
+
+class Evaluated(Padded):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
+def test_uneven_samples_without_balancing_are_told_once_what_it_would_gain():
+    (uneven, *silent), (*others,) = run_ranks(_said)
+    assert uneven.count("odc_balanced") == 1
+    assert re.search(r"Samples have 2 to 25 tokens, and ranks wait .*: \d+% of the time, planned", uneven)
+    assert re.search(r'Trainer\(strategy="odc_balanced"\) levels the work: 1\.\d\dx as fast, planned', uneven)
+    assert not any("odc_balanced" in text for text in [*silent, *others])
 
 
 def _too_long(rank: int) -> str:

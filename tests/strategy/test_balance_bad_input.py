@@ -37,7 +37,7 @@ class WithLengths(Dataset[Any]):
         return SAMPLES[index]
 
 
-class Endless(IterableDataset[Any]):
+class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(SAMPLES)
 
@@ -70,7 +70,8 @@ LOADERS: dict[str, Any] = {
     "batch sampler": lambda: batches(batch_size=1, batch_sampler=BatchSampler(range(24), 4, False)),
     "own batch sampler": lambda: batches(batch_size=1, batch_sampler=OwnBatches(3)),
     "sampler": lambda: batches(sampler=WeightedRandomSampler([1.0] * 24, 24)),
-    "stream": lambda: batches(dataset=Endless()),
+    "unknown": lambda: batches(dataset=[torch.zeros(2, 2)] * 8),
+    "stolen stream": lambda: batches(dataset=Stream()),
     "batches": lambda: batches(batch_size=None),
     "list": lambda: [torch.zeros(1, 2)] * 4,
 }
@@ -88,7 +89,17 @@ CASES: list[tuple[str, bool, str]] = [
     ("own batch sampler", False, r"says itself which samples go together.*DataLoader\(dataset, batch_size=8"),
     ("sampler", True, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     ("sampler", False, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
-    ("stream", True, r"BalancedDataLoader\(dataset, window=1, ...\)"),
+    (
+        "unknown",
+        True,
+        r'^ODCStrategy\(balance="lb_mini"\) needs the length of every sample.*ODCStrategy\(balance=.*'
+        r'length_fn=lambda sample.*balance="auto" leaves such data',
+    ),
+    (
+        "stolen stream",
+        True,
+        'policy="steal" reads the samples of other ranks by index.*write policy="lb_mini"',
+    ),
     ("batches", True, "samples that are batches already cannot be balanced"),
     ("list", True, "Only a torch DataLoader can be balanced, got Tensor"),
 ]
@@ -97,7 +108,8 @@ CASES: list[tuple[str, bool, str]] = [
 def _fit_all(rank: int) -> list[str]:
     messages = []
     for name, distributed, _ in CASES:
-        strategy = ODCStrategy(balance="lb_mini", max_tokens=20 if name == "too long" else None)
+        policy = "steal" if name == "stolen stream" else "lb_mini"
+        strategy = ODCStrategy(balance=policy, max_tokens=20 if name == "too long" else None)
         t = trainer(2, strategy=strategy, use_distributed_sampler=distributed)
         with pytest.raises((ValueError, TypeError)) as error:
             t.fit(Padded(), LOADERS[name]())
@@ -145,7 +157,7 @@ def test_an_explicit_loader_that_the_strategy_cannot_run():
 
 
 def test_options_without_a_policy_are_said_to_do_nothing():
-    with pytest.warns(UserWarning, match=r'write ODCStrategy\(balance="lb_mini", max_tokens=..., cost=...\)'):
+    with pytest.warns(UserWarning, match=r'write ODCStrategy\(balance="auto", max_tokens=..., cost=...\)'):
         ODCStrategy(max_tokens=64, cost="tokens")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
