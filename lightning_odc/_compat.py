@@ -1,4 +1,4 @@
-"""Every private name of torch and Lightning that this package uses, in one place.
+"""Every private name of torch, Lightning and transformers that this package uses, in one place.
 
 Tested with lightning 2.5.0 to 2.6.6 and torch 2.9.1 to 2.13.0; ``tests/test_compat.py`` fails when a name moves.
 """
@@ -230,6 +230,15 @@ def generating_alone(model: nn.Module) -> Iterator[None]:
     finally:
         for module in marked:
             setattr(module, _MANAGED, True)
+
+
+def attention_of(config: Any) -> str | None:
+    """The attention implementation that a configuration of Hugging Face's names: ``"sdpa"``, ``"eager"``, ...
+
+    Why: ``attn_implementation=`` is how it is set, and nothing public reads it (transformers 4.36 to 5.23).
+    """
+    name = getattr(config, "_attn_implementation", None)
+    return name if isinstance(name, str) else None
 
 
 def symmetric_backend(device: torch.device) -> str | None:

@@ -42,6 +42,17 @@ def test_names_exist_with_the_expected_arguments():
     assert isinstance(_compat.METADATA_FILENAME, str)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_the_attention_of_a_configuration_is_the_one_it_was_given(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(vocab_size=8, **sizes), attn_implementation=name
+    )
+    assert _compat.attention_of(model.config) == name
+    assert _compat.attention_of(None) is None
+
+
 def test_logging_as_sets_and_restores_the_hook():
     module = LightningModule()
     module._current_fx_name = "optimizer_step"

@@ -42,7 +42,9 @@ PACKAGES = {
     },
 }
 MODULES = {
-    "lightning_odc.data.packing": {"IGNORE_INDEX", "PackedBatch", "pack_samples", "unpack_tokens"},
+    "lightning_odc.data.packing": {
+        *("IGNORE_INDEX", "PackedBatch", "PackingCollator", "pack_samples", "unpack_tokens")
+    },
     "lightning_odc.errors": {
         *("DisagreementError", "NotFiniteError", "ODCError", "PeerFailedError", "StaleShardError"),
         *("WaitTimeoutError", "WindowError"),

@@ -195,5 +195,5 @@ class Stream(IterableDataset[Minibatch]):
                 microbatches.append(collate(self.collate_fn, [samples[index] for index in own]))
                 details.append(Detail(facts.collation.rows(lengths[own]), (*seed, 1)))
         minibatch = Minibatch(microbatches, plan.weights_of(self.rank, self.relative), plan.text)
-        minibatch.origin = Origin(details)
+        minibatch.origin = Origin(details, self.recipe.by_labels)
         return minibatch

@@ -44,6 +44,7 @@ from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.map_style import Collate, MapReading, SampleReader
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.packing import packs
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, MinibatchPlan, Recipe, Schedule, Weighting
 from lightning_odc.data.position import Position, Progress
 
@@ -84,6 +85,9 @@ class BalancedDataLoader:
             those of :func:`lightning_odc.balance.plan_minibatch`.
         weighting: what a sample counts in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
+            ``"auto"``: ``ODCStrategy`` counts the labels of every microbatch, where a mean loss has integer labels;
+            else its tokens count. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
+            ``"next_token"`` if the collator packs and ``"token"`` if not: exact unless labels are masked.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
         shuffle: a new order every epoch.
         seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
@@ -136,7 +140,7 @@ class BalancedDataLoader:
             max_tokens,
             policy,
             cost,
-            weighting,
+            _planned_weighting(weighting, collate_fn) if unroll else weighting,
             shuffle,
             seed,
             drop_last,
@@ -387,6 +391,13 @@ class BalancedDataLoader:
                 self._lagged_cost.load_state_dict(learnt)
             except ValueError as error:
                 warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
+
+
+def _planned_weighting(weighting: Weighting, collate_fn: Any) -> Weighting:
+    """What ``"auto"`` means where nothing counts the labels of a microbatch."""
+    if callable(weighting) or weighting != "auto":
+        return weighting
+    return "next_token" if packs(collate_fn) else "token"
 
 
 def _length(reading: Reading) -> int | None:

@@ -133,11 +133,12 @@ class MapReading:
     def completed(self, minibatch: Minibatch, epoch: int, step: int) -> Minibatch:
         """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
         plan, learnt = self._under_way.pop(step)
-        minibatch.origin = Origin(self._details(epoch, plan.microbatches[self._rank])).counted(self._cost)
+        details = self._details(epoch, plan.microbatches[self._rank])
+        minibatch.origin = Origin(details, self.schedule.recipe.by_labels).counted(self._cost)
         if self.schedule.recipe.policy == "steal" and self.schedule.num_replicas > 1:
-            details = [self._details(epoch, of_rank) for of_rank in plan.microbatches]
+            of_all = [self._details(epoch, of_rank) for of_rank in plan.microbatches]
             fetch = partial(self._fetch, epoch, plan.microbatches)
-            minibatch.all_ranks = AllRanks(self.schedule.costs(plan, learnt), plan.weights, fetch, details)
+            minibatch.all_ranks = AllRanks(self.schedule.costs(plan, learnt), plan.weights, fetch, of_all)
         return minibatch
 
     def _details(self, epoch: int, microbatches: list[list[int]]) -> list[Detail]:

@@ -58,14 +58,16 @@ class Origin:
 
     Args:
         details: One per microbatch.
+        by_labels: Whether labels, where microbatches have them, count instead of the planned weights.
 
     Attributes:
         number: The number of the minibatch, counted from the beginning of training.
         cost: The cost that learns how long the microbatches took, if there is one.
     """
 
-    def __init__(self, details: list[Detail]) -> None:
+    def __init__(self, details: list[Detail], by_labels: bool = False) -> None:
         self.details = details
+        self.by_labels = by_labels
         self.number = 0
         self.cost: LaggedCost | None = None
 

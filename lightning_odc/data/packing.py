@@ -5,7 +5,9 @@ Note [Packed samples do not see each other]
 A causal model that reads a packed row as one text lets the second sample attend to the first. Hugging Face
 models keep the samples apart when each one's ``position_ids`` start again at 0, *and* no attention mask is
 given, *and* the model runs with ``use_cache=False``; with the cache on, the positions are not looked at and
-the leak is silent. `pack_samples` provides the positions, the caller provides ``use_cache=False``::
+the leak is silent. `PackingCollator` makes the whole batch for them, `pack_samples` the row for models of one's own::
+
+    loss = model(**PackingCollator()(samples)).loss
 
     batch = pack_samples(samples)
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
@@ -13,11 +15,12 @@ the leak is silent. `pack_samples` provides the positions, the caller provides `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 IGNORE_INDEX = -100
 """Label of a token that is not predicted; what ``torch.nn.functional.cross_entropy`` ignores by default."""
@@ -71,6 +74,113 @@ def pack_samples(samples: Sequence[Sample]) -> PackedBatch:
         position_ids=torch.cat([torch.arange(len(tokens)) for tokens, _ in pairs])[None],
         cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
     )
+
+
+_READ = {"input_ids", "labels", "attention_mask"}
+#: What packing writes itself.
+_WRITTEN = {"position_ids", "use_cache", "cu_seqlens"}
+_WRITTEN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+
+class PackingCollator:
+    """Packs samples into one row that goes straight into a Hugging Face causal model: ``model(**batch).loss``.
+
+    Each sample goes through the user's own ``collate_fn`` alone first. So what that does to a sample stays: the labels
+    that it masks, the tokens that it cuts off. Padding is cut away again, by the zeros in ``"attention_mask"``.
+
+    Two samples of three and two tokens (``None`` stands for no ``collate_fn``)::
+
+        PackingCollator()([[5, 6, 7], [8, 9]])
+        input_ids     5     6  7     8  9
+        labels     -100     6  7  -100  9      the model shifts them: 5 predicts 6, 6 predicts 7, 8 predicts 9
+        position_ids  0     1  2     0  1      where they start again, attention does, too
+        use_cache     False                    with a cache the model would not look at the positions
+
+    Args:
+        collate_fn: The collator that it replaces: called with one sample at a time, it must return a mapping with
+            ``"input_ids"`` of one row, and optionally ``"labels"`` and ``"attention_mask"``. ``None``, or torch's
+            ``default_collate``: the samples are taken as they are, token ids or such mappings.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        self.collate_fn = None if collate_fn is default_collate else collate_fn
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Pack samples.
+
+        Args:
+            samples: One or more samples, as the data set yields them.
+
+        Returns:
+            ``input_ids``, ``labels`` and ``position_ids``, all ``[1, T]`` int64, as in `PackedBatch`;
+            ``use_cache=False``; and for flash attention, which other kinds do not look at, the bounds of the samples,
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``[S + 1]`` int32, and the length of the longest, ``max_length_q``
+            and ``max_length_k``.
+
+        Raises:
+            ValueError: a sample has something that a packed row has no place for, or what `pack_samples` raises. The
+                message names the sample.
+        """
+        packed = pack_samples([self._unpadded(sample, index) for index, sample in enumerate(samples)])
+        bounds = packed["cu_seqlens"]
+        longest = int(bounds.diff().max())
+        return {
+            "input_ids": packed["input_ids"],
+            "labels": packed["labels"],
+            "position_ids": packed["position_ids"],
+            "use_cache": False,
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def _unpadded(self, sample: Any, index: int) -> Sample:
+        """Token ids and labels of one sample, without padding."""
+        if self.collate_fn is not None:
+            sample = _first_row(self.collate_fn([sample]), index)
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            return sample
+        strange = sorted(set(sample) - _READ - _WRITTEN)
+        if strange:
+            raise ValueError(
+                f"A packed row has no place for {', '.join(map(repr, strange))} of sample {index}: leave it out of the "
+                f"data set (dataset.remove_columns({strange})), or do not pack: packing=False."
+            )
+        row = {name: sample[name] for name in ("input_ids", "labels") if sample.get(name) is not None}
+        if sample.get("attention_mask") is None:
+            return row
+        kept = _row(sample["attention_mask"], "attention_mask", index).bool()
+        return {name: _cut(_row(ids, name, index), kept, name, index) for name, ids in row.items()}
+
+
+def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
+    """What a collator made of one sample, without the dimension of samples: ``[1, L]`` becomes ``[L]``."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        made = f"only {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ValueError(
+            f'Packing needs a collate_fn that returns {{"input_ids": ..., "labels": ...}}, and of sample {index} it '
+            f"made {made}: do not pack (packing=False), or change the collate_fn."
+        )
+    row = {name: value for name, value in batch.items() if value is not None}
+    for name in _READ & set(row):
+        ids = torch.as_tensor(row[name])
+        row[name] = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
+    return row
+
+
+def _cut(ids: Tensor, kept: Tensor, name: str, index: int) -> Tensor:
+    """The entries where a mask is set: ``[5, 6, 0]`` under ``[1, 1, 0]`` is ``[5, 6]``."""
+    if len(ids) != len(kept):
+        raise ValueError(
+            f"sample {index} has {len(ids)} {name} but {len(kept)} entries in its attention_mask"
+        )
+    return ids[kept]
+
+
+def packs(collate_fn: Any) -> bool:
+    """Whether this collator is one of those here, so that the first token of every sample is not predicted."""
+    return collate_fn is pack_samples or isinstance(collate_fn, PackingCollator)
 
 
 def unpack_tokens(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:

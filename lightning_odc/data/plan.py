@@ -50,9 +50,9 @@ from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 
 IndexArray = npt.NDArray[np.int64]
-Weighting = Literal["token", "next_token", "sample"] | Callable[[LengthArray], npt.NDArray[Any]]
+Weighting = Literal["auto", "token", "next_token", "sample"] | Callable[[LengthArray], npt.NDArray[Any]]
 
-WEIGHTINGS = ("token", "next_token", "sample")
+WEIGHTINGS = ("auto", "token", "next_token", "sample")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class Recipe:
         cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``,
             what the model says, until measured times refute it.
         weighting: what a sample counts in the gradient: its tokens, those that a causal model predicts (one less),
-            one, or a function of the array of lengths.
+            one, or a function of the array of lengths. ``"auto"``: its tokens in the plan; where microbatches have
+            labels, those count instead, see Note [Labels are counted].
         shuffle: a new order every epoch.
         seed: The seed of the order.
         drop_last: leave out the samples that do not fill a last minibatch.
@@ -132,6 +133,11 @@ class Recipe:
     def is_auto(self) -> bool:
         """Whether the cost is what the model says, until measured times refute it."""
         return isinstance(self.cost, str) and self.cost == "auto"
+
+    @property
+    def by_labels(self) -> bool:
+        """Whether labels, where microbatches have them, count instead of the planned weights."""
+        return isinstance(self.weighting, str) and self.weighting == "auto"
 
     @property
     def equal_counts(self) -> bool:

@@ -37,6 +37,7 @@ class Counting(StrEnum):
 
     MEAN = "plain batches with a mean loss"
     PLANNED = "Minibatch weights"
+    LABELS = "counted labels"
     EXACT = '"num_items"'
 
 
@@ -115,6 +116,7 @@ class Ledger:
             raise ValueError(
                 f"One optimizer step mixes {self.counting} and {counting}, which have no common unit. Return "
                 '{"loss": summed_loss, "num_items": n} from every call of `training_step`, or from none.'
+                f"{_hint(self.counting, counting)}"
             )
         self.counting = counting
         if counting is Counting.MEAN:
@@ -184,6 +186,7 @@ def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> fl
             raise DisagreementError(
                 f"Rank {rank} weighted its losses by {record.counting}, another rank by {counting} in the same "
                 'optimizer step. Return {"loss": summed_loss, "num_items": n} on every rank, or on none.'
+                f"{_hint(record.counting, counting)}"
             )
         if record.plans != first.plans:
             raise DisagreementError(
@@ -198,6 +201,13 @@ def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> fl
             )
     weights = [0.0 if r.batches is None and kind == _WEIGHTED else r.weight for r in records]
     return float(sum(weights)) / (weight_unit if kind == _WEIGHTED else 1.0) or 1.0
+
+
+def _hint(*countings: str | None) -> str:
+    """What else to write where only some batches have labels to count."""
+    if set(countings) != {Counting.LABELS, Counting.PLANNED}:
+        return ""
+    return ' Or give all batches "labels", or write weighting="token", which does not look at them.'
 
 
 def check_equal_counts(counts: Sequence[int], communication: str) -> None:

@@ -169,7 +169,8 @@ def _total(name: str, entry: _Entry, all_values: Iterator[float], all_weights: I
     count = len(entry.pairs)
     values, weights = list(islice(all_values, count)), list(islice(all_weights, count))
     if entry.reduction == "mean":
-        values = [value * weight for value, weight in zip(values, weights, strict=True)]
+        # A weight of 0 leaves a value out: that of a microbatch without labels is NaN, and 0 * NaN would be, too.
+        values = [value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)]
     value, weight = REDUCTIONS[entry.reduction](values), totals.total_of(weights)
     ranks = ranks_of(entry.options.get("sync_dist_group"))
     return Total(name, entry.reduction, entry.options, value, weight, ranks)

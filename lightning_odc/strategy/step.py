@@ -25,6 +25,22 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
                            by the weights of all ranks, in .grad
                            the optimizer steps
                            end_step(): publish the parameters
+
+Note [Labels are counted]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+``return self.model(**batch).loss`` is a mean over the labels of a microbatch that are not -100. The mean over those of
+the minibatch is ``sum_m n_m L_m / sum_m n_m``, where ``n_m`` counts them in microbatch ``m``. So under
+``weighting="auto"`` that count is the weight, whoever runs the microbatch, and the planned weight is used where there
+are no integer labels. Two samples, the prompts masked (``-`` stands for -100)::
+
+    labels                      tokens  a causal model counts           planned by tokens: wrong
+    a  [[-, -, -, -, -, 7]]     6       1, the first column never       6 La + 3 Lb
+    b  [[1, 2, 3]]              3       2                               counted: 1 La + 2 Lb
+
+The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. A microbatch
+without any label that counts has a NaN for a mean. It is left out; its backward pass carries zeros, since with
+collectives the others wait for it. ``"num_items"`` goes before all of that. A loss that is not a mean over labels (over
+samples, say) needs ``weighting="sample"`` or ``"num_items"``.
 """
 
 from __future__ import annotations
@@ -41,11 +57,13 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat
+from lightning_odc.data.batch_size import label_count
 from lightning_odc.data.lagged_cost import LaggedCost, Measurement
 from lightning_odc.data.minibatch import Detail, Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import DisagreementError, ODCError
+from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.logbook import LogBook, flush
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
@@ -156,13 +174,16 @@ class _Sums:
         return torch.where(weight > 0, loss / weight, torch.zeros_like(loss))
 
 
-def contribution(output: Any, weight: float, counting: Counting = Counting.MEAN) -> Contribution | None:
+def contribution(
+    output: Any, weight: float, counting: Counting = Counting.MEAN, labels: Tensor | None = None
+) -> Contribution | None:
     """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
 
     Args:
         output: The returned value. A ``"loss"`` beside ``"num_items"`` is a sum over items, else a mean.
-        weight: The weight of the microbatch, where ``num_items`` does not say it exactly.
+        weight: The weight of the microbatch, where nothing says it exactly.
         counting: What that weight counts.
+        labels: The number of labels that a mean is over, if it is counted; see Note [Labels are counted].
 
     Raises:
         TypeError: if it is something else.
@@ -170,18 +191,29 @@ def contribution(output: Any, weight: float, counting: Counting = Counting.MEAN)
     if output is None:
         return None
     if isinstance(output, Tensor):
-        return Contribution(_wide(output) * weight, weight, {}, counting)
+        return _of_mean(output, weight, {}, counting, labels)
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         extras = {key: value for key, value in output.items() if key != "loss"}
         if "num_items" in output:
             counts = float(weight > 0)  # a microbatch of weight zero only keeps ranks together
             items = _checked(output["num_items"]) * counts
             return Contribution(_wide(output["loss"]) * counts, items, extras, Counting.EXACT)
-        return Contribution(_wide(output["loss"]) * weight, weight, extras, counting)
+        return _of_mean(output["loss"], weight, extras, counting, labels)
     raise TypeError(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
     )
+
+
+def _of_mean(
+    loss: Tensor, weight: float, extras: dict[str, Any], counting: Counting, labels: Tensor | None
+) -> Contribution:
+    """The contribution of a mean loss, weighted by its labels where they are counted."""
+    if labels is None:
+        return Contribution(_wide(loss) * weight, weight, extras, counting)
+    labels = labels.to(loss.device) * float(weight > 0)
+    mean = torch.where(labels > 0, _wide(loss), 0.0)  # over nothing it is NaN, and 0 * NaN would be, too
+    return Contribution(mean * labels.to(mean.dtype), labels, extras, Counting.LABELS)
 
 
 class _WithValue(torch.autograd.Function):
@@ -241,6 +273,7 @@ class Training:
         self._has_settled = False  # in this batch
         self._hooks_wait = False
         self._has_said_weight = False
+        self._shifts_labels = causal_model(self._module) is not None
 
     def compare_batches(self) -> None:
         """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
@@ -300,13 +333,13 @@ class Training:
         """Run a rank's microbatches; see Note [The last backward belongs to Lightning]."""
         self._stopwatch.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
-        sums = _Sums()
+        sums, by_labels = _Sums(), minibatch.origin is not None and minibatch.origin.by_labels
         pending: Tensor | None = None  # the loss of the microbatch before, not yet backpropagated
         with self._logbook.recording(self._module):
             for task in self._engine.tasks(minibatch):
                 if pending is not None:
                     self._backward(pending)
-                item = self._forward(task, *args, **kwargs)
+                item = self._forward(task, by_labels, *args, **kwargs)
                 pending = None if item is None else item.loss
                 if item is not None:
                     self._engine.ledger.add(item.weight / self._accumulated, item.counting)
@@ -321,13 +354,15 @@ class Training:
         loss = cast(Tensor, _WithValue.apply(pending, sums.mean(device)))  # type: ignore[no-untyped-call]
         return {"loss": loss, **sums.extras}
 
-    def _forward(self, task: Task, *args: Any, **kwargs: Any) -> Contribution | None:
+    def _forward(self, task: Task, by_labels: bool, *args: Any, **kwargs: Any) -> Contribution | None:
         self._stopwatch.begin(task.detail)
+        # Counted before the step, which may take them out of the batch.
+        labels = label_count(task.microbatch, self._shifts_labels) if by_labels else None
         with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *args, **kwargs
             )
-        item = contribution(output, task.weight, Counting.PLANNED)
+        item = contribution(output, task.weight, Counting.PLANNED, labels)
         self._logbook.weigh(task.weight if item is None else item.weight)
         return item
 

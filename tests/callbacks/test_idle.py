@@ -34,7 +34,7 @@ from lightning_odc.callbacks.idle.summary import (
 )
 from lightning_odc.data.batch_size import sample_count, token_count
 from lightning_odc.data.loader import Microbatch
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance
 from tests.support.modules import TokenModule, loader, trainer
@@ -614,6 +614,7 @@ def test_samples_are_counted_wherever_they_are():
     packed = pack_samples([[1, 2], [3], [4, 5, 6]])
     assert sample_count(packed) == 3
     assert sample_count(Microbatch(packed, weight=1.0, last=True)) == 3
+    assert sample_count(PackingCollator()([[1, 2], [3], [4, 5, 6]])) == 3
     assert sample_count({"input_ids": torch.ones(5, 7)}) == 5
     assert sample_count(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == 2
     assert sample_count(("text", torch.tensor(1))) is None

@@ -21,7 +21,7 @@ from lightning_odc.balance import POLICIES, FittedCost
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import pack_samples
+from lightning_odc.data.packing import PackingCollator, pack_samples
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 23).tolist()
 WORKERS: list[dict[str, Any]] = [
@@ -113,6 +113,19 @@ def test_kept_workers_end_with_their_loader():
         assert set(multiprocessing.active_children()) <= others
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "means"),
+    [(PackingCollator(), "next_token"), (pack_samples, "next_token"), (list, "token")],
+)
+def test_automatic_weights_of_unrolled_minibatches_are_planned(collate_fn, means):
+    def weights(weighting):
+        unrolled = loader(collate_fn=collate_fn, weighting=weighting, policy="lb_micro", unroll=True)
+        return [microbatch.weight for microbatch in unrolled]
+
+    assert weights("auto") == weights(means)
+    assert weights("token") != weights("next_token")
 
 
 def test_each_pass_is_an_epoch():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.data.packing import IGNORE_INDEX, pack_samples, unpack_tokens
+from lightning_odc.data.packing import IGNORE_INDEX, PackingCollator, pack_samples, packs, unpack_tokens
 
 
 def test_two_samples_in_one_row() -> None:
@@ -68,6 +68,95 @@ def test_unpacking_refuses_values_of_another_row() -> None:
     with pytest.raises(ValueError, match=r"one row of 3 packed tokens"):
         unpack_tokens(torch.zeros(1, 4, 2), torch.tensor([0, 1, 3]))
 
+
+# -- a batch for models of Hugging Face's ----------------------------------------------------------------------
+
+
+def padding(samples: list[dict[str, list[int]]], width: int = 6) -> dict[str, torch.Tensor]:
+    """Pads to a fixed width, masks the first labels of each sample, and marks padding."""
+    rows = [sample["input_ids"] for sample in samples]
+    return {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+        "labels": torch.tensor([[-100, -100, *row[2:]] + [-100] * (width - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+    }
+
+
+def test_a_batch_has_what_the_model_takes() -> None:
+    batch = PackingCollator()([[5, 6, 7], {"input_ids": torch.tensor([8, 9]), "attention_mask": [1, 1]}])
+    packed = pack_samples([[5, 6, 7], [8, 9]])
+    bounds = packed["cu_seqlens"]
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(batch.pop(name), packed[name])  # type: ignore[literal-required]
+    assert torch.equal(batch.pop("cu_seq_lens_q"), bounds)
+    assert torch.equal(batch.pop("cu_seq_lens_k"), bounds)
+    assert batch == {"use_cache": False, "max_length_q": 3, "max_length_k": 3}
+
+
+@pytest.mark.parametrize(
+    "mask", [[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0], torch.tensor([True, False, False, True])]
+)
+def test_padding_is_cut_away_on_all_sides(mask: Any) -> None:
+    kept = [token for token, is_kept in zip([4, 5, 6, 7], mask, strict=True) if is_kept]
+    sample = {"input_ids": [4, 5, 6, 7], "labels": [4, 5, 6, 7], "attention_mask": mask}
+    batch = PackingCollator()([sample, [1, 2]])
+    assert batch["input_ids"].tolist() == [[*kept, 1, 2]]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, kept[1], IGNORE_INDEX, 2]]
+
+
+def test_what_the_users_collator_does_to_a_sample_stays() -> None:
+    batch = PackingCollator(padding)([{"input_ids": [4, 5, 6, 7]}, {"input_ids": [8, 9, 1]}])
+    assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8, 9, 1]]
+    assert batch["labels"].tolist() == [[-100, -100, 6, 7, -100, -100, 1]]
+    once = PackingCollator(pack_samples)([[4, 5, 6], [7]])
+    assert once["position_ids"].tolist() == [[0, 1, 2, 0]]
+    assert PackingCollator(torch.utils.data.default_collate)([[4, 5], [7]])["input_ids"].tolist() == [
+        [4, 5, 7]
+    ]
+
+
+def test_a_collator_of_hugging_face_is_replaced() -> None:
+    transformers = pytest.importorskip("transformers")
+    collators = transformers.DataCollatorWithFlattening(), transformers.DefaultDataCollator()
+    samples = [{"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}, {"input_ids": [7, 8], "labels": [7, 8]}]
+    for collator in collators:
+        batch = PackingCollator(collator)(samples)
+        assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8]]
+        assert batch["labels"].tolist() == [[-100, -100, 6, -100, 8]]
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "samples", "message"),
+    [
+        (
+            None,
+            [[1], {"input_ids": [1], "text": "a"}],
+            r"no place for 'text' of sample 1.*remove_columns\(\['text'",
+        ),
+        (None, [{"text": "a"}], r"sample 0 has no 'input_ids', only \['text'\]"),
+        (None, [{"input_ids": [1, 2], "attention_mask": [1]}], "sample 0 has 2 input_ids but 1 entries"),
+        (None, [{"input_ids": [1, 2], "attention_mask": [0, 0]}], "input_ids of sample 0 is empty"),
+        (None, [], "nothing to pack"),
+        (len, [[1, 2]], "of sample 0 it made a int: do not pack"),
+        (lambda samples: {"tokens": samples}, [[1, 2]], r"of sample 0 it made only \['tokens'\]"),
+        (lambda _: {"input_ids": torch.ones(2, 3).long()}, [[1]], r"one row of integers, got shape \[2, 3\]"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(collate_fn: Any, samples: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackingCollator(collate_fn)(samples)
+
+
+def test_which_collators_pack() -> None:
+    assert [packs(one) for one in (pack_samples, PackingCollator(), padding, None)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+# -- what a model makes of it ----------------------------------------------------------------------------------
 
 LENGTHS = (17, 1, 40, 9)
 

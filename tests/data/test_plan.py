@@ -43,7 +43,7 @@ def samples(plan: MinibatchPlan, weightless: bool = False) -> list[int]:
     minibatch_size=st.integers(1, 9),
     policy=st.sampled_from(POLICIES),
     shuffle=st.booleans(),
-    weighting=st.sampled_from(["token", "sample"]),
+    weighting=st.sampled_from(["auto", "token", "sample"]),
 )
 def test_every_sample_is_in_one_microbatch_of_its_minibatch(
     lengths, num_replicas, minibatch_size, policy, shuffle, weighting
@@ -55,7 +55,7 @@ def test_every_sample_is_in_one_microbatch_of_its_minibatch(
         assert len(plan.microbatches) == len(plan.weights) == num_replicas
         own = samples(plan)
         seen.append(own)
-        total = sum(lengths[index] if weighting == "token" else 1 for index in own)
+        total = sum(lengths[index] if weighting != "sample" else 1 for index in own)
         assert sum(chain.from_iterable(plan.weights)) == total
         if policy != "local_sort":
             assert all(sum(lengths[i] for i in m) <= 40 for rank in plan.microbatches for m in rank)

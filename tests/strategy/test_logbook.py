@@ -224,3 +224,8 @@ def test_the_modules_log_comes_back_after_an_error():
     with pytest.raises(RuntimeError), book.recording(module):
         raise RuntimeError
     assert "log" not in vars(module)
+
+
+def test_a_mean_leaves_out_what_weighs_nothing_even_if_it_is_nan():
+    assert logged(recorded((math.nan, 0.0), (3.0, 2.0)))[0][1] == 3.0
+    assert math.isnan(logged(recorded((math.nan, 1.0), (3.0, 2.0)))[0][1])

@@ -1,0 +1,237 @@
+"""The causal language model inside a module, and whether it keeps packed samples apart.
+
+Note [A leak is measured by a leak]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Three tiny samples ``a``, ``b`` and ``c`` of four tokens go through the model, in eval mode. What ``b`` gives is
+compared between rows (logits, ``[4, vocabulary]``)::
+
+    packed  a b c      p1      b among others
+    packed  c b a      p2      b among the same others, swapped
+    plain   b a c      alone   nothing stands before b, and a causal model does not look ahead
+    plain   a b c      q1      a row that is read as one text: what a leak looks like
+    plain   c b a      q2
+
+The samples are kept apart if ``|p1 - p2|`` is zero, and they are at the right positions if ``|p1 - alone|`` is. Neither
+is exactly so: attention adds in another order, and experts get other rows together. How much is too much depends on
+dtype, depth and initial values. So it is compared with a real leak of the same model, ``|q1 - q2|`` and
+``|q1 - alone|``. In a leak the ratio is about 1. Rounding in bf16 (2^-9 of every value, twice per layer) adds up to
+``sqrt(2 * 80) * 2^-9``, 2.5 % of a logit in 80 layers. What stands before ``b`` changes logits by their own size in a
+trained model, and by a fifth of it in a small random one. So a quarter of the leak is between both. ``p1`` and ``p2``
+have the same shapes and differ far less.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from lightning_odc import _compat
+from lightning_odc.data.packing import PackingCollator
+from lightning_odc.data.rng import isolated_rng
+from lightning_odc.engine.base import Engine
+from lightning_odc.strategy.sharded import ShardedStrategy
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_LENGTH = 4
+_PART_OF_A_LEAK = 0.25
+
+
+def causal_model(module: nn.Module) -> nn.Module | None:
+    """The outermost Hugging Face model that predicts the next token, in a module or the module itself.
+
+    It shifts its labels: ``labels[..., 1:]`` are predicted. Of several the first with parameters to train is meant, so
+    that a frozen teacher is passed over.
+
+    Args:
+        module: Any module. Wrapping by ``fully_shard``, ``torch.compile`` or PEFT makes no difference.
+
+    Returns:
+        The model, or ``None``. Encoder-decoders and classifiers are others.
+    """
+    found = [part for part in module.modules() if _is_causal(part)]
+    trained = (part for part in found if any(parameter.requires_grad for parameter in part.parameters()))
+    return next(trained, found[0] if found else None)
+
+
+def _is_causal(part: nn.Module) -> bool:
+    config = getattr(part, "config", None)
+    is_two_part = bool(getattr(config, "is_encoder_decoder", False))
+    return config is not None and type(part).__name__.endswith(_CAUSAL) and not is_two_part
+
+
+def hugging_face_config(module: nn.Module) -> Any | None:
+    """The first configuration of Hugging Face's in a module, outermost first: a ``config`` with a ``model_type``.
+
+    Args:
+        module: Any module. That of `causal_model`, if there is one, goes before all others.
+    """
+    model = causal_model(module)
+    parts = [*([] if model is None else [model]), *module.modules()]
+    configs = (getattr(part, "config", None) for part in parts)
+    return next((config for config in configs if _is_configuration(config)), None)
+
+
+def _is_configuration(config: Any) -> bool:
+    return callable(getattr(config, "to_dict", None)) and isinstance(getattr(config, "model_type", None), str)
+
+
+def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
+    """Why samples of this model must not be packed; empty if it keeps them apart. All ranks together.
+
+    The model runs three tiny batches, see Note [A leak is measured by a leak]. Nothing of it stays: not the mode, not
+    the random numbers, no gradient, nothing logged.
+
+    Args:
+        strategy: The strategy, set up, with its module sharded.
+        engine: The engine, attached to it.
+
+    Returns:
+        One sentence that ends with what to write, equal on all ranks.
+    """
+    module = strategy.lightning_module
+    assert module is not None
+    model = causal_model(module)
+    if model is None:
+        return (
+            f"{_name(module)} has no causal model of Hugging Face's to pack for: write packing=False, or "
+            "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
+        )
+    engine.refresh()
+    with _undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
+        own = _run_inside(strategy, lambda: _trouble_of(model, strategy.root_device))
+    engine.reshard()
+    return next(filter(None, engine.exchange("check of packing", own)), "")
+
+
+@contextmanager
+def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Without dropout and gradients; modes and random numbers are put back."""
+    modes = [(part, part.training) for part in module.modules()]
+    devices = [device] if device.type == "cuda" else []
+    module.eval()
+    try:
+        with torch.no_grad(), isolated_rng(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _run_inside(strategy: ShardedStrategy, act: Any) -> Any:
+    """Call ``act`` within the forward of the sharded module, where parameters are gathered."""
+    result: list[Any] = []
+    module: Any = strategy.lightning_module
+    module.odc_check = lambda: result.append(act())
+    try:
+        _compat.call_as_forward(strategy.model, module, "odc_check")
+    finally:
+        del module.odc_check
+    return result[0]
+
+
+def _trouble_of(model: nn.Module, device: torch.device) -> str:
+    """What is wrong on this rank, see `packing_trouble`."""
+    attention = _compat.attention_of(model.config)
+    shown = _name(model) + ("" if attention is None else f" (attn_implementation={attention!r})")
+    a, b, c = _samples(model)
+    try:
+        packed = [_logits_of_second(model, PackingCollator()(row), device) for row in ([a, b, c], [c, b, a])]
+    except TypeError as error:
+        return f"{shown} does not take what a packed batch has ({error}): write packing=False."
+    plain = _logits(model, {"input_ids": torch.tensor([b + a + c, a + b + c, c + b + a])}, device)
+    alone, leaking = plain[0, :_LENGTH], plain[1:, _LENGTH : 2 * _LENGTH]
+    if not bool(_distance(leaking[0], leaking[1]) > 0):  # NaN, too: parameters may have no values yet
+        return f"{shown} could not be checked, since its outputs do not depend on its inputs yet: write packing=False."
+    if _distance(*packed) > _PART_OF_A_LEAK * _distance(leaking[0], leaking[1]):
+        return f"{shown} lets packed samples see each other: {_why_it_leaks(model)}."
+    if _distance(packed[0], alone) > _PART_OF_A_LEAK * _distance(leaking[0], alone):
+        return (
+            f"{shown} gives packed samples other outputs than single ones: it does not number the tokens of each by "
+            "position_ids from 0. Write packing=False."
+        )
+    return ""
+
+
+def _name(module: nn.Module) -> str:
+    """As the user knows its class."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
+
+
+def _why_it_leaks(model: nn.Module) -> str:
+    inner = [part for part in model.modules() if _is_causal(part)][
+        -1
+    ]  # in PEFT's, which takes whatever comes
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        return "it has no position_ids, by which they are kept apart. Write packing=False"
+    return (
+        "the outputs of a sample change with its neighbours. Write packing=False, or load the model with another "
+        'attn_implementation, such as "sdpa" or "flash_attention_2"'
+    )
+
+
+def _samples(model: nn.Module) -> list[list[int]]:
+    """Three samples of tokens from all over the vocabulary; of 140: 10, 20, 30 and so on, to 120.
+
+    The first and the last ones of a vocabulary are often special.
+    """
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    tokens = [int(text.vocab_size) * (index + 1) // (3 * _LENGTH + 2) for index in range(3 * _LENGTH)]
+    tokens = [token + 1 if token in special else token for token in tokens]
+    return [tokens[first : first + _LENGTH] for first in range(0, 3 * _LENGTH, _LENGTH)]
+
+
+def _logits_of_second(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Tensor:
+    return _logits(model, batch, device)[0, _LENGTH : 2 * _LENGTH]
+
+
+def _logits(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Tensor:
+    """``[rows, tokens, vocabulary]``, fp32."""
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    output = model(**{"use_cache": False, **moved})
+    logits: Tensor = output.logits
+    return logits.float()
+
+
+def _distance(one: Tensor, other: Tensor) -> Tensor:
+    return (one - other).abs().max()
+
+
+def watch_packed_calls(model: nn.Module) -> RemovableHandle:
+    """Look once at how ``training_step`` calls a model with packed batches.
+
+    A step that picks keys, ``self.model(batch["input_ids"], labels=batch["labels"])``, leaves out what keeps samples
+    apart, and nothing else would tell.
+
+    Args:
+        model: That of `causal_model`.
+
+    Returns:
+        A handle to remove the watch by; it removes itself after the first call that trains.
+
+    Raises:
+        ValueError: in that call, with the line to write.
+    """
+
+    def look(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        is_whole = kwargs.get("position_ids") is not None and kwargs.get("use_cache") is False
+        if not is_whole or kwargs.get("attention_mask") is not None:
+            raise ValueError(
+                "Packed samples see each other unless the model gets the whole batch as it is. Write "
+                "`self.model(**batch)` in training_step (without an attention_mask), or packing=False."
+            )
+
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    return handle

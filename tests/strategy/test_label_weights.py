@@ -1,0 +1,284 @@
+"""``weighting="auto"``: mean losses are weighted by the labels they count, so a minibatch has one process's gradient.
+
+One step of SGD with lr 1 from equal parameters shows the gradient. transformers computes losses in fp32, so each of the
+two or three terms of a sum has a relative error of some 2^-24 = 6e-8, and so have their sums: 1e-6 of gradients of at
+most 1. Weights by tokens instead of labels are wrong by more than 1e-3, as a test here shows.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_odc.data.batch_size import label_count
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.packing import PackingCollator
+from lightning_odc.engine.base import Counting, Ledger, SettleRecord, denominator
+from lightning_odc.errors import DisagreementError
+from lightning_odc.strategy.step import contribution
+from tests.support.models import full_parameters
+from tests.support.modules import trainer
+from tests.support.ranks import run_ranks
+
+transformers: Any = pytest.importorskip("transformers")
+
+VOCAB = 32
+LENGTHS = (9, 4, 12, 7, 3, 10, 6, 5)
+PROMPTS = (7, 1, 2, 5, 0, 9, 0, 2)  # labels of so many first tokens are -100
+TOLERANCE = 1e-6
+Sample = dict[str, list[int]]
+
+
+def samples(lengths: Any = LENGTHS, prompts: Any = PROMPTS) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        {"input_ids": own, "labels": [-100] * prompt + own[prompt:]}
+        for own, prompt in zip(tokens, prompts, strict=True)
+    ]
+
+
+def padded(batch: list[Sample]) -> dict[str, Tensor]:
+    def table(name: str, value: int) -> Tensor:
+        rows = [torch.tensor(sample[name]) for sample in batch]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+    masks = [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in batch]
+    mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
+    return {"input_ids": table("input_ids", 0), "labels": table("labels", -100), "attention_mask": mask}
+
+
+class Tuned(LightningModule):
+    """What everybody writes: the loss of the model, a mean."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        from tests.strategy.test_models import causal_lm
+
+        torch.manual_seed(0)
+        self.model = causal_lm()
+        self.seconds = seconds
+        self.ran = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(self.seconds)
+        self.ran += 1
+        loss = self.model(**batch).loss
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def one_process(minibatch: list[Sample]) -> dict[str, Tensor]:
+    """After a step on the mean over all predicted tokens."""
+    module = Tuned()
+    optimizer, counted = module.configure_optimizers(), 0
+    for sample in minibatch:
+        count = sum(label != -100 for label in sample["labels"][1:])
+        if count:
+            (module.model(**padded([sample])).loss * count).backward()
+        counted += count
+    for parameter in module.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad / counted
+    optimizer.step()
+    return full_parameters(module)
+
+
+def largest_difference(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert set(ours) == set(expected)
+    return max(float((ours[name] - expected[name]).abs().max()) for name in expected)
+
+
+def fit(
+    rank: int,
+    data: list[Sample],
+    seconds: float = 0.0,
+    communication: str = "on_demand",
+    precision: str = "32-true",
+    **options: Any,
+) -> Any:
+    defaults = {"weighting": "auto", "minibatch_size": len(data) // 2, "num_replicas": 2, "rank": rank}
+    lengths = [len(sample["input_ids"]) for sample in data]
+    loader = BalancedDataLoader(data, lengths=lengths, **{**defaults, **options})
+    module = Tuned(seconds)
+    t = trainer(2, communication=communication, precision=precision)
+    t.fit(module, loader)
+    return SimpleNamespace(
+        parameters=full_parameters(module), ran=module.ran, loss=float(t.callback_metrics.get("loss", 0.0))
+    )
+
+
+def fit_all(rank: int) -> dict[str, Any]:
+    data = samples()
+    return {
+        "packed": fit(rank, data, collate_fn=PackingCollator(), max_tokens=20),
+        "padded": fit(rank, data, collate_fn=padded, max_tokens=20),
+        "one by one": fit(rank, data, collate_fn=padded, policy="local_sort"),
+        "collective": fit(rank, data, collate_fn=padded, policy="lb_micro", communication="collective"),
+        "stolen": fit(
+            rank, data, 0.05 * (rank == 0), collate_fn=PackingCollator(), max_tokens=13, policy="steal"
+        ),
+        "tokens": fit(rank, data, collate_fn=padded, weighting="token"),
+    }
+
+
+def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens() -> None:
+    first, second = run_ranks(fit_all)
+    expected = one_process(samples())
+    for case in ("packed", "padded", "one by one", "collective", "stolen"):
+        assert largest_difference(first[case].parameters, expected) < TOLERANCE, case
+    assert first["stolen"].ran < second["stolen"].ran, "rank 0 is slow and was helped"
+    assert largest_difference(first["tokens"].parameters, expected) > 1e-3, (
+        "explicit weights keep their meaning"
+    )
+    losses = [first[case].loss for case in ("packed", "padded", "one by one", "stolen")]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6), "what is logged is weighted alike"
+
+
+#: Two samples a minibatch, one per rank: labels on one rank only, on the other only, on no rank.
+MASKED = samples((4, 5, 6, 4, 5, 6), (4, 1, 1, 4, 5, 6))
+
+
+def fit_masked(rank: int) -> list[Any]:
+    options = {"collate_fn": PackingCollator(), "minibatch_size": 1, "policy": "local_sort"}
+    together = fit(rank, MASKED, collate_fn=padded, policy="local_sort")
+    half = fit(rank, MASKED, collate_fn=padded, policy="local_sort", precision="16-mixed")
+    apart = [
+        fit(rank, MASKED[first : first + 2], communication=communication, **options)
+        for communication in ("on_demand", "collective")
+        for first in (0, 2, 4)
+    ]
+    return [half, together, *apart]
+
+
+def test_microbatches_ranks_and_minibatches_without_labels() -> None:
+    (half, *first), _ = run_ranks(fit_masked)
+    before = full_parameters(Tuned())
+    left, right = one_process(MASKED[:2]), one_process(MASKED[2:4])
+    for result, expected in zip(first, [one_process(MASKED), *[left, right, before] * 2], strict=True):
+        assert largest_difference(result.parameters, expected) < TOLERANCE
+        assert result.loss == result.loss, "not NaN"
+    # fp16 rounds to 2^-11, through two layers and back, relative to gradients of up to 0.5: the unit of the weights
+    # is the same on both ranks.
+    assert largest_difference(half.parameters, one_process(MASKED)) < 2e-3
+
+
+# -- without processes -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    labels: Tensor
+
+
+ROWS = torch.tensor([[1, 2, 3], [-100, -100, 4]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "shifted", "count"),
+    [
+        ({"labels": ROWS}, True, 3),
+        ({"labels": ROWS}, False, 4),
+        (Batch(ROWS), True, 3),
+        ((torch.ones(2), {"labels": ROWS}), True, 3),
+        (transformers.BatchEncoding({"labels": ROWS}), True, 3),
+        ({"labels": ROWS[0]}, True, 3),  # one per sample: a classifier's
+        ({"labels": torch.full((2, 3), -100)}, True, 0),
+        ({"labels": ROWS.float()}, True, None),
+        ({"labels": ROWS > 0}, True, None),
+        ({"labels": [1, 2]}, True, None),
+        ({"input_ids": ROWS}, True, None),
+        (ROWS, True, None),
+    ],
+)
+def test_labels_that_a_mean_is_over(batch: Any, shifted: bool, count: int | None) -> None:
+    found = label_count(batch, shifted)
+    assert found is None if count is None else float(found) == count  # type: ignore[arg-type]
+
+
+def test_num_items_go_before_labels() -> None:
+    loss = torch.tensor(6.0)
+    item = contribution({"loss": loss, "num_items": 3}, 5.0, Counting.PLANNED, torch.tensor(0.0))
+    assert item is not None
+    assert (float(item.loss), item.weight, item.counting) == (6.0, 3.0, Counting.EXACT)
+
+
+def test_a_mean_over_nothing_leaves_zeros_behind() -> None:
+    logits = torch.randn(2, 5, requires_grad=True)
+    nothing = nn.functional.cross_entropy(logits, torch.full((2,), -100))
+    assert nothing.isnan()
+    item = contribution(nothing, 5.0, Counting.PLANNED, torch.tensor(0.0))
+    assert item is not None
+    item.loss.backward()
+    assert (float(item.loss.detach()), float(item.weight)) == (0.0, 0.0)
+    assert logits.grad is not None
+    assert logits.grad.eq(0).all()
+
+
+def test_a_microbatch_that_only_keeps_ranks_together_stays_out() -> None:
+    item = contribution(torch.tensor(2.0), 0.0, Counting.PLANNED, torch.tensor(7.0))
+    assert item is not None
+    assert (float(item.loss), float(item.weight), item.counting) == (0.0, 0.0, Counting.LABELS)
+
+
+def test_batches_with_and_without_labels_do_not_mix() -> None:
+    ledger = Ledger()
+    ledger.add(torch.tensor(3.0), Counting.LABELS)
+    with pytest.raises(ValueError, match=r'mixes counted labels and Minibatch weights.*weighting="token"'):
+        ledger.add(5.0, Counting.PLANNED)
+
+
+def test_ranks_with_and_without_labels_do_not_mix() -> None:
+    def record(counting: Counting) -> SettleRecord:
+        ledger = Ledger()
+        ledger.add(3.0, counting)
+        return ledger.record(None, (), None)
+
+    records = [record(Counting.LABELS), record(Counting.PLANNED)]
+    with pytest.raises(DisagreementError, match=r'Rank 1 weighted.*by Minibatch weights.*weighting="token"'):
+        denominator(records)
+
+
+def test_only_a_loader_counts_labels() -> None:
+    assert Minibatch([{"labels": ROWS}], weights=[5]).origin is None
+    data = samples()
+    for weighting, by_labels in (("auto", True), ("token", False), ("sample", False), (np.sqrt, False)):
+        loader = BalancedDataLoader(
+            data,
+            lengths=list(LENGTHS),
+            minibatch_size=8,
+            weighting=weighting,
+            collate_fn=padded,
+            policy="local_sort",
+        )
+        (minibatch,) = loader
+        assert isinstance(minibatch, Minibatch)
+        assert minibatch.origin is not None
+        assert minibatch.origin.by_labels is by_labels
+        if weighting == "auto":
+            assert minibatch.weights == loader_weights("token")
+
+
+def loader_weights(weighting: str) -> list[float] | None:
+    loader = BalancedDataLoader(
+        samples(),
+        lengths=list(LENGTHS),
+        minibatch_size=8,
+        weighting=weighting,
+        collate_fn=padded,
+        policy="local_sort",
+    )
+    (minibatch,) = loader
+    assert isinstance(minibatch, Minibatch)
+    return minibatch.weights
