@@ -159,9 +159,7 @@ class BenchRecipe(Recipe):
     compared: str = "lb_mini"
     samples_per_microbatch: int = 1
 
-    def planner(
-        self, num_replicas: int, longest: int | None = None, facts: Facts = NOTHING_KNOWN
-    ) -> Planner:
+    def planner(self, num_replicas: int, longest: int | None = None, facts: Facts = NOTHING_KNOWN) -> Planner:
         planner = super().planner(num_replicas, longest, facts)
         if self.compared == PAPERS_OWN:
             return replace(planner, align=False)

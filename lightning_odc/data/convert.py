@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_odc import _compat
 from lightning_odc.data.checks import WorkerOptions, is_stream
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.plan import Weighting
 
 
@@ -26,7 +26,8 @@ def balanced_from(
     max_tokens: int | None = None,
     cost: Any = "auto",
     length_fn: LengthFunction | None = None,
-    weighting: Weighting = "token",
+    weighting: Weighting = "auto",
+    packing: Packing = False,
     seed: int | None = None,
     window: int | None = None,
     regroup: bool = False,
@@ -47,6 +48,7 @@ def balanced_from(
         cost: See `BalancedDataLoader`.
         length_fn: See `BalancedDataLoader`.
         weighting: See `BalancedDataLoader`.
+        packing: See `BalancedDataLoader`.
         seed: See `BalancedDataLoader`; by default that of the loader's generator, if it has one.
         window: See `BalancedDataLoader`.
         regroup: See `BalancedDataLoader`.
@@ -74,6 +76,7 @@ def balanced_from(
         cost=cost,
         weighting=weighting,
         collate_fn=dataloader.collate_fn,
+        packing=packing,
         shuffle=_shuffles(dataloader, distributed_sampler),
         seed=_seed(dataloader) if seed is None else seed,
         drop_last=dataloader.drop_last,

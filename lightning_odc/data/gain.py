@@ -32,6 +32,7 @@ class Gain:
     Attributes:
         idle: The part of all ranks' time in which they wait, as batches come.
         balanced_idle: The same for balanced minibatches.
+        balanced: The time of balanced minibatches, in the unit of the cost.
         factor: The time as batches come, over the time of balanced minibatches.
         shortest: Tokens of the shortest sample that was looked at.
         longest: Tokens of the longest one.
@@ -39,6 +40,7 @@ class Gain:
 
     idle: float
     balanced_idle: float
+    balanced: float
     factor: float
     shortest: int
     longest: int
@@ -68,7 +70,7 @@ def planned_gain(lengths: LengthArray, batch_size: int, batches: int, planner: P
         come.add(collective_cost(dealt, own, **known), microbatch_costs(dealt, own, **known))
         balanced.add(evaluate(planned, own, **known), microbatch_costs(planned, own, **known))
     factor = come.time / balanced.time
-    return Gain(come.idle, balanced.idle, factor, int(lengths.min()), int(lengths.max()))
+    return Gain(come.idle, balanced.idle, balanced.time, factor, int(lengths.min()), int(lengths.max()))
 
 
 @dataclass

@@ -49,6 +49,7 @@ from lightning_odc.data.plan import NOTHING_KNOWN, Facts, MinibatchPlan, Recipe,
 from lightning_odc.data.position import Position, Progress
 
 Reading = MapReading | StreamReading
+Packing = bool | Literal["auto"]
 
 
 class Microbatch(NamedTuple):
@@ -89,6 +90,8 @@ class BalancedDataLoader:
             else its tokens count. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
             ``"next_token"`` if the collator packs and ``"token"`` if not: exact unless labels are masked.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
+        packing: put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`:
+            ``True``, or ``"auto"``: where ``ODCStrategy`` finds that the model keeps them apart and that it pays.
         shuffle: a new order every epoch.
         seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
         drop_last: leave out the samples that do not fill a last minibatch; otherwise it is smaller.
@@ -121,8 +124,9 @@ class BalancedDataLoader:
         max_tokens: int | None = None,
         policy: str = "lb_mini",
         cost: Any = "auto",
-        weighting: Weighting = "token",
+        weighting: Weighting = "auto",
         collate_fn: Collate | None = None,
+        packing: Packing = False,
         shuffle: bool = False,
         seed: int | None = None,
         drop_last: bool = False,
@@ -154,7 +158,8 @@ class BalancedDataLoader:
         self._samples = dataset
         self._given = lengths
         self._length_fn = length_fn
-        self._collate = collate_fn or default_collate
+        self._unpacked = collate_fn or default_collate
+        self.packing: Packing = packing
         self._world = num_replicas, rank
         self._cache_dir = cache_dir
         self._workers = workers
@@ -168,6 +173,8 @@ class BalancedDataLoader:
         self._check(window)
 
     def _check(self, window: int | None) -> None:
+        if self.packing not in (True, False, "auto"):
+            raise ValueError(f'packing={self.packing!r} is unknown: write packing=True, False or "auto".')
         check_world(*self._world)
         check_options(self._workers, [*inspect.signature(type(self)).parameters][:-1])
         if self.unroll:

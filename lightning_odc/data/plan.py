@@ -104,7 +104,7 @@ class Recipe:
     max_tokens: int | None = None
     policy: str = "lb_mini"
     cost: Any = "auto"
-    weighting: Weighting = "token"
+    weighting: Weighting = "auto"
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False

@@ -30,7 +30,13 @@ _CHOICES = {
 }
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Balancing where nothing is said.
-_BALANCE_DEFAULTS = {"max_tokens": None, "cost": "auto", "length_fn": None, "weighting": "token"}
+_BALANCE_DEFAULTS = {
+    "max_tokens": None,
+    "cost": "auto",
+    "length_fn": None,
+    "weighting": "auto",
+    "packing": False,
+}
 #: Arguments of FSDP1.
 _FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
 #: Those of them that mean nothing here but do no harm.

@@ -15,7 +15,9 @@ def brief(loader: BalancedDataLoader, model: ModelCost, batches: int) -> str:
         batches: Batches of the user's loader that make up a minibatch.
     """
     found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
-    return f"Found: {found}.\nChosen: {_choices(loader, batches)}.\nExpected: {_expectation(loader, batches)}."
+    return (
+        f"Found: {found}.\nChosen: {_choices(loader, batches)}.\nExpected: {_expectation(loader, batches)}."
+    )
 
 
 def _samples(loader: BalancedDataLoader) -> str:
@@ -40,9 +42,17 @@ def _choices(loader: BalancedDataLoader, batches: int) -> str:
     folded = f" ({batches} accumulated batches of {recipe.minibatch_size // batches})" if batches > 1 else ""
     cost = f'cost="{recipe.cost}"' if isinstance(recipe.cost, str) else f"cost={type(recipe.cost).__name__}"
     if recipe.is_auto:
-        cost += ", what the model says until measured times refute it" if loader.learns else ", what the model says"
-    most = "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
-    return f'policy "{recipe.policy}"; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
+        cost += (
+            ", what the model says until measured times refute it"
+            if loader.learns
+            else ", what the model says"
+        )
+    most = (
+        "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
+    )
+    return (
+        f'policy "{recipe.policy}"; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
+    )
 
 
 def _tokens(caps: int | tuple[int, ...]) -> str:

@@ -40,7 +40,9 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
     """
     config = hugging_face_config(module)
     if config is None:
-        return ModelCost(quadratic(constant=MICROBATCH, dense=True), None, "a model without a Hugging Face config")
+        return ModelCost(
+            quadratic(constant=MICROBATCH, dense=True), None, "a model without a Hugging Face config"
+        )
     attention = _compat.attention_of(config)
     dense = _is_dense(attention, device_type)
     source = f"{type(config).__name__.removesuffix('Config')} with {attention or 'unknown'} attention"

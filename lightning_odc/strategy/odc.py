@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat
 from lightning_odc.data.checks import check_samplers, check_single, whole_minibatches
-from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
@@ -91,8 +91,10 @@ class ODCStrategy(ShardedStrategy):
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"auto"``, what the model says until
             measured times refute it; ``"quadratic"``, ``"fitted"``, ...
         length_fn: The function that returns the length of a sample, where the data set does not tell.
-        weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``. Counts that ``training_step``
-            returns as ``num_items`` are exact and go before it.
+        weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``: by default the labels of a
+            microbatch are counted. Counts that ``training_step`` returns as ``num_items`` go before it.
+        packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
+            model keeps them apart: ``True``, ``False``, or ``"auto"`` where that pays by the cost.
         hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         **kwargs: Arguments of FSDP1. Those that have no meaning for ``fully_shard`` are refused by name.
@@ -131,7 +133,8 @@ class ODCStrategy(ShardedStrategy):
         max_tokens: int | None = None,
         cost: Any = "auto",
         length_fn: Callable[[Any], int] | None = None,
-        weighting: Any = "token",
+        weighting: Any = "auto",
+        packing: Packing = False,
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
@@ -164,6 +167,7 @@ class ODCStrategy(ShardedStrategy):
             "cost": cost,
             "length_fn": length_fn,
             "weighting": weighting,
+            "packing": packing,
         }
         self._engine: Engine | None = None
         self._training: Training | None = None
@@ -436,9 +440,8 @@ class ODCStrategy(ShardedStrategy):
             return dataloader
         if self._training_data is None:
             wanted = Wanted(self.balance, self._balance_options, self.communication, self.deterministic)
-            exchange = None if self._engine is None else self._engine.exchange
-            self._training_data = TrainingData(module.trainer, wanted, exchange)
-            self._on_teardown.callback(self._training_data.accumulation.put_back)
+            self._training_data = TrainingData(module.trainer, wanted, self._engine)
+            self._on_teardown.callback(self._training_data.release)
         return self._training_data.process(dataloader)
 
     def _check_loaders(self, loaders: Any) -> None:

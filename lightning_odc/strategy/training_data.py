@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.checks import is_stream
 from lightning_odc.data.convert import balanced_for_lightning
@@ -20,9 +21,11 @@ from lightning_odc.data.length_cache import digest_of
 from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import arguments
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief
+from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
 from lightning_odc.strategy.model_cost import cost_of_model
 
 _WORTH_SAYING = 1.1
@@ -65,20 +68,20 @@ class TrainingData:
     Args:
         trainer: The trainer, which fits.
         wanted: What the user said about balancing.
-        exchange: Returns every rank's item; ``None`` before ranks can talk to each other.
+        engine: The engine; ``None`` before ranks can talk to each other.
 
     Attributes:
         accumulation: What is folded into minibatches.
     """
 
-    def __init__(
-        self, trainer: Trainer, wanted: Wanted, exchange: Callable[[str, Any], list[Any]] | None
-    ) -> None:
+    def __init__(self, trainer: Trainer, wanted: Wanted, engine: Engine | None) -> None:
         self.accumulation = Accumulation(trainer)
         self._trainer = trainer
         self._wanted = wanted
-        self._exchange = exchange
+        self._engine = engine
         self._looked = self._told = False
+        self._packing_trouble: str | None = None  # not known yet
+        self._watch: RemovableHandle | None = None
 
     def process(self, dataloader: object) -> object:
         """Level a training loader over ranks, if asked to.
@@ -110,9 +113,39 @@ class TrainingData:
             measured=wanted.communication != "collective" and not wanted.deterministic,
             minibatches_per_step=trainer.accumulate_grad_batches,
         )
+        if loader.packing:
+            self._settle_packing(loader)
         if not self._told:
             self._told = True
             rank_zero_info(brief(loader, model, self.accumulation.batches))
+
+    def _settle_packing(self, loader: BalancedDataLoader) -> None:
+        """Find out whether the model keeps packed samples apart; once per fit.
+
+        Raises:
+            ValueError: ``packing=True``, and it does not.
+        """
+        if self._packing_trouble is None:
+            strategy: Any = self._trainer.strategy
+            assert self._engine is not None
+            self._packing_trouble = packing_trouble(strategy, self._engine)
+        if self._packing_trouble and loader.packing is True:
+            raise ValueError(f"packing=True: {self._packing_trouble}")
+        if loader.packing == "auto" and not self._packing_trouble:
+            loader.pack_if_it_pays()
+        elif self._packing_trouble:
+            loader.packing = False
+            rank_zero_info(f'packing="auto" packs nothing: {self._packing_trouble}')
+        model = causal_model(self._trainer.lightning_module)
+        if loader.packing and model is not None:
+            self._watch = self._watch or watch_packed_calls(model)
+
+    def release(self) -> None:
+        """Put everything back that was changed for this fit. Safe to call again."""
+        self.accumulation.put_back()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
     def _balanced(self, dataloader: Any) -> object:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
@@ -165,7 +198,7 @@ class TrainingData:
         own = beginning(dataset, self._wanted.options.get("length_fn") or measure)
         if self._trainer.world_size == 1:
             return own is not None
-        others = self._exchange("compare the streams of all ranks", own) if self._exchange else [None]
+        others = self._engine.exchange("compare the streams of all ranks", own) if self._engine else [None]
         return own is not None and set(others) == {own}
 
     def _left_alone(self, dataloader: object, reason: str) -> object:

@@ -43,7 +43,9 @@ class Regression:
 
 
 def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
-    return Regression(pad_sequence([x for x, _ in samples], batch_first=True), torch.tensor([y for _, y in samples]))
+    return Regression(
+        pad_sequence([x for x, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
+    )
 
 
 @pytest.mark.parametrize(

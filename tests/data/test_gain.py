@@ -32,7 +32,9 @@ def test_more_ranks_wait_more_and_equal_lengths_do_not():
     gains = [planned_gain(UNEVEN, 2, 1, Planner(ranks)).factor for ranks in (2, 4, 8)]
     assert 1.05 < gains[0] < gains[1] < gains[2]
     assert planned_gain(np.full(64, 5), 2, 2, Planner(4)).factor == pytest.approx(1)
-    assert planned_gain(np.array([5, 5, 5]), 2, 2, Planner(2)).factor >= 1, "an epoch of less than one minibatch"
+    assert planned_gain(np.array([5, 5, 5]), 2, 2, Planner(2)).factor >= 1, (
+        "an epoch of less than one minibatch"
+    )
 
 
 class Drawing(Dataset[Tensor]):
