@@ -108,7 +108,8 @@ def find_lengths(
 def measure(sample: Any) -> int:
     """The length of a sample: of its ``"input_ids"``, of itself, or of the first item if it is a tuple.
 
-    A one-dimensional tensor or array has a length, and so has a list or tuple of numbers.
+    A one-dimensional tensor or array has a length, and so has a list or tuple of numbers. A series, ``[T, d]`` of
+    floating-point numbers, has ``T``.
 
     Raises:
         LengthsUnknownError: it is nothing of the kind.
@@ -227,12 +228,18 @@ def _length(sample: Any) -> int | None:
     if isinstance(sample, Mapping):
         return _length_of_ids(sample["input_ids"]) if "input_ids" in sample else None
     if isinstance(sample, Tensor | np.ndarray):
-        return len(sample) if sample.ndim == 1 else None
+        return len(sample) if sample.ndim == 1 or _is_series(sample) else None
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
         return None
     if all(isinstance(item, Number) for item in sample[:1]):
         return len(sample)
     return _length(sample[0]) if isinstance(sample, tuple) else None
+
+
+def _is_series(sample: Any) -> bool:
+    """Steps of a series, each with some numbers: ``[T, d]``."""
+    is_floating = sample.is_floating_point() if isinstance(sample, Tensor) else sample.dtype.kind == "f"
+    return sample.ndim == 2 and is_floating
 
 
 def _length_of_ids(ids: Any) -> int | None:

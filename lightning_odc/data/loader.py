@@ -144,7 +144,7 @@ class BalancedDataLoader:
             max_tokens,
             policy,
             cost,
-            _planned_weighting(weighting, collate_fn) if unroll else weighting,
+            _planned_weighting(weighting, packing is True or packs(collate_fn)) if unroll else weighting,
             shuffle,
             seed,
             drop_last,
@@ -400,11 +400,11 @@ class BalancedDataLoader:
                 warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
 
 
-def _planned_weighting(weighting: Weighting, collate_fn: Any) -> Weighting:
+def _planned_weighting(weighting: Weighting, packs: bool) -> Weighting:
     """What ``"auto"`` means where nothing counts the labels of a microbatch."""
     if callable(weighting) or weighting != "auto":
         return weighting
-    return "next_token" if packs(collate_fn) else "token"
+    return "next_token" if packs else "token"
 
 
 def _length(reading: Reading) -> int | None:

@@ -91,6 +91,8 @@ ROWS = [[1] * n for n in (3, 1, 4, 1, 5)]
         ({"input_ids": [1, 2, 3], "labels": [1]}, 3),
         ({"input_ids": torch.ones(1, 5)}, 5),
         (range(6), 6),
+        (torch.ones(3, 4), 3),
+        ((np.ones((5, 8)), 1.0), 5),
     ],
 )
 def test_a_sample_is_measured(sample, length):
@@ -104,10 +106,11 @@ def test_a_sample_is_measured(sample, length):
         b"bytes",
         7,
         None,
-        torch.ones(3, 4),
+        torch.ones(3, 4, 5),
+        torch.arange(6).reshape(2, 3),
         torch.tensor(3),
         {"text": "a"},
-        {"input_ids": torch.ones(2, 5)},
+        {"input_ids": torch.ones(2, 5).long()},
         ("a text", 3),
         [[1, 2], [3]],
         [torch.ones(3)],
