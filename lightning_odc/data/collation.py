@@ -83,7 +83,7 @@ def _telling(alone: tuple[Shapes, Shapes], together: Shapes) -> Path | None:
 
 
 def _row_axis(short: Shape, long: Shape, both: Shape) -> int | None:
-    """The axis along a row, if the batches are tables of one row, of one, and of two, with rows of a sample's length."""
+    """The axis along a row, if the batches are tables of one row, one, and two, as long as their longest row."""
     if len(short) == len(long) == len(both) > 1:
         for rows, columns in ((0, 1), (1, 0)):
             is_table = (short[rows], long[rows], both[rows]) == (1, 1, 2)

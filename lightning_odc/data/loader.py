@@ -151,7 +151,7 @@ class BalancedDataLoader:
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.recipe = Recipe(
             minibatch_size,
-            None if max_tokens == "auto" else cast(Caps, max_tokens),
+            None if max_tokens == "auto" else max_tokens,
             policy,
             cost,
             _planned_weighting(weighting, packing is True or packs(collate_fn)) if unroll else weighting,
