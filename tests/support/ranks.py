@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -24,6 +25,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = [
     "pytest",
     "hypothesis",
+    "functorch.compile",
+    "jsonargparse",
     "lightning.pytorch",
     "lightning_odc",
     "lightning_odc.metrics",
@@ -88,6 +91,19 @@ def try_ranks(
         outcomes.append(Outcome(rank, result, error, process.exitcode, time.monotonic() - begin))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
     return outcomes
+
+
+@contextmanager
+def forked(function: Callable[..., Any], *args: Any) -> Iterator[ForkServerProcess]:
+    """Call ``function(*args)`` in one process that is no rank and may start others. It does not outlive the context."""
+    start_server()
+    process = _CONTEXT.Process(target=function, args=args)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def _start(
