@@ -6,6 +6,7 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
