@@ -57,7 +57,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
         "on_demand+lb_mini+fitted",
         "on_demand+steal",
     ]
-    code, found = bench(tmp_path, *TINY, "--runs", *runs)
+    code, found = bench(tmp_path, *TINY, "--lengths", "aime", "--runs", *runs)  # real text: the demo's tests
     assert code == 0
     rows = {row["combination"]: row for row in found["rows"]}
     assert list(rows) == runs
