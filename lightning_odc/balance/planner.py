@@ -94,9 +94,9 @@ class Planner:
         if not isinstance(self.collation, Collation):
             raise ValueError(f"collation={self.collation!r} is unknown: write collation=Collation('padded').")
         caps = as_caps(self.max_tokens, self.num_ranks)
-        if isinstance(caps, tuple) and len(set(caps)) > 1 and self.policy in COLLECTIVE_SAFE:
+        if isinstance(caps, tuple) and len(set(caps)) > 1 and self.policy != "lb_mini":
             raise ValueError(
-                f"policy={self.policy!r} gives all ranks like microbatches, and max_tokens={list(caps)} allows some "
+                f"policy={self.policy!r} lets any rank run any microbatch, and max_tokens={list(caps)} allows some "
                 f'ranks more than others: write policy="lb_mini", or max_tokens={min(caps)}.'
             )
         object.__setattr__(self, "max_tokens", caps)

@@ -64,8 +64,8 @@ def _tokens(caps: int | Sequence[int]) -> str:
 def _expectation(loader: BalancedDataLoader, batches: int) -> str:
     gain = loader.planned_gain(batches)
     if gain is None:
-        return "not known before the stream is read; IdleTimeMonitor measures it"
+        return "not known before the stream is read; DeviceIdleMonitor measures it"
     return (
         f"ranks idle for {gain.balanced_idle:.0%} of the time; with collectives and batches as they come, "
-        f"{gain.idle:.0%}; {gain.factor:.2f}x as fast (planned from costs; IdleTimeMonitor measures it)"
+        f"{gain.idle:.0%}; {gain.factor:.2f}x as fast (planned from costs; DeviceIdleMonitor measures it)"
     )

@@ -45,7 +45,7 @@ def test_samples_run_only_where_they_fit(
     assert sorted(i for rank in plan for own in rank for i in own) == list(range(len(lengths)))
     for rank, cap in zip(plan, caps, strict=True):
         assert all(collation.tokens([lengths[i] for i in own]) <= cap for own in rank)
-    assert plan == plan_minibatch(lengths, ranks, tuple(caps), "steal", model, collation=collation)
+    assert plan == plan_minibatch(lengths, ranks, tuple(caps), cost=model, collation=collation)
     found = on_demand_cost(plan, lengths, model, collation=collation)
     assert found >= least_cost(lengths, ranks, model, caps, collation=collation) * (1 - 1e-9)
 
@@ -83,8 +83,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": [5, 0]}, r"max_tokens must be a whole number of at least 1, got 0"),
     (
         {"max_tokens": [5, 6], "policy": "lb_micro"},
-        r"like microbatches.*write policy=\"lb_mini\", or max_tokens=5",
+        r"any microbatch.*write policy=\"lb_mini\", or max_tokens=5",
     ),
+    ({"max_tokens": [5, 6], "policy": "steal"}, r"write policy=\"lb_mini\""),
     ({"max_tokens": [5, 6], "policy": "local_sort"}, r"write policy=\"lb_mini\""),
 ]
 

@@ -170,9 +170,12 @@ class OpaqueModule(Padded):
 )
 def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
     wanted = Wanted("auto", {}, communication, deterministic)
-    assert wanted.policy(world_size, indexed) == policy
+    assert wanted.policy(world_size, indexed, "cpu") == policy
+    assert wanted.policy(world_size, indexed, "cuda") == policy.replace("steal", "lb_mini")
+    unlike = Wanted("auto", {"max_tokens": [9, 5]}, communication, deterministic)
+    assert unlike.policy(world_size, indexed, "cpu") == policy.replace("steal", "lb_mini")
     ODCStrategy(balance="auto", communication=communication, deterministic=deterministic)
-    assert Wanted("local_sort", {}, communication, deterministic).policy(world_size, indexed) == "local_sort"
+    assert Wanted("local_sort", {}, communication, deterministic).policy(2, indexed, "cpu") == "local_sort"
 
 
 class Rows(IterableDataset[Tensor]):
