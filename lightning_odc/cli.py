@@ -111,7 +111,8 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         nargs="+",
         metavar="MODE",
         default=defaults.communication,
-        help=f"modes to compare, among {', '.join(MODES)}; with lockstep, cheaper bytes and fewer waits are two causes",
+        help=f'modes to compare, among {", ".join(MODES)}; balanced is strategy="odc_balanced", and lockstep splits '
+        "cheaper bytes from fewer waits",
     )
     for name, text in COUNTS.items():
         demo.add_argument(_flag(name), type=int, default=getattr(defaults, name), metavar="N", help=text)

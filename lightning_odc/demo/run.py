@@ -99,9 +99,10 @@ def show_data(console: Console, options: DemoOptions, corpus: Corpus, load: floa
     facts = length_facts(corpus.lengths)
     console.print("tokens: " + ", ".join(f"{name} {value:,.0f}" for name, value in facts.items()))
     console.print(histogram_text(corpus.lengths, corpus.max_length))
+    own = " (balanced: as it chooses)" if "balanced" in options.communication else ""
     console.print(
         f"minibatch: {options.devices} rank(s) x {options.samples_per_rank} samples, "
-        f"{options.samples_per_microbatch} per microbatch, {options.order}; "
+        f"{options.samples_per_microbatch} per microbatch, {options.order}{own}; "
         f"{threads_per_rank(options.devices)} thread(s) per rank"
     )
     if load > BUSY_LOAD * cores:
@@ -141,6 +142,9 @@ def show_results(console: Console, result: Result) -> None:
     reason = "" if math.isfinite(difference) else "; a loss is NaN or infinite"
     tolerance = f"(tolerance {LOSS_TOLERANCE[options.precision]:.0e}{reason})"
     console.print(f"{verdict}: largest relative difference {difference:.1e} {tolerance}")
+    if "balanced" in result.runs:
+        policy = result.runs["balanced"]["policy"]
+        console.print(f'balanced is Trainer(strategy="odc_balanced"); it chose policy "{policy}"')
     if result.gain is not None:
         console.print(gain_text(result.gain))
         show_repetitions(console, result, mode_of(result.gain.fast))
