@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## train a small language model with collectives, then on demand, and compare; ARGS="--help"
+demo: $(STAMP) ## train a small language model with collectives, on demand and balanced, and compare; ARGS="--help"
 	$(BIN)/lightning-odc demo $(ARGS)
 
 test: $(STAMP) ## run the tests; ARGS="-k name" picks some

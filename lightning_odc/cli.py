@@ -28,7 +28,7 @@ COUNTS = {
     "minibatches": "timed minibatches per repetition; one more goes before them, untimed",
     "repetitions": "how often each mode trains the same minibatches, the modes in turns",
     "samples_per_rank": "samples of each rank in a minibatch",
-    "samples_per_microbatch": "samples packed into one microbatch",
+    "samples_per_microbatch": "samples packed into one microbatch; balanced chooses by itself",
     "max_length": "longest sample in tokens (bytes); longer functions are left out",
     "layers": "decoder layers of the model",
     "hidden_size": "width of the model",
@@ -85,9 +85,10 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
     demo = commands.add_parser(
         "demo",
-        help="train one model on real text with collectives and on demand, and compare",
-        description="Train the same small language model on the same minibatches of Python source, once with "
-        "collectives and once on demand, and show times, losses and the speed-up.",
+        help="train one model on real text with collectives, on demand and balanced, and compare",
+        description="Train the same small language model on the same minibatches of Python source: with collectives, "
+        'on demand, and on demand with balanced minibatches (strategy="odc_balanced"). Show times, losses, the '
+        "speed-up and its causes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.set_defaults(command=_demo)
@@ -110,7 +111,8 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         nargs="+",
         metavar="MODE",
         default=defaults.communication,
-        help=f"modes to compare, among {', '.join(MODES)}",
+        help=f'modes to compare, among {", ".join(MODES)}; balanced is strategy="odc_balanced", and lockstep splits '
+        "cheaper bytes from fewer waits",
     )
     for name, text in COUNTS.items():
         demo.add_argument(_flag(name), type=int, default=getattr(defaults, name), metavar="N", help=text)
@@ -119,7 +121,7 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         metavar="ORDER",
         default=defaults.order,
         help=f"of a rank's samples within a minibatch, {' or '.join(ORDERS)}: by length, the longest first, "
-        "or as a shuffling loader delivers them",
+        "or as a shuffling loader delivers them; balanced has its own",
     )
     demo.add_argument(
         "--equal-lengths",

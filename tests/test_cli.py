@@ -38,7 +38,7 @@ def test_every_option_reaches_the_demo(asked_for: list[DemoOptions], tmp_path: P
     wanted = DemoOptions(
         output=tmp_path,
         devices=1,
-        communication=("lockstep", "on_demand"),
+        communication=("lockstep", "balanced"),
         minibatches=3,
         repetitions=2,
         samples_per_rank=5,
@@ -52,7 +52,7 @@ def test_every_option_reaches_the_demo(asked_for: list[DemoOptions], tmp_path: P
         seed=7,
     )
     line = (
-        f"demo --output {tmp_path} --devices 1 --communication lockstep on_demand --minibatches 3 "
+        f"demo --output {tmp_path} --devices 1 --communication lockstep balanced --minibatches 3 "
         "--repetitions 2 --samples-per-rank 5 --samples-per-microbatch 4 --max-length 512 --order shuffled "
         "--equal-lengths --layers 1 --hidden-size 128 --precision bf16-mixed --seed 7"
     )
@@ -68,7 +68,7 @@ def test_every_option_reaches_the_demo(asked_for: list[DemoOptions], tmp_path: P
         ("demo --devices two", "invalid int value: 'two'"),
         (
             "demo --communication one_sided",
-            "'one_sided' is unknown: choose from collective, on_demand, lockstep",
+            "'one_sided' is unknown: choose from collective, on_demand, lockstep, balanced",
         ),
         ("demo --communication collective collective", "names a mode twice"),
         ("demo --communication", "expected at least one argument"),

@@ -85,7 +85,7 @@ def _add_train(kinds: Any) -> None:
         nargs="+",
         metavar="C+P",
         help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}; a second plus "
-        "and a cost stand for another --cost",
+        'and a cost stand for another --cost; auto is what strategy="odc_balanced" chooses by itself',
     )
     train.add_argument(
         "--emulate",

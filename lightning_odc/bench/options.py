@@ -15,9 +15,11 @@ PAPERS_OWN = "lb_micro_paper"
 """``lb_micro`` as in the paper: microbatches are packed rank by rank, not along those of the other ranks."""
 SHUFFLED = "shuffled"
 """``local_sort`` without the sorting: samples in the order in which a shuffling loader delivers them."""
-POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED)
+AUTO = "auto"
+"""All that ``strategy="odc_balanced"`` chooses by itself, from an ordinary ``DataLoader``."""
+POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED, AUTO)
 EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN, SHUFFLED)
-COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted")
+COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted", "auto")
 MODELS = ("demo", "tiny", "small", "wide")
 PAPER_MODELS = ("1.5b", "7b")
 DISTRIBUTIONS = ("stdlib", "equal", "longalign", "swesmith", "aime")
@@ -36,6 +38,11 @@ class Combination(NamedTuple):
 
     def __str__(self) -> str:
         return "+".join(filter(None, self))
+
+    @property
+    def changes_plans(self) -> bool:
+        """Whether ranks run other plans than those that were made: they take from each other."""
+        return self.policy in ("steal", AUTO)
 
     @classmethod
     def parse(cls, text: str) -> Combination:
@@ -164,7 +171,7 @@ class TrainOptions:
 
     def cost_of(self, combination: Combination) -> str:
         """The cost by which a combination is planned."""
-        return combination.cost or self.cost
+        return combination.cost or (AUTO if combination.policy == AUTO else self.cost)
 
     def filled(self) -> TrainOptions:
         """The same with every default that depends on other options."""

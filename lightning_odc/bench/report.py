@@ -209,7 +209,7 @@ def _cells(row: Row, options: TrainOptions) -> dict[str, str]:
     low, middle, high = row.seconds
     communication, policy, _ = row.combination
     cells = {"communication": communication, "policy": policy, "cost": options.cost_of(row.combination)}
-    if not any(run.cost for run in options.runs or ()):
+    if len({options.cost_of(run) for run in options.runs or ()}) < 2:
         del cells["cost"]  # the same in all rows
     cells |= {
         "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",

@@ -69,12 +69,14 @@ class Totals:
         window_bytes: Size of its window.
         traffic: Reads and adds over the transport, by the names of the engine's ``Traffic``.
         stolen: Microbatches of others that it ran.
+        policy: The policy of the plans that it ran.
     """
 
     peak_bytes: int = 0
     window_bytes: int = 0
     traffic: dict[str, int] = field(default_factory=dict)
     stolen: int = 0
+    policy: str = ""
 
 
 @dataclass

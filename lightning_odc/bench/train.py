@@ -89,7 +89,7 @@ def _run_all(outcome: Outcome, watch: Watch | None, ranks: Ranks, advance: Advan
         for combination in options.runs:
             run = Run(combination, repetition, [[] for _ in range(ranks.world_size)])
             run.estimates = training.estimated_idle(options, combination, count)
-            if options.emulate and combination.policy != "steal":
+            if options.emulate and not combination.changes_plans:
                 bounds = training.planned_bounds(options, combination, count)
                 run.bounds = [cost * outcome.seconds_per_cost for cost in bounds]
             outcome.runs.append(run)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import with_speeds
@@ -24,7 +25,7 @@ from lightning_odc.balance.planner import Planner
 from lightning_odc.bench.emulation import SleepingLayer, SleepingModel, collate_by
 from lightning_odc.bench.lengths import Samples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, emulated_cost, find_config, planned_cost
-from lightning_odc.bench.options import EQUAL_COUNTS, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
+from lightning_odc.bench.options import AUTO, EQUAL_COUNTS, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.bench.processes import Tell
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
 from lightning_odc.callbacks.idle.sources import GradientWatch, MeetingTracer
@@ -32,7 +33,7 @@ from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
 
-_OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort"}
+_OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""
 
 
@@ -60,7 +61,11 @@ def fit(
     _begin_memory()
     by_hand = combination.communication == "ddp"
     slowness = options.slow_rank if rank == world_size - 1 else 1.0
-    loader = make_loader(options, combination, world_size, rank, seconds_per_cost)
+    loader: Any
+    if combination.policy == AUTO:
+        loader = plain_loader(options, seconds_per_cost)
+    else:
+        loader = make_loader(options, combination, world_size, rank, seconds_per_cost)
     module: BenchModule
     if options.emulate:
         module = SleepingModel(slowness, by_hand)
@@ -114,25 +119,15 @@ def make_loader(
 ) -> BalancedDataLoader:
     """The loader of one rank; all combinations have the same minibatches in the same order."""
     samples = cached_samples(options)
-    assert options.model is not None
-    longest = int(samples.lengths.max())
-    planned: Any = options.cost_of(combination)
-    collate: Any = pack_samples
-    if options.emulate:
-        cost = emulated_cost(options.model)
-        planned = cost if planned == "model" else planned
-        collate = collate_by(cost, seconds_per_cost)
-    else:
-        planned = planned_cost(planned, find_config(options.model, longest))
     loader = BalancedDataLoader(
         samples,
         lengths=samples.lengths,
         minibatch_size=options.samples_per_rank or 1,
-        max_tokens=int(options.packing_ratio * longest),
+        max_tokens=_most_tokens(options),
         policy=_OFFERED.get(combination.policy, combination.policy),
-        cost=planned,
+        cost=_planned_cost(options, combination),
         weighting="token" if options.emulate else "next_token",
-        collate_fn=collate,
+        collate_fn=_collate_fn(options, seconds_per_cost),
         shuffle=True,
         drop_last=True,
         seed=options.seed,
@@ -145,6 +140,38 @@ def make_loader(
         **given, compared=combination.policy, samples_per_microbatch=options.samples_per_microbatch
     )
     return loader
+
+
+def plain_loader(options: TrainOptions, seconds_per_cost: float = 1.0) -> DataLoader[Any]:
+    """The loader of a user who leaves balancing to the strategy; its minibatches are those of `make_loader`."""
+    return DataLoader(
+        cast(Any, cached_samples(options)),
+        batch_size=options.samples_per_rank or 1,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=_collate_fn(options, seconds_per_cost),
+        generator=torch.Generator().manual_seed(options.seed),
+    )
+
+
+def _most_tokens(options: TrainOptions) -> int:
+    """The most tokens in a microbatch."""
+    return int(options.packing_ratio * cached_samples(options).lengths.max())
+
+
+def _planned_cost(options: TrainOptions, combination: Combination) -> Any:
+    """What plans are made by."""
+    assert options.model is not None
+    named = options.cost_of(combination)
+    if options.emulate:
+        return emulated_cost(options.model) if named == "model" else named
+    return planned_cost(named, find_config(options.model, int(cached_samples(options).lengths.max())))
+
+
+def _collate_fn(options: TrainOptions, seconds_per_cost: float) -> Callable[[Any], Any]:
+    """What makes a microbatch; emulated devices need only its cost."""
+    assert options.model is not None
+    return collate_by(emulated_cost(options.model), seconds_per_cost) if options.emulate else pack_samples
 
 
 @dataclass(frozen=True)
@@ -219,9 +246,9 @@ def estimated_idle(options: TrainOptions, combination: Combination, count: int) 
     The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
     """
     assert options.ranks is not None
-    loader = make_loader(options, combination, options.ranks, 0)
-    if combination.policy == "steal" or loader.recipe.learns:
+    if combination.changes_plans or options.cost_of(combination) in ("fitted", "auto"):
         return []
+    loader = make_loader(options, combination, options.ranks, 0)
     lengths, evaluate = cached_samples(options).lengths, _cost_under(combination)
     return [idle_of_plan(plan, lengths, loader.recipe.cost, evaluate) for plan in _plans(loader, count)]
 
@@ -290,6 +317,7 @@ class MinibatchRecorder(Callback):
             self.totals.window_bytes = strategy.engine.window_bytes
             self.totals.traffic = asdict(strategy.engine.traffic)
             self.totals.stolen = getattr(strategy.engine, "stolen", 0)
+            self.totals.policy = cast(Any, trainer.train_dataloader).recipe.policy
         elif isinstance(self._meetings, GradientWatch):
             self._meetings.release()
         self.totals.peak_bytes = _peak_private()
@@ -324,7 +352,12 @@ def _trainer(
     strategy: Any = "ddp"
     if communication != "ddp":
         layers: Any = {SleepingLayer} if options.emulate else None
-        strategy = ODCStrategy(communication=communication, auto_wrap_policy=layers, hang_report_after=None)
+        strategy = ODCStrategy(
+            communication=communication,
+            auto_wrap_policy=layers,
+            hang_report_after=None,
+            **(_balancing(options, combination) if combination.policy == AUTO else {}),
+        )
     return Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -339,6 +372,12 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def _balancing(options: TrainOptions, combination: Combination) -> dict[str, Any]:
+    """What ``strategy="odc_balanced"`` stands for, and what the options say otherwise."""
+    most = None if options.packing_ratio == 1 else _most_tokens(options)
+    return {"balance": "auto", "cost": _planned_cost(options, combination), "max_tokens": most}
 
 
 def _begin_memory() -> None:

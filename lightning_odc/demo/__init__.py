@@ -1,4 +1,4 @@
-"""The demo: the same text, the same model, trained once with collectives and once on demand; a preset of `bench train`.
+"""The demo: the same text and model, with collectives, on demand, and balanced; a preset of `bench train`.
 
 Started by ``lightning-odc demo``; needs the extra packages of ``pip install "lightning-odc[demo]"``.
 """

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-Mode = Literal["collective", "on_demand", "lockstep"]
-"""``ODCStrategy``'s ways to communicate: stock collectives; one-sided; one-sided with a barrier per unit."""
+Mode = Literal["collective", "on_demand", "lockstep", "balanced"]
+"""``ODCStrategy``'s ways to communicate: stock collectives; one-sided; one-sided with a barrier per unit. And
+``"balanced"``: one-sided, with all that ``strategy="odc_balanced"`` chooses by itself."""
 Order = Literal["sorted", "shuffled"]
 Precision = Literal["32-true", "bf16-mixed"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -36,7 +37,7 @@ class DemoOptions:
 
     output: Path = Path("odc-demo")
     devices: int = 2
-    communication: tuple[Mode, ...] = ("collective", "on_demand")
+    communication: tuple[Mode, ...] = ("collective", "on_demand", "balanced")
     minibatches: int = 8
     repetitions: int = 3
     samples_per_rank: int = 8

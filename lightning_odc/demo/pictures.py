@@ -13,6 +13,14 @@ from numpy.typing import NDArray
 from lightning_odc.bench.report import length_facts
 from lightning_odc.callbacks.timeline.palette import BLUE, MODES
 
+TITLES = {
+    "collective": "collective",
+    "on_demand": "on demand",
+    "lockstep": "lockstep",
+    "balanced": "on demand, balanced",
+}
+"""What pictures call the modes."""
+
 
 def lengths_picture(lengths: Sequence[int], cap: int, dropped: int) -> Figure:
     """Histogram of the samples' lengths, with median, mean and the cap."""
@@ -45,7 +53,9 @@ def minibatches_picture(seconds: Mapping[str, NDArray[np.float64]]) -> Figure:
     width = 0.8 / len(seconds)
     for place, (mode, times) in enumerate(seconds.items()):
         centres = 1 + np.arange(times.shape[1]) + (place - (len(seconds) - 1) / 2) * width
-        axes.bar(centres, np.median(times, axis=0), width * 0.9, color=MODES[mode], alpha=0.55, label=mode)
+        axes.bar(
+            centres, np.median(times, axis=0), width * 0.9, color=MODES[mode], alpha=0.55, label=TITLES[mode]
+        )
         axes.scatter(np.broadcast_to(centres, times.shape), times, color=MODES[mode], s=12, zorder=3)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_odc.bench.options import AUTO, Combination
 from lightning_odc.bench.pictures import write_picture
 from lightning_odc.bench.processes import threads_per_rank
 from lightning_odc.bench.report import LOSS_TOLERANCE, Outcome, length_facts, machine
-from lightning_odc.bench.results import Row, Run, loss_difference, quartiles
+from lightning_odc.bench.results import Row, Run, Split, loss_difference, quartiles, splits
 from lightning_odc.callbacks import draw_timelines, load_timeline
 from lightning_odc.demo.corpus import Corpus
-from lightning_odc.demo.options import DemoOptions
-from lightning_odc.demo.pictures import lengths_picture, minibatches_picture
+from lightning_odc.demo.options import DemoOptions, Mode
+from lightning_odc.demo.pictures import TITLES, lengths_picture, minibatches_picture
 from lightning_odc.files import write_json
+
+CAUSES = {
+    "communication": "cheaper bytes and fewer waits",
+    "communication and balancing": "cheaper bytes, fewer waits and balancing",
+}
+"""What is said of a factor that is not split, since lockstep was not run."""
+
+
+def mode_of(combination: Combination) -> Mode:
+    """What the demo calls a combination."""
+    return cast(Mode, "balanced" if combination.policy == AUTO else combination.communication)
 
 
 def timeline_folder(output: Path, mode: str) -> Path:
@@ -52,10 +64,10 @@ class Result:
     @cached_property
     def runs(self) -> dict[str, dict[str, Any]]:
         """The figures of each mode over all its repetitions, in the order of the options; see `_figures`."""
-        return {row.combination.communication: self._figures(row) for row in self.outcome.rows}
+        return {mode_of(row.combination): self._figures(row) for row in self.outcome.rows}
 
     def _runs_of(self, mode: str) -> list[Run]:
-        return [run for run in self.outcome.runs if run.combination.communication == mode]
+        return [run for run in self.outcome.runs if mode_of(run.combination) == mode]
 
     def _figures(self, row: Row) -> dict[str, Any]:
         """An entry of ``runs`` in ``result.json``.
@@ -63,7 +75,7 @@ class Result:
         Rates are over all timed minibatches of all ranks. ``loss`` has every minibatch of the last repetition, the
         untimed one included; ``idle_seconds`` the waits by cause, of all ranks and timed minibatches.
         """
-        mode = row.combination.communication
+        mode = mode_of(row.combination)
         runs, seconds = self._runs_of(mode), self.seconds[mode].ravel().tolist()
         timed = [one for run in runs for index in run.timed for one in run.of(index)]
         waits = sorted({cause for one in timed for cause in one.waits})
@@ -82,6 +94,7 @@ class Result:
             "idle_seconds": {cause: sum(one.waits.get(cause, 0.0) for one in timed) for cause in waits},
             "idle_share": row.idle,
             "over_bound": row.over_bound,
+            "policy": runs[-1].totals[0].policy,
         }
 
     @property
@@ -92,26 +105,40 @@ class Result:
         slow = self.seconds["collective"].sum()
         return {mode: float(slow / own.sum()) for mode, own in self.seconds.items()}
 
-    @property
-    def speedup_by_repetition(self) -> list[float]:
-        """The time of collectives over that on demand, for each pair of neighbouring runs."""
-        if not {"collective", "on_demand"} <= self.seconds.keys():
+    def speedup_by_repetition(self, mode: str = "on_demand") -> list[float]:
+        """The time of collectives over that of a mode, for each repetition; empty if one of them was not run."""
+        if not {"collective", mode} <= self.seconds.keys():
             return []
         ratios: list[float] = (
-            self.seconds["collective"].sum(axis=1) / self.seconds["on_demand"].sum(axis=1)
+            self.seconds["collective"].sum(axis=1) / self.seconds[mode].sum(axis=1)
         ).tolist()
         return ratios
 
-    @property
-    def speedup_undisturbed(self) -> float | None:
+    def speedup_undisturbed(self, mode: str = "on_demand") -> float | None:
         """The speed-up if every minibatch had taken what it took in its fastest repetition, or None.
 
         Whatever else runs on the machine only adds time, so the fastest repetition is the least disturbed one.
         """
-        if not {"collective", "on_demand"} <= self.seconds.keys():
+        if not {"collective", mode} <= self.seconds.keys():
             return None
-        slow, fast = (self.seconds[mode].min(axis=0).sum() for mode in ("collective", "on_demand"))
+        slow, fast = (self.seconds[one].min(axis=0).sum() for one in ("collective", mode))
         return float(slow / fast)
+
+    @cached_property
+    def gain(self) -> Split | None:
+        """The speed-up of the balanced mode over collectives, as a product of causes; without it that on demand.
+
+        None if the modes to compare were not run.
+        """
+        best = "balanced" if "balanced" in self.seconds else "on_demand"
+        if not {"collective", best} <= self.seconds.keys():
+            return None
+        # Speed-ups are over the first run, whatever order the user named the modes in.
+        runs = self._runs_of("collective") + [
+            run for run in self.outcome.runs if mode_of(run.combination) != "collective"
+        ]
+        (found,) = (split for split in splits(runs) if mode_of(split.fast) == best)
+        return replace(found, factors=[(CAUSES.get(name, name), factor) for name, factor in found.factors])
 
     def write_files(self) -> None:
         """Write ``result.json`` and the pictures into the output folder."""
@@ -123,7 +150,7 @@ class Result:
         timelines = {
             mode: load_timeline(timeline_folder(folder, mode) / "timeline.json") for mode in self.runs
         }
-        draw_timelines(timelines, folder / "timelines.png")
+        draw_timelines({TITLES[mode]: one for mode, one in timelines.items()}, folder / "timelines.png")
         shown = {
             mode: {
                 "trace": str(timeline_folder(Path(), mode) / "timeline.json"),
@@ -135,6 +162,19 @@ class Result:
         }
         write_json(folder / "result.json", self.as_dict() | {"timelines": shown})
 
+    def _gain_record(self) -> dict[str, Any] | None:
+        """The whole gain for JSON: low end, value and high end of the speed-up and of its factors."""
+        if self.gain is None:
+            return None
+        mode = mode_of(self.gain.fast)
+        return {
+            "mode": mode,
+            "speedup": self.gain.total,
+            "factors": dict(self.gain.factors),
+            "by_repetition": self.speedup_by_repetition(mode),
+            "undisturbed": self.speedup_undisturbed(mode),
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """The content of ``result.json`` but for the timelines."""
         here = machine(self.outcome.load)
@@ -143,8 +183,9 @@ class Result:
             "runs": self.runs,
             "speedup": self.speedups.get("on_demand"),
             "speedups": self.speedups,
-            "speedup_by_repetition": self.speedup_by_repetition,
-            "speedup_undisturbed": self.speedup_undisturbed,
+            "speedup_by_repetition": self.speedup_by_repetition(),
+            "speedup_undisturbed": self.speedup_undisturbed(),
+            "gain": self._gain_record(),
             "loss_disagreement": loss_difference(self.outcome.runs),
             "loss_tolerance": LOSS_TOLERANCE[self.options.precision],
             "config": asdict(self.options) | {"output": str(self.options.output)},

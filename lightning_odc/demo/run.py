@@ -13,14 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_odc.bench import train
-from lightning_odc.bench.options import SHUFFLED, Combination, TrainOptions
+from lightning_odc.bench.options import AUTO, SHUFFLED, Combination, TrainOptions
 from lightning_odc.bench.processes import RankFailedError, threads_per_rank
 from lightning_odc.bench.report import BUSY_LOAD, LOSS_TOLERANCE, Outcome, length_facts
-from lightning_odc.bench.results import WARM_UP, loss_difference
+from lightning_odc.bench.results import WARM_UP, Split, loss_difference
 from lightning_odc.callbacks import TimelineRecorder
 from lightning_odc.demo.corpus import Corpus, read_samples
-from lightning_odc.demo.options import DemoOptions, available_cores, prepare_output
-from lightning_odc.demo.result import Result, timeline_folder
+from lightning_odc.demo.options import DemoOptions, Mode, Order, available_cores, prepare_output
+from lightning_odc.demo.result import Result, mode_of, timeline_folder
 
 BINS = 10
 SPREAD = 0.15
@@ -56,10 +56,9 @@ def run_demo(options: DemoOptions) -> int:
 
 def preset(options: DemoOptions) -> TrainOptions:
     """The demo as a benchmark."""
-    policy = SHUFFLED if options.order == "shuffled" else "local_sort"
     return TrainOptions(
         output=options.output,
-        runs=tuple(Combination(mode, policy) for mode in options.communication),
+        runs=tuple(combination_of(mode, options.order) for mode in options.communication),
         model=f"{options.layers}x{options.hidden_size}",
         lengths="equal" if options.equal_lengths else "stdlib",
         ranks=options.devices,
@@ -73,6 +72,13 @@ def preset(options: DemoOptions) -> TrainOptions:
     )
 
 
+def combination_of(mode: Mode, order: Order) -> Combination:
+    """What is run under a mode: one plan for all ways to communicate, and what the strategy makes of the same data."""
+    if mode == "balanced":
+        return Combination("on_demand", AUTO)
+    return Combination(mode, SHUFFLED if order == "shuffled" else "local_sort")
+
+
 def timeline_recorders(
     options: DemoOptions, combination: Combination, repetition: int
 ) -> list[TimelineRecorder]:
@@ -80,7 +86,7 @@ def timeline_recorders(
     if repetition < options.repetitions - 1:
         return []
     last = WARM_UP + options.minibatches - 1
-    return [TimelineRecorder(timeline_folder(options.output, combination.communication), (last, last))]
+    return [TimelineRecorder(timeline_folder(options.output, mode_of(combination)), (last, last))]
 
 
 def show_data(console: Console, options: DemoOptions, corpus: Corpus, load: float) -> None:
@@ -93,9 +99,10 @@ def show_data(console: Console, options: DemoOptions, corpus: Corpus, load: floa
     facts = length_facts(corpus.lengths)
     console.print("tokens: " + ", ".join(f"{name} {value:,.0f}" for name, value in facts.items()))
     console.print(histogram_text(corpus.lengths, corpus.max_length))
+    own = " (balanced: as it chooses)" if "balanced" in options.communication else ""
     console.print(
         f"minibatch: {options.devices} rank(s) x {options.samples_per_rank} samples, "
-        f"{options.samples_per_microbatch} per microbatch, {options.order}; "
+        f"{options.samples_per_microbatch} per microbatch, {options.order}{own}; "
         f"{threads_per_rank(options.devices)} thread(s) per rank"
     )
     if load > BUSY_LOAD * cores:
@@ -135,19 +142,36 @@ def show_results(console: Console, result: Result) -> None:
     reason = "" if math.isfinite(difference) else "; a loss is NaN or infinite"
     tolerance = f"(tolerance {LOSS_TOLERANCE[options.precision]:.0e}{reason})"
     console.print(f"{verdict}: largest relative difference {difference:.1e} {tolerance}")
-    pairs = result.speedup_by_repetition
-    if len(pairs) > 1:
-        uneven = max(pairs) / min(pairs) > 1 + SPREAD
-        console.print(
-            f"speed-up by repetition: {', '.join(f'x{pair:.2f}' for pair in pairs)}; "
-            f"undisturbed: x{result.speedup_undisturbed:.2f}"
-            + (" [yellow](they differ: was the machine busy?)" if uneven else "")
-        )
+    if "balanced" in result.runs:
+        policy = result.runs["balanced"]["policy"]
+        console.print(f'balanced is Trainer(strategy="odc_balanced"); it chose policy "{policy}"')
+    if result.gain is not None:
+        console.print(gain_text(result.gain))
+        show_repetitions(console, result, mode_of(result.gain.fast))
     console.print(
         f"files in {options.output}/:\n"
         f"  timelines.png       every rank in minibatch {options.minibatches}, all modes; grey is waiting\n"
         "  timelines/<mode>/   the same as traces: open timeline.json in https://ui.perfetto.dev\n"
         "  minibatches.png, lengths.png, result.json"
+    )
+
+
+def gain_text(gain: Split) -> str:
+    """The whole gain, and what it is a product of."""
+    said = f"speed-up of {mode_of(gain.fast)} over collective: [bold]x{gain.total[1]:.2f}[/]"
+    return f"{said} = " + ", times ".join(f"x{factor[1]:.2f} {cause}" for cause, factor in gain.factors)
+
+
+def show_repetitions(console: Console, result: Result, mode: Mode) -> None:
+    """Print the speed-up of each repetition, if there are several."""
+    pairs = result.speedup_by_repetition(mode)
+    if len(pairs) < 2:
+        return
+    uneven = max(pairs) / min(pairs) > 1 + SPREAD
+    console.print(
+        f"by repetition: {', '.join(f'x{pair:.2f}' for pair in pairs)}; "
+        f"undisturbed: x{result.speedup_undisturbed(mode):.2f}"
+        + (" [yellow](they differ: was the machine busy?)" if uneven else "")
     )
 
 

@@ -30,6 +30,7 @@ from lightning_odc.bench.results import (
     splits,
     summarize,
 )
+from lightning_odc.data.convert import balanced_from
 
 COLLECTIVE = Combination("collective", "lb_micro")
 LOCKSTEP = Combination("lockstep", "lb_micro")
@@ -96,7 +97,26 @@ def test_what_the_planner_would_estimate() -> None:
     options = TrainOptions(lengths="equal", cost="tokens").filled()
     assert training.estimated_idle(options, COLLECTIVE, 2) == [0, 0]
     assert training.estimated_idle(options, BALANCED._replace(cost="fitted"), 2) == []
-    assert training.estimated_idle(options, BALANCED._replace(policy="steal"), 2) == []
+    assert training.estimated_idle(options, BALANCED._replace(cost="auto"), 2) == []
+    for policy in ("steal", "auto"):
+        assert training.estimated_idle(options, BALANCED._replace(policy=policy), 2) == []
+
+
+def test_the_plain_loader_has_the_same_minibatches() -> None:
+    options = TrainOptions(
+        lengths="stdlib", max_length=128, samples_per_rank=3, model="tiny", seed=5
+    ).filled()
+    planned = training.make_loader(options, BALANCED, 2, 0)
+    balanced = balanced_from(training.plain_loader(options), num_replicas=2, rank=0)
+    for loader in (planned, balanced):
+        assert loader.recipe.shuffle
+    for epoch, step in ((0, 0), (0, len(planned) - 1), (1, 0)):
+        first, second = (
+            {i for rank in loader.plan(step, epoch).microbatches for part in rank for i in part}
+            for loader in (planned, balanced)
+        )
+        assert first == second
+    assert len(planned) == len(balanced)
 
 
 def test_only_minibatches_that_both_have_are_compared() -> None:

@@ -56,6 +56,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
         "on_demand+lb_micro",
         "on_demand+lb_mini+fitted",
         "on_demand+steal",
+        "on_demand+auto",
     ]
     code, found = bench(tmp_path, *TINY, "--lengths", "aime", "--runs", *runs)  # real text: the demo's tests
     assert code == 0
@@ -72,6 +73,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
     assert rows["lockstep+lb_micro"]["idle"] > 0
     assert rows["ddp+lb_micro"]["idle"] > 0
     assert rows["on_demand+lb_mini+fitted"]["estimated_idle"] is None
+    assert [one["policy"] for one in found["runs"][-1]["totals"]] == ["steal", "steal"]
     assert 0 <= rows["collective+lb_micro"]["estimated_idle"] < 1
     (split,) = [one for one in found["splits"] if one["fast"] == "on_demand+lb_micro"]
     factors = [factor[1] for factor in split["factors"].values()]
@@ -297,6 +299,7 @@ def test_nothing_measured_leaves_earlier_results(
         ("--runs collective+lb_micro+fitted", "collectives and ddp do not have"),
         ("--runs collective+lb_mini", "collective would hang; use on_demand+lb_mini or collective+lb_micro"),
         ("--runs ddp+steal", "would hang"),
+        ("--runs collective+auto", "would hang; use on_demand+auto or collective+lb_micro"),
         ("--runs on_demand+steal on_demand+steal", "names a combination twice"),
         ("--ranks 1000", "--ranks 1000 is too many for"),
         ("--emulate --ranks 1000", "--ranks 1000 is too many: the most is 64"),

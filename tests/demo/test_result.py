@@ -19,10 +19,10 @@ from lightning_odc.bench.pictures import write_picture
 from lightning_odc.bench.report import Outcome, length_facts
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
 from lightning_odc.demo.corpus import Corpus
-from lightning_odc.demo.options import DemoOptions, Mode
+from lightning_odc.demo.options import MODES, DemoOptions, Mode
 from lightning_odc.demo.pictures import lengths_picture, minibatches_picture
-from lightning_odc.demo.result import Result
-from lightning_odc.demo.run import histogram, histogram_text, preset, results_table
+from lightning_odc.demo.result import Result, mode_of
+from lightning_odc.demo.run import gain_text, histogram, histogram_text, preset, results_table
 
 CORPUS = Corpus((b"def f(): pass\n",), 64, 0, 1)
 LOSSES, TOKENS = ([30.0, 10.0, 5.0], [10.0, 20.0, 10.0]), ([10, 10, 10], [10, 20, 20])
@@ -33,7 +33,7 @@ def result_of(*measured: tuple[Mode, list[float]], wait: float = 0.5) -> Result:
     modes: tuple[Mode, ...] = tuple(dict.fromkeys(mode for mode, _ in measured))
     options = DemoOptions(communication=modes, samples_per_rank=2, minibatches=2)
     outcome = Outcome(preset(options))
-    combinations = {run.communication: run for run in outcome.options.runs or ()}
+    combinations = {mode_of(run): run for run in outcome.options.runs or ()}
     for number, (mode, seconds) in enumerate(measured):
         ranks = [
             [
@@ -69,11 +69,57 @@ def test_speedups_are_relative_to_collectives() -> None:
     ]
     result = result_of(*measured)
     assert result.speedups == pytest.approx({"collective": 1.0, "on_demand": 21 / 18})
-    assert result.speedup_by_repetition == pytest.approx([10 / 10, 11 / 8])
-    assert result.speedup_undisturbed == pytest.approx(6.0 / 3.0)  # each minibatch at its fastest
+    assert result.speedup_by_repetition() == pytest.approx([10 / 10, 11 / 8])
+    assert result.speedup_undisturbed() == pytest.approx(6.0 / 3.0)  # each minibatch at its fastest
     alone = result_of(measured[0])
-    assert (alone.speedups, alone.speedup_by_repetition, alone.speedup_undisturbed) == ({}, [], None)
-    assert alone.as_dict()["speedup"] is None
+    assert (alone.speedups, alone.speedup_by_repetition(), alone.speedup_undisturbed()) == ({}, [], None)
+    assert alone.as_dict()["speedup"] is alone.as_dict()["gain"] is None
+
+
+SECONDS: dict[Mode, list[float]] = {
+    "balanced": [9.0, 1.0, 2.0],
+    "on_demand": [9.0, 2.0, 4.0],
+    "lockstep": [9.0, 3.0, 6.0],
+    "collective": [9.0, 6.0, 12.0],
+}
+
+
+@pytest.mark.parametrize(
+    ("modes", "text"),
+    [
+        (
+            ("balanced", "lockstep", "on_demand", "collective"),
+            "speed-up of balanced over collective: [bold]x6.00[/] = x2.00 cheaper bytes, times x1.50 fewer waits, "
+            "times x2.00 balancing",
+        ),
+        (
+            ("collective", "on_demand", "balanced"),
+            "speed-up of balanced over collective: [bold]x6.00[/] = x3.00 cheaper bytes and fewer waits, "
+            "times x2.00 balancing",
+        ),
+        (
+            ("collective", "balanced"),
+            "speed-up of balanced over collective: [bold]x6.00[/] = x6.00 cheaper bytes, fewer waits and balancing",
+        ),
+        (
+            ("on_demand", "collective"),
+            "speed-up of on_demand over collective: [bold]x3.00[/] = x3.00 cheaper bytes and fewer waits",
+        ),
+    ],
+)
+def test_the_whole_gain_is_a_product_of_causes(modes: tuple[Mode, ...], text: str) -> None:
+    result = result_of(*((mode, SECONDS[mode]) for mode in modes))
+    assert result.gain is not None
+    assert gain_text(result.gain) == text
+    record = result.as_dict()["gain"]
+    assert (record["speedup"], record["undisturbed"]) == (result.gain.total, result.gain.total[1])
+    assert record["by_repetition"] == [result.gain.total[1]]
+    assert record["factors"] == dict(result.gain.factors)
+
+
+@pytest.mark.parametrize("mode", ["on_demand", "balanced"])
+def test_without_collectives_there_is_no_gain_to_tell(mode: Mode) -> None:
+    assert result_of(("lockstep", [9.0, 2.0]), (mode, [9.0, 1.0])).gain is None
 
 
 def test_every_length_falls_into_one_bin() -> None:
@@ -111,7 +157,7 @@ def test_the_table_has_a_row_per_mode() -> None:
 
 def test_pictures_are_written(tmp_path: Path) -> None:
     write_picture(tmp_path / "a.png", lengths_picture([3, 4, 5, 90], 100, 7))
-    seconds = {mode: np.array([[1.0, 2.0], [1.1, 2.1]]) for mode in ("collective", "on_demand", "lockstep")}
+    seconds = {mode: np.array([[1.0, 2.0], [1.1, 2.1]]) for mode in MODES}
     write_picture(tmp_path / "b.png", minibatches_picture(seconds))
     for name in ("a.png", "b.png"):
         content = (tmp_path / name).read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -80,9 +81,9 @@ def check_run(run: dict[str, Any], minibatches: int, repetitions: int) -> None:
 
 
 def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
-    modes = ["collective", "on_demand", "lockstep"]
+    modes = ["balanced", "collective", "on_demand", "lockstep"]
     process = start(["--output", str(tmp_path), "--communication", *modes], started)
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=170)
     assert process.returncode == 0, err
 
     result = json.loads((tmp_path / "result.json").read_text())
@@ -94,6 +95,15 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
         runs["on_demand"]["samples_per_second"] / runs["collective"]["samples_per_second"]
     )
     assert result["loss_disagreement"] <= result["loss_tolerance"] <= 1e-5
+    gain = result["gain"]
+    assert (gain["mode"], list(gain["factors"])) == (
+        "balanced",
+        ["cheaper bytes", "fewer waits", "balancing"],
+    )
+    assert gain["speedup"][1] == pytest.approx(
+        runs["balanced"]["samples_per_second"] / runs["collective"]["samples_per_second"]
+    )
+    assert math.prod(factor[1] for factor in gain["factors"].values()) == pytest.approx(gain["speedup"][1])
 
     # The one-sided path was taken, by two ranks: each microbatch of each rank reads the peer's shard of each
     # unit (two layers and the rest) at least in the forward pass, and the waits are measured.
@@ -102,6 +112,15 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
     assert runs["on_demand"]["idle_share"] > 0
     assert runs["lockstep"]["idle_seconds"]["lockstep"] > runs["on_demand"]["idle_seconds"]["lockstep"] == 0
     assert runs["collective"]["idle_seconds"]["collective"] > 0
+    # The strategy itself has planned: short samples share a microbatch, and ranks may take from each other.
+    assert {mode: run["policy"] for mode, run in runs.items()} == {
+        "balanced": "steal",
+        "collective": "local_sort",
+        "on_demand": "local_sort",
+        "lockstep": "local_sort",
+    }
+    assert runs["balanced"]["traffic_per_minibatch"]["reads"] > 0
+    tokens = {}
     for mode in modes:
         assert 0 < runs[mode]["idle_share"] < 1
         shown = result["timelines"][mode]
@@ -110,11 +129,17 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
         assert timeline.waiting_seen
         for rank in timeline.ranks:
             assert [span.details["number"] for span in rank.of("minibatch")] == [2]
-            assert len(rank.of("forward")) == 3
+            assert mode == "balanced" or len(rank.of("forward")) == 3
+        spans = [span for rank in timeline.ranks for span in rank.of("forward")]
+        tokens[mode] = sum(span.details["tokens"] for span in spans)
+    assert len(set(tokens.values())) == 1  # the same samples, without padding
 
     # Ranks are silent.
     assert sum(line.startswith("mode ") for line in out.splitlines()) == 1
-    assert [line.split()[0] for line in out.splitlines() if line.startswith(tuple(modes))] == modes
+    begins = tuple(f"{mode}  " for mode in modes)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(begins)] == modes
+    assert 'balanced is Trainer(strategy="odc_balanced"); it chose policy "steal"' in out
+    assert f"speed-up of balanced over collective: x{gain['speedup'][1]:.2f} = x" in out
     assert "losses agree" in out
     assert "Warning" not in err
     assert f"files in {tmp_path}/:" in out
@@ -139,18 +164,21 @@ def test_ctrl_c_ends_every_process_with_one_line(
 
 
 def test_one_process_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = f"--devices 1 --output {tmp_path} --communication on_demand --repetitions 1 --equal-lengths"
+    options = (
+        f"--devices 1 --output {tmp_path} --communication on_demand balanced --repetitions 1 --equal-lengths"
+    )
     more = "--order shuffled --samples-per-microbatch 2 --precision bf16-mixed"
     assert cli.main(["demo", *SMALL.split(), *options.split(), *more.split()]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["speedup"] is None
+    assert result["speedup"] is result["gain"] is None
+    assert result["runs"]["balanced"]["policy"] == "lb_mini"  # there is nobody to take from
     assert len(set(result["corpus"]["tokens"].values())) == 1
     assert result["loss_tolerance"] == 1e-3
     (rank,) = load_timeline(tmp_path / result["timelines"]["on_demand"]["trace"]).ranks
     assert len(rank.of("forward")) == 2  # three samples, two in the first microbatch
     out = capsys.readouterr().out
     assert "on_demand" in out
-    assert "speed-up by" not in out
+    assert "speed-up of" not in out
 
 
 def test_a_rank_that_fails_ends_the_demo_with_its_reason(

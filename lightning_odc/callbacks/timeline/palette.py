@@ -9,5 +9,5 @@ IDLE = "#d4d4d4"
 
 LINES = (BLUE, ORANGE, GREEN, RED, PURPLE, GREY)
 """Of the lines in one picture, in this order."""
-MODES = {"collective": RED, "on_demand": BLUE, "lockstep": ORANGE}
+MODES = {"collective": RED, "on_demand": BLUE, "lockstep": ORANGE, "balanced": TEAL}
 """Of the ways to communicate."""
