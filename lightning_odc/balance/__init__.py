@@ -5,6 +5,7 @@ Needs numpy only.
 """
 
 from lightning_odc.balance.arrays import Plan
+from lightning_odc.balance.collation import Collation
 from lightning_odc.balance.costs import (
     Cost,
     FunctionCost,
@@ -36,6 +37,7 @@ from lightning_odc.balance.transformer import TransformerCost, transformer
 __all__ = [
     "COLLECTIVE_SAFE",
     "POLICIES",
+    "Collation",
     "Cost",
     "FittedCost",
     "FunctionCost",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,20 +69,60 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, choices))}.")
 
 
-def check_cap(lengths: Ints, max_tokens: int | None) -> int:
-    """The token cap of a microbatch: ``max_tokens``, or the longest sample.
+Caps = int | Sequence[int] | None
+"""Most tokens of a microbatch: for all ranks, or one number per rank; by default the longest row."""
+
+
+def as_caps(max_tokens: Any, num_ranks: int) -> int | tuple[int, ...] | None:
+    """``max_tokens`` as a number, one number per rank, or None.
 
     Raises:
-        ValueError: the cap is not a positive whole number, or a sample alone is above it.
+        ValueError: a cap is not a positive whole number, or there are not as many caps as ranks.
     """
-    longest = int(lengths.max())
     if max_tokens is None:
-        return longest
-    cap = check_count("max_tokens", max_tokens)
-    if longest > cap:
-        index = int(lengths.argmax())
+        return None
+    if not isinstance(max_tokens, Sequence | np.ndarray) or isinstance(max_tokens, str):
+        return check_count("max_tokens", max_tokens)
+    caps = tuple(check_count("max_tokens", cap) for cap in max_tokens)
+    if len(caps) != num_ranks:
+        example = ((caps or (8192,)) * num_ranks)[:num_ranks]
         raise ValueError(
-            f"sample {index} has {longest} tokens, more than max_tokens={cap}, and samples are never split: write "
-            f"max_tokens={longest}, or shorten or leave out the longer samples."
+            f"max_tokens has {len(caps)} caps for {num_ranks} ranks: write one per rank, max_tokens={list(example)}, "
+            f"or one number for all, max_tokens={example[0]}."
         )
-    return cap
+    return caps
+
+
+def check_caps(lengths: Ints, rows: Ints, max_tokens: int | tuple[int, ...] | None, num_ranks: int) -> Ints:
+    """``[num_ranks]`` token caps of a microbatch: ``max_tokens``, or the longest row.
+
+    Args:
+        lengths: ``[n]`` tokens of the samples.
+        rows: ``[n]`` tokens that each sample has alone in its microbatch.
+        max_tokens: what `as_caps` returns.
+        num_ranks: the number of ranks.
+
+    Raises:
+        ValueError: a sample alone is above the largest cap.
+    """
+    longest = int(rows.max())
+    caps = np.broadcast_to(np.asarray(longest if max_tokens is None else max_tokens), (num_ranks,))
+    if longest > caps.max():
+        raise ValueError(_does_not_fit(lengths, rows, max_tokens))
+    return caps
+
+
+def _does_not_fit(lengths: Ints, rows: Ints, max_tokens: Any) -> str:
+    index = int(rows.argmax())
+    length, longest = int(lengths[index]), int(rows[index])
+    padded = "" if length == longest else f", {'padded' if length < longest else 'cut'} to {longest}"
+    if not isinstance(max_tokens, tuple):
+        limit, line = f"max_tokens={max_tokens}", f"max_tokens={longest}"
+    else:
+        largest, caps = max(max_tokens), list(max_tokens)
+        limit = f"{largest}, the largest cap of max_tokens={caps}"
+        line = f"max_tokens={[longest if cap == largest else cap for cap in caps]}"
+    return (
+        f"sample {index} has {length} tokens{padded}, more than {limit}, and samples are never split: write {line}, "
+        "or shorten or leave out the longer samples."
+    )

@@ -15,12 +15,13 @@ packing pays only where it saves more overhead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.collation import PACKED, Collation
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +53,36 @@ class Terms:
         return bool(self.overhead.any() or self.pair.any())
 
 
-def terms_of(cost: Cost, lengths: Ints, num_ranks: int) -> Terms:
-    """The costs of samples of these lengths, checked.
+def terms_of(cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> Terms:
+    """The costs of samples of these lengths, each alone in its microbatch, checked.
 
     Raises:
         ValueError: a shape that does not fit, or a value that is no cost.
     """
-    samples = _samples(cost, lengths, num_ranks)
+    samples = _samples(cost, collation.row_lengths(lengths), num_ranks)
     overhead = _per_rank("overhead", cost.overhead, num_ranks)
-    return Terms(samples, overhead, _per_rank("pair", pair_of(cost), num_ranks))
+    pair = pair_of(cost) if collation.kind == "packed" else np.zeros(())
+    return Terms(samples, overhead, _per_rank("pair", pair, num_ranks))
+
+
+def bar(terms: Terms, rows: Ints, caps: Ints) -> Terms:
+    """The costs on ranks with different caps: where a sample does not fit, more than any plan in which all fit.
+
+    A search for a small largest load then never ends with a sample where it does not fit, if it begins with longest
+    first: a place where a sample fits always ends earlier.
+
+    Args:
+        terms: the costs of ``n`` samples.
+        rows: ``[n]`` tokens of each sample alone; each fits on some rank.
+        caps: ``[num_ranks]``, most tokens of a microbatch on each rank.
+
+    Returns:
+        The same terms if all caps are equal. Otherwise every rank has a row of its own.
+    """
+    if (caps == caps[0]).all():
+        return terms
+    price = 4.0 * rows.size * float(terms.samples.max() + terms.overhead.max())
+    return replace(terms, samples=np.where(rows > caps[:, None], price, terms.rows))
 
 
 def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:

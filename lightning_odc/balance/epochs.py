@@ -6,13 +6,12 @@ import heapq
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_cap, check_count
+from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_count
 from lightning_odc.balance.costs import resolve_cost, terms_of
 from lightning_odc.balance.planner import Planner
 
@@ -102,7 +101,7 @@ def stream_plans(
             f"start must be from 0 to {count}, the number of minibatches of the epoch, got {start}."
         )
     order = order[: size * count]
-    planner = Planner(num_ranks, check_cap(array, max_tokens), **options)
+    planner = Planner(num_ranks, max_tokens, **options).capped_for(array)
     if count:
         planner.check_feasible(min(size, len(array)))
         planner.check_feasible(min(size, len(array) - (count - 1) * size))
@@ -146,9 +145,9 @@ def _plans(
     first = 0
     while len(read := list(islice(lengths, window * size))) >= (size if drop_last else 1):
         array = as_lengths(read)
-        of_window = replace(planner, max_tokens=check_cap(array, planner.max_tokens))
-        costs = terms_of(resolve_cost(planner.cost), array, planner.num_ranks).samples.mean(0)
-        for own in regroup(costs, planner.num_ranks, size):
+        of_window = planner.capped_for(array)
+        terms = terms_of(resolve_cost(planner.cost), array, planner.num_ranks, planner.collation)
+        for own in regroup(terms.samples.mean(0), planner.num_ranks, size):
             if len(own) == size or not drop_last:
                 yield _renumbered(of_window.plan(array[own]), own + first)
         first += len(array)

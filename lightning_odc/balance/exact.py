@@ -59,6 +59,33 @@ def bins_of_sets(sizes: Ints, cap: int) -> Ints:
     return bins
 
 
+def table_loads(costs: Floats, overhead: Floats, most: Ints, runs: Ints) -> Floats:
+    """``[ranks, 2^n]``: what each rank takes for each set of samples, cut into tables of least cost.
+
+    The longest sample of a set is in a table with the next longest ones, see `padding`; all numbers of them are tried.
+
+    Args:
+        costs: ``[ranks, n]`` of a row as long as each sample, rising.
+        overhead: ``[ranks]``, cost of a table.
+        most: ``[ranks, n]`` rows of a table in which each sample is the longest.
+        runs: ``[n]``, the first sample that may be in a table with each.
+    """
+    loads = np.zeros((len(costs), 1))
+    top = np.array([-1])  # [sets] the longest sample of each, -1 of none
+    for longest in range(costs.shape[1]):
+        rest = np.arange(1 << longest)  # the sets that the longest sample makes new ones of
+        allowed = np.ones(len(rest), dtype=np.bool_)
+        least = np.full((len(costs), len(rest)), np.inf)
+        for rows in range(1, longest + 2):
+            table = np.where(rows <= most[:, longest], rows * costs[:, longest] + overhead, np.inf)
+            least = np.minimum(least, np.where(allowed, loads[:, rest] + table[:, None], np.inf))
+            allowed = allowed & (top[rest] >= runs[longest])
+            rest = np.where(rest, rest - (1 << np.maximum(top[rest], 0)), 0)
+        loads = np.concatenate([loads, least], axis=1)
+        top = np.append(top, np.full(1 << longest, longest))
+    return loads
+
+
 def best_partition(loads: Floats) -> list[list[int]]:
     """Samples for every rank such that the largest load is the smallest possible.
 

@@ -52,7 +52,7 @@ from lightning_odc.balance.workload import Workload, lower_bound
 
 #: How many more starts are searched from where the first one leaves something to gain.
 STARTS = 16
-#: The search ends where the largest load is this close to the lower bound, relative to it.
+#: By default the search ends where the largest load is this close to the lower bound, relative to it.
 TOLERANCE = 1e-5
 _MORE_STARTS_ABOVE = 1e-4
 _SAMPLES_IN_STARTS = 384
@@ -62,7 +62,9 @@ _SHAKES = (0.1, 0.3)
 _GOLDEN = 0.6180339887498949
 
 
-def partition(work: Workload, equal_counts: bool = False, starts: int = STARTS) -> Groups:
+def partition(
+    work: Workload, equal_counts: bool = False, starts: int = STARTS, tolerance: float = TOLERANCE
+) -> Groups:
     """Samples for every rank such that the largest load is small.
 
     Args:
@@ -71,12 +73,13 @@ def partition(work: Workload, equal_counts: bool = False, starts: int = STARTS) 
         starts: how many more starts to search from, where the first one's result is not good enough; fewer, and at
             last none, for more than ``384 / starts`` samples, which leave less to gain. If not 0, up to 10 samples
             are shared out in the best possible way.
+        tolerance: the search ends where the largest load is this close to the lower bound, relative to it.
 
     Returns:
         For every rank its samples, numbered as in the workload; some ranks may get none.
     """
     bound = lower_bound(work, equal_counts)
-    good_enough = bound * (1 + TOLERANCE)
+    good_enough = bound * (1 + tolerance)
     first = _start(work, equal_counts)
     if work.num_ranks == 1:
         return first

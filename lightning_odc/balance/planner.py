@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_cap, check_choice, check_count
+from lightning_odc.balance.arrays import (
+    Caps,
+    Ints,
+    Plan,
+    as_caps,
+    as_lengths,
+    check_caps,
+    check_choice,
+    check_count,
+)
 from lightning_odc.balance.bins import (
     RankSamples,
     fitting_pairs,
@@ -16,9 +25,13 @@ from lightning_odc.balance.bins import (
     pack_equal_counts,
     partition_with_pairs,
 )
-from lightning_odc.balance.costs import Cost, Terms, resolve_cost, terms_of
+from lightning_odc.balance.blocks import padded_blocks
+from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.balance.costs import Cost, Terms, bar, resolve_cost, terms_of
 from lightning_odc.balance.overheads import partition_with_overheads
+from lightning_odc.balance.padding import PaddedSamples
 from lightning_odc.balance.partition import STARTS, partition
+from lightning_odc.balance.pool import partition_padded
 from lightning_odc.balance.workload import Workload
 
 Policy = Literal["local_sort", "lb_micro", "lb_mini", "steal"]
@@ -33,7 +46,8 @@ class Planner:
 
     Args:
         num_ranks: how many ranks share a minibatch.
-        max_tokens: most tokens of a microbatch; by default the longest sample of the lengths at hand.
+        max_tokens: most tokens of a microbatch; by default the longest row of the lengths at hand. Or one number per
+            rank, for devices of unlike memory, under ``"lb_mini"`` and ``"steal"``.
         policy: who gets which samples, and in which microbatches:
 
             - ``"local_sort"``: rank ``r`` gets samples ``r``, ``r + num_ranks``, ... and runs each alone, the longest
@@ -54,28 +68,38 @@ class Planner:
             rank spreads its cost evenly over its microbatches.
         starts: how hard to search where the first result can still be better; 0 is about three times as fast and a
             few tenths of a percent worse for small minibatches.
+        collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see
+            `Collation`.
 
     Raises:
         ValueError: a value that is none of those above.
     """
 
     num_ranks: int
-    max_tokens: int | None = None
+    max_tokens: Caps = None
     policy: Policy = "lb_mini"
     cost: Any = "quadratic"
     _: KW_ONLY
     allow_empty: bool = False
     align: bool = True
     starts: int = STARTS
+    collation: Collation = PACKED
     _cost: Cost = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count("num_ranks", self.num_ranks)
         check_choice("policy", self.policy, POLICIES)
-        if self.max_tokens is not None:
-            check_count("max_tokens", self.max_tokens)
         if self.starts != 0:
             check_count("starts", self.starts)
+        if not isinstance(self.collation, Collation):
+            raise ValueError(f"collation={self.collation!r} is unknown: write collation=Collation('padded').")
+        caps = as_caps(self.max_tokens, self.num_ranks)
+        if isinstance(caps, tuple) and len(set(caps)) > 1 and self.policy in COLLECTIVE_SAFE:
+            raise ValueError(
+                f"policy={self.policy!r} gives all ranks like microbatches, and max_tokens={list(caps)} allows some "
+                f'ranks more than others: write policy="lb_mini", or max_tokens={min(caps)}.'
+            )
+        object.__setattr__(self, "max_tokens", caps)
         object.__setattr__(self, "_cost", resolve_cost(self.cost))
 
     def plan(self, lengths: Any) -> Plan:
@@ -93,14 +117,32 @@ class Planner:
                 that are not positive and finite, or a number of samples that a policy with equal counts cannot share.
         """
         array = as_lengths(lengths)
-        cap = check_cap(array, self.max_tokens)
+        rows, caps = self._rows_and_caps(array)
         self.check_feasible(len(array))
-        terms = terms_of(self._cost, array, self.num_ranks)
+        terms = terms_of(self._cost, array, self.num_ranks, self.collation)
         if self.policy == "local_sort":
             return self._local_sort(array)
         if self.policy == "lb_micro":
-            return self._lb_micro(array, cap, terms)
-        return self._lb_mini(array, cap, terms)
+            return self._lb_micro(array, caps, terms)
+        return self._lb_mini(array, caps, bar(terms, rows, caps))
+
+    def capped_for(self, lengths: Any) -> Planner:
+        """The same planner, for which these samples decide what ``max_tokens=None`` is.
+
+        Args:
+            lengths: ``[n]`` tokens of all samples that will be planned.
+
+        Raises:
+            ValueError: a sample that is above ``max_tokens``, on every rank.
+        """
+        caps = self._rows_and_caps(as_lengths(lengths))[1]
+        return replace(self, max_tokens=int(caps[0])) if self.max_tokens is None else self
+
+    def _rows_and_caps(self, lengths: Ints) -> tuple[Ints, Ints]:
+        """``[n]`` tokens of each sample alone, and ``[num_ranks]`` most tokens of a microbatch."""
+        rows = self.collation.row_lengths(lengths)
+        caps = as_caps(self.max_tokens, self.num_ranks)
+        return rows, check_caps(lengths, rows, caps, self.num_ranks)
 
     def check_feasible(self, num_samples: int) -> None:
         """Check what the number of samples alone decides.
@@ -126,7 +168,10 @@ class Planner:
             plan.append([[sample] for sample in falling] + [[] for _ in range(most - len(falling))])
         return plan
 
-    def _lb_micro(self, lengths: Ints, cap: int, terms: Terms) -> Plan:
+    def _lb_micro(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
+        if self.collation.is_table:
+            return padded_blocks(PaddedSamples.of(lengths, caps, terms, self.collation), self.starts)
+        cap = int(caps[0])
         likely = -(-int(lengths.sum()) // (cap * self.num_ranks))
         work = Workload.of(terms.samples, self.num_ranks, terms.overhead * likely)
         groups = [work.order[group] for group in partition(work, equal_counts=True, starts=self.starts)]
@@ -143,38 +188,45 @@ class Planner:
         packed = pack_equal_counts(ranks, cap, self.align)
         return [own.microbatches(bins) for own, bins in zip(ranks, packed, strict=True)]
 
-    def _lb_mini(self, lengths: Ints, cap: int, terms: Terms) -> Plan:
+    def _lb_mini(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
+        if self.collation.is_table:
+            return partition_padded(PaddedSamples.of(lengths, caps, terms, self.collation), self.starts)
         if terms.depend_on_packing:
-            groups = partition_with_overheads(lengths, cap, terms, self.starts)
+            groups = partition_with_overheads(lengths, caps, terms, self.starts)
         else:
             work = Workload.of(terms.samples, self.num_ranks)
             groups = [work.order[group] for group in partition(work, starts=self.starts)]
         ranks = [RankSamples.of(rank, group, lengths, terms) for rank, group in enumerate(groups)]
-        return [own.microbatches(pack_bins(own.sizes, cap, own.overhead, own.pair)) for own in ranks]
+        return [
+            own.microbatches(pack_bins(own.sizes, cap, own.overhead, own.pair))
+            for own, cap in zip(ranks, caps.tolist(), strict=True)
+        ]
 
 
 def plan_minibatch(
     lengths: Any,
     num_ranks: int,
-    max_tokens: int | None = None,
+    max_tokens: Caps = None,
     policy: Policy = "lb_mini",
     cost: Any = "quadratic",
     *,
     allow_empty: bool = False,
     align: bool = True,
     starts: int = STARTS,
+    collation: Collation = PACKED,
 ) -> Plan:
     """The microbatches of every rank for one minibatch; equal inputs give equal plans on any machine.
 
     Args:
         lengths: ``[n]`` tokens of the minibatch's samples, of all ranks together.
         num_ranks: see `Planner`, as for all that follow.
-        max_tokens: most tokens of a microbatch; by default the longest sample.
+        max_tokens: most tokens of a microbatch, or one number per rank; by default the longest row.
         policy: ``"local_sort"``, ``"lb_micro"``, ``"lb_mini"`` or ``"steal"``.
         cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: allow empty microbatches where a policy needs equal numbers of them.
         align: whether ``"lb_micro"`` packs ranks along each other.
         starts: how hard to search.
+        collation: what the ``collate_fn`` makes of a microbatch; by default one row of packed samples.
 
     Returns:
         ``plan[rank][microbatch]`` is a list of indices into ``lengths``, microbatches in the order to run them.
@@ -187,7 +239,14 @@ def plan_minibatch(
         [[[0], [3]], [[1, 2]]]
     """
     planner = Planner(
-        num_ranks, max_tokens, policy, cost, allow_empty=allow_empty, align=align, starts=starts
+        num_ranks,
+        max_tokens,
+        policy,
+        cost,
+        allow_empty=allow_empty,
+        align=align,
+        starts=starts,
+        collation=collation,
     )
     return planner.plan(lengths)
 

@@ -49,7 +49,7 @@ class Workload:
         """From costs ``[1 or num_ranks, n]`` and bases ``[num_ranks]``, finite and not negative."""
         base = np.zeros(num_ranks) if base is None else base
         top = max(float(costs.max()), float(base.max()))
-        scale = 2.0 ** (_GRID_BITS - math.frexp(top * (costs.shape[1] + 1))[1])
+        scale = grid_scale(top * (costs.shape[1] + 1))
         grid = np.rint(costs * scale)
         means = grid[0] if len(grid) == 1 else np.rint(grid.sum(0) / len(grid))
         order = np.argsort(-means, kind="stable")
@@ -71,6 +71,11 @@ class Workload:
         if self.alike:
             return self.costs[0].take(samples)
         return self.costs.ravel().take(samples + (ranks * self.costs.shape[1])[:, None])
+
+
+def grid_scale(largest_sum: float) -> float:
+    """Grid points per unit such that sums up to this one are exact, a power of two."""
+    return 2.0 ** (_GRID_BITS - math.frexp(largest_sum)[1])
 
 
 def lower_bound(work: Workload, equal_counts: bool = False) -> float:

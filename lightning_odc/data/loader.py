@@ -186,6 +186,19 @@ class BalancedDataLoader:
         if self._given is not None:
             check_longest(self.lengths.values, self.recipe.max_tokens)
 
+    @property
+    def _collate(self) -> Collate:
+        return PackingCollator(self._unpacked) if self.packing is True else self._unpacked
+
+    def pack_if_it_pays(self) -> None:
+        """Decide what ``packing="auto"`` is: ``True`` if plans of packed samples take less time, by their cost."""
+        times = {}
+        for packing in (False, True):
+            self.packing, self._reading = packing, None
+            gain = self.planned_gain()
+            times[packing] = math.inf if gain is None else gain.balanced
+        self.packing, self._reading = times[True] < times[False], None
+
     def adapt(
         self, *, prior: Cost | None, dense: bool | None, measured: bool, minibatches_per_step: int
     ) -> None:
@@ -214,7 +227,7 @@ class BalancedDataLoader:
         return self._lagged_cost is not None
 
     @property
-    def max_tokens(self) -> int | tuple[int, ...] | None:
+    def max_tokens(self) -> int | Sequence[int] | None:
         """The most tokens in a microbatch, or one number for each rank; ``None``: the longest sample of a minibatch."""
         return self._current().max_tokens
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.strategy.model_cost import ModelCost
 
@@ -55,7 +57,7 @@ def _choices(loader: BalancedDataLoader, batches: int) -> str:
     )
 
 
-def _tokens(caps: int | tuple[int, ...]) -> str:
+def _tokens(caps: int | Sequence[int]) -> str:
     return f"{caps:,}" if isinstance(caps, int) else f"{list(caps)} (by rank)"
 
 

@@ -62,8 +62,8 @@ def causal_model(module: nn.Module) -> nn.Module | None:
 
 def _is_causal(part: nn.Module) -> bool:
     config = getattr(part, "config", None)
-    is_two_part = bool(getattr(config, "is_encoder_decoder", False))
-    return config is not None and type(part).__name__.endswith(_CAUSAL) and not is_two_part
+    is_two_part = getattr(config, "is_encoder_decoder", False)
+    return type(part).__name__.endswith(_CAUSAL) and _is_configuration(config) and not is_two_part
 
 
 def hugging_face_config(module: nn.Module) -> Any | None:

@@ -147,6 +147,23 @@ def test_what_cannot_be_packed_is_named(collate_fn: Any, samples: Any, message: 
         PackingCollator(collate_fn)(samples)
 
 
+def test_the_usual_collators_of_hugging_face_lose_their_padding_alone() -> None:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({str(i): i for i in range(20)}, unk_token="0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="0", eos_token="0"
+    )
+    to_multiples = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8)
+    batch = PackingCollator(to_multiples)([{"input_ids": [4, 5, 0, 6]}, {"input_ids": [7, 8]}])
+    assert batch["input_ids"].tolist() == [[4, 5, 0, 6, 7, 8]]
+    assert batch["labels"].tolist() == [[-100, 5, -100, 6, -100, 8]], (
+        "this collator ignores 0 inside of a text, too"
+    )
+    to_length = transformers.DataCollatorForSeq2Seq(tokenizer, padding="max_length", max_length=8)
+    batch = PackingCollator(to_length)([{"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}])
+    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == ([[4, 5, 6]], [[-100, -100, 6]])
+
+
 def test_which_collators_pack() -> None:
     assert [packs(one) for one in (pack_samples, PackingCollator(), padding, None)] == [
         True,

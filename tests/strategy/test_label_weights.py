@@ -8,6 +8,7 @@ most 1. Weights by tokens instead of labels are wrong by more than 1e-3, as a te
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lightning_odc.data.batch_size import label_count
 from lightning_odc.data.loader import BalancedDataLoader
@@ -250,6 +252,11 @@ def test_ranks_with_and_without_labels_do_not_mix() -> None:
         denominator(records)
 
 
+class Stream(IterableDataset[Sample]):
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(samples())
+
+
 def test_only_a_loader_counts_labels() -> None:
     assert Minibatch([{"labels": ROWS}], weights=[5]).origin is None
     data = samples()
@@ -266,6 +273,10 @@ def test_only_a_loader_counts_labels() -> None:
         assert isinstance(minibatch, Minibatch)
         assert minibatch.origin is not None
         assert minibatch.origin.by_labels is by_labels
+        stream = BalancedDataLoader(
+            Stream(), minibatch_size=8, window=1, weighting=weighting, collate_fn=padded
+        )
+        assert all(minibatch.origin.by_labels is by_labels for minibatch in stream)  # type: ignore[union-attr]
         if weighting == "auto":
             assert minibatch.weights == loader_weights("token")
 

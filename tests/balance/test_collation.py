@@ -1,0 +1,111 @@
+"""How many tokens a microbatch has, by what the collate_fn makes of it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from lightning_odc.balance import (
+    Collation,
+    average_costs,
+    least_cost,
+    microbatch_costs,
+    plan_minibatch,
+    quadratic,
+    with_speeds,
+)
+
+LENGTHS = [100, 90, 10]
+
+
+@pytest.mark.parametrize(
+    ("collation", "alone", "rows", "words"),
+    [
+        (Collation(), [100, 90, 10], [100, 90, 10], "packs samples into one row"),
+        (Collation("apart"), [100, 90, 10], [100, 90, 10], "keeps samples apart"),
+        (Collation("padded"), [100, 90, 10], [100, 100, 100], "pads to the longest sample"),
+        (
+            Collation("padded", 8),
+            [104, 96, 16],
+            [104, 104, 104],
+            "pads to the longest sample, a multiple of 8",
+        ),
+        (Collation("padded", fixed=64), [64, 64, 64], [64, 64, 64], "pads to 64 tokens"),
+        (Collation("stacked"), [100, 90, 10], [100, 100, 100], "stacks samples of equal length"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Collation) else "",
+)
+def test_tokens_of_a_microbatch(collation: Collation, alone: list[int], rows: list[int], words: str) -> None:
+    assert collation.row_lengths(np.array(LENGTHS)).tolist() == alone
+    assert collation.rows(LENGTHS) == rows
+    assert collation.tokens(LENGTHS) == sum(rows)
+    assert collation.tokens([]) == 0
+    assert collation.describe() == words
+
+
+def test_a_padded_microbatch_costs_its_rows() -> None:
+    cost = with_speeds(quadratic(crossover=100, constant=7.0, dense=True), [1, 0.5])
+    plan = [[[0, 2]], [[1]]]
+    assert microbatch_costs(plan, LENGTHS, cost, collation=Collation("padded")) == [
+        [2 * (100 + 100**2 / 100) + 7],
+        [2 * (90 + 90**2 / 100 + 7)],
+    ]
+    apart = microbatch_costs(plan, LENGTHS, cost, collation=Collation("apart"))
+    assert apart[0] == pytest.approx([100 + 100 + 10 + 1 + 7])
+    packed = microbatch_costs(plan, LENGTHS, cost)
+    assert packed[0] == pytest.approx([100 + 100 + 10 + 1 + 7 + 2 * 100 * 10 / 100])
+    average = average_costs(
+        [np.array([100, 10])], quadratic(100, 7.0), 2, collation=Collation("padded", fixed=50)
+    )
+    assert average == [2 * (50 + 50**2 / 100) + 7]
+
+
+@pytest.mark.parametrize("policy", ["local_sort", "lb_micro", "lb_mini", "steal"])
+def test_the_default_cap_is_the_longest_row(policy: Any) -> None:
+    fixed = Collation("padded", fixed=64)
+    plan = plan_minibatch([10, 20, 30, 100], 2, None, policy, quadratic(constant=1e4), collation=fixed)
+    assert plan_minibatch([10, 20, 30, 100], 2, 64, policy, quadratic(constant=1e4), collation=fixed) == plan
+    assert all(len(microbatch) == 1 for rank in plan for microbatch in rank)
+    assert least_cost([10, 20], 1, "tokens", collation=fixed) == pytest.approx(128)
+
+
+def test_apart_is_packing_without_pairs() -> None:
+    lengths = np.random.default_rng(0).integers(10, 2000, 40)
+    dense, plain = quadratic(constant=64, dense=True), quadratic(constant=64)
+    apart = plan_minibatch(lengths, 4, 4000, cost=dense, collation=Collation("apart"))
+    assert apart == plan_minibatch(lengths, 4, 4000, cost=plain)
+    assert apart != plan_minibatch(lengths, 4, 4000, cost=dense)
+
+
+WRONG: list[tuple[Any, str]] = [
+    (
+        lambda: Collation(cast(Any, "padding")),
+        r"kind='padding' is unknown; write one of 'packed', 'apart'",
+    ),
+    (lambda: Collation("padded", 0), r"multiple must be a whole number of at least 1"),
+    (lambda: Collation("padded", fixed=0), r"fixed must be a whole number of at least 1"),
+    (
+        lambda: Collation("packed", 8),
+        r"pads nothing.*Collation\('padded', multiple=8.*or Collation\('packed'\)",
+    ),
+    (
+        lambda: plan_minibatch([5], 1, collation=cast(Any, "padded")),
+        r"collation='padded' is unknown: write collation=Collation\('padded'\)",
+    ),
+    (
+        lambda: plan_minibatch([7, 9], 1, 15, collation=Collation("padded", 8)),
+        r"sample 1 has 9 tokens, padded to 16, more than max_tokens=15.*write max_tokens=16",
+    ),
+    (
+        lambda: plan_minibatch([7, 90], 1, 15, collation=Collation("padded", fixed=32)),
+        r"sample 0 has 7 tokens, padded to 32, more than max_tokens=15",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message[:25] for _, message in WRONG])
+def test_refusals_show_the_right_line(wrong: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()
