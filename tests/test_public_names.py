@@ -24,6 +24,7 @@ PACKAGES = {
         *(
             "COLLECTIVE_SAFE",
             "POLICIES",
+            "Collation",
             "Cost",
             "FittedCost",
             "FunctionCost",

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan
-from lightning_odc.balance.padding import PaddedSamples, cut, longest_first_of
+from lightning_odc.balance.padding import PaddedSamples, cut
 from lightning_odc.balance.partition import partition
 from lightning_odc.balance.workload import Workload
 
@@ -47,7 +47,7 @@ def padded_blocks(samples: PaddedSamples, starts: int) -> Plan:
     best = _deal(samples, _blocks(samples))
     if starts and len(samples.sizes) <= _MOST_LINED_UP:
         best = min([best, *_lined_up(samples, best)], key=lambda columns: _span(samples, columns))
-    return [[longest_first_of(samples, own) for own in column] for column in best]
+    return [[samples.named(own) for own in column] for column in best]
 
 
 def _blocks(samples: PaddedSamples) -> list[Block]:

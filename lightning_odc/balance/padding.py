@@ -14,8 +14,9 @@ up to three samples. With the fourth, the last is alone, ``80 + 40 + 15 = 135``;
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -128,6 +129,17 @@ class PaddedSamples:
         """``[1 or num_ranks, n]`` rows of a microbatch in which a sample is the longest; 1 where it does not fit."""
         return np.maximum(self.caps[: len(self.costs), None] // self.sizes, 1)
 
+    def named(self, members: Iterable[int]) -> list[int]:
+        """The caller's indices of the samples of one microbatch, the longest first."""
+        order, places = self._falling
+        return [order[place] for place in sorted(places[one] for one in members)]
+
+    @cached_property
+    def _falling(self) -> tuple[list[int], list[int]]:
+        """The caller's indices, the longest sample first, and where each sample is among them."""
+        falling = np.argsort(-self.sizes, kind="stable")
+        return self.order[falling].tolist(), np.argsort(falling, kind="stable").tolist()
+
     @property
     def caps_differ(self) -> bool:
         return bool((self.caps != self.caps[0]).any())
@@ -178,10 +190,4 @@ class RankLoads:
         rising, costs = sorted(group), self._costs[0 if self._samples.alike else rank]
         bins = [[rising[place] for place in places] for places in self._cut(rank, rising)[1]]
         falling = sorted(bins, key=lambda members: (-len(members) * costs[members[-1]], members[-1]))
-        return [longest_first_of(self._samples, members) for members in falling]
-
-
-def longest_first_of(samples: PaddedSamples, members: Sequence[int]) -> list[int]:
-    """The caller's indices of the samples of one microbatch."""
-    order: list[int] = samples.order[sorted(members, key=lambda one: (-samples.sizes[one], one))].tolist()
-    return order
+        return [self._samples.named(members) for members in falling]

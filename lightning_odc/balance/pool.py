@@ -13,8 +13,7 @@ most 22 are two of two samples, ``2 * 10 + 4 = 24`` on each rank, which is the b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -67,18 +66,18 @@ def padded_bound(samples: PaddedSamples, pooled: float) -> float:
 def _share_out(samples: PaddedSamples, loads: RankLoads, starts: int, few: bool) -> Groups:
     """For every rank its samples, numbered as in ``samples``."""
     pooled, bins = samples.pool()
+    tolerance = TOLERANCE if few else _TOLERANCE
     bound = padded_bound(samples, pooled)
-    good_enough = bound * (1 + (TOLERANCE if few else _TOLERANCE))
+    good_enough = bound * (1 + tolerance)
     parts = _parts_of_bins(samples, bins)
-    nothing = np.zeros(samples.num_ranks)
-    estimate = Estimate(
-        np.broadcast_to(parts, (len(nothing), parts.shape[1])), nothing, samples.sizes, samples.caps
-    )
+    options = list(_options(samples, bins, bound)) if few else [_likeliest(samples, bins, bound, good_enough)]
+    if few or samples.caps_differ:
+        options.append((_alone(samples), Workload.of(parts, samples.num_ranks)))
     best: Descent | None = None
-    for things, work in _options(samples, bins, parts, bound, few):
-        shared = partition(work, starts=starts, tolerance=TOLERANCE if few else _TOLERANCE)
+    for things, work in options:
+        shared = partition(work, starts=starts, tolerance=tolerance)
         groups = [[one for thing in work.order[group].tolist() for one in things[thing]] for group in shared]
-        descent = Descent(loads, estimate, groups, pairs_too=few)
+        descent = Descent(loads, _estimate(samples, parts), groups, pairs_too=few)
         descent.run(good_enough, _STEPS_FOR_FEW if few else _STEPS)
         if best is None or descent.largest_load() < best.largest_load():
             best = descent
@@ -88,22 +87,45 @@ def _share_out(samples: PaddedSamples, loads: RankLoads, starts: int, few: bool)
     return best.groups
 
 
+def _estimate(samples: PaddedSamples, parts: Floats) -> Estimate:
+    """Each sample costs its part of a microbatch of the pool, so microbatches cost nothing more."""
+    rows = np.broadcast_to(parts, (samples.num_ranks, parts.shape[1]))
+    return Estimate(rows, np.zeros(samples.num_ranks), samples.sizes, samples.caps)
+
+
 Things = list[Sequence[int]]
 
 
-def _options(
-    samples: PaddedSamples, bins: list[range], parts: Floats, bound: float, few: bool
-) -> list[tuple[Things, Workload]]:
-    """What to share out: microbatches of the pool, smaller ones, and single samples; only the likely ones if many."""
-    alone: Things = [[sample] for sample in range(len(samples.sizes))]
-    things = {len(own): own for own in (_halved(samples, bins, share * bound) for share in _SHARES)}
-    things[len(alone)] = alone
-    options = [(own, _work(samples, own)) for own in things.values()]
-    if not few:
-        options = [min(options, key=lambda option: _longest_first_load(option[1]))]
-    if few or samples.caps_differ:
-        options.append((alone, Workload.of(parts, samples.num_ranks)))
-    return options
+def _options(samples: PaddedSamples, bins: list[range], bound: float) -> Iterator[tuple[Things, Workload]]:
+    """What to share out: microbatches of the pool, smaller ones, and single samples."""
+    tried = 0
+    for share in _SHARES:
+        things = _halved(samples, bins, share * bound)
+        if len(things) > tried:
+            tried = len(things)
+            yield things, _work(samples, things)
+    if tried < len(samples.sizes):
+        alone = _alone(samples)
+        yield alone, _work(samples, alone)
+
+
+def _likeliest(
+    samples: PaddedSamples, bins: list[range], bound: float, good_enough: float
+) -> tuple[Things, Workload]:
+    """The first option that is good enough if shared out longest first, or the best of all."""
+    best, least = None, math.inf
+    for option in _options(samples, bins, bound):
+        load = _longest_first_load(option[1])
+        if load < least:
+            best, least = option, load
+        if load <= good_enough:
+            break
+    assert best is not None
+    return best
+
+
+def _alone(samples: PaddedSamples) -> Things:
+    return [(sample,) for sample in range(len(samples.sizes))]
 
 
 def _halved(samples: PaddedSamples, bins: list[range], limit: float) -> Things:
@@ -113,8 +135,7 @@ def _halved(samples: PaddedSamples, bins: list[range], limit: float) -> Things:
     counts = np.clip(np.ceil(costs / limit), 1, rows).astype(np.int64).tolist()
     things: Things = []
     for own, count in zip(bins, counts, strict=True):
-        cuts = [len(own) * part // count for part in range(count + 1)]
-        things += [own[begin:end] for begin, end in pairwise(cuts)]
+        things += [own[len(own) * part // count : len(own) * (part + 1) // count] for part in range(count)]
     return things
 
 

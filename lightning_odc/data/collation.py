@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lightning_odc.balance.collation import Collation
+from lightning_odc.data.lengths import LengthArray
 
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 Shape = tuple[int, ...]
-Shapes = dict[tuple[Any, ...], Shape]
-"""The shape of every tensor and list of numbers in a batch, by the keys and indices that lead to it."""
+Path = tuple[Any, ...]
+"""The keys and indices that lead to a tensor in a batch."""
+Shapes = dict[Path, Shape]
+"""The shape of every tensor and list of numbers in a batch."""
 
 
-def find_collation(collate_fn: Any, short: Any, long: Any, lengths: tuple[int, int]) -> Collation | None:
+def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: LengthArray) -> Collation | None:
     """How ``collate_fn`` lays out a microbatch.
 
-    It is called with the short sample, with the long one, with both, and if that fails with the short one twice. What
-    tells is how the shapes of the batches go together::
+    It is called with the shortest sample, with the longest one, with both, and if that fails with the shortest one
+    twice. What tells is how the shapes of the batches go together::
 
-        [10], [13]  ->  (1, 10), (1, 13), together (2, 13)      pads
-                        (1, 16), (1, 16), together (2, 16)      pads to 16
-                        (1, 10), (1, 13), together (1, 23)      packs
-                        a list of (10,), (13,)                  keeps apart
+        [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
+                        (1, 16), (1, 24), together (2, 24)      pads to a multiple of 8
+                        (1, 32), (1, 32), together (2, 32)      pads to 32
+                        (1, 10), (1, 17), together (1, 27)      packs
+                        a list of (10,), (17,)                  keeps apart
                         an error                                stacks what is equally long
 
     Args:
         collate_fn: The function to try.
-        short: A sample.
-        long: Another one, longer if there is any.
-        lengths: The lengths of both.
+        sample: Returns a sample by its index.
+        lengths: ``[n]`` tokens of the samples.
 
     Returns:
-        ``None``: it is none of these.
+        ``None``: it is none of these, or it raises.
     """
+    ends = int(lengths.argmin()), int(lengths.argmax())
     try:
+        short, long = map(sample, ends)
         alone = _shapes(collate_fn([short])), _shapes(collate_fn([long]))
     except Exception:  # whatever it is, training will meet it, too
         return None
@@ -46,12 +52,16 @@ def find_collation(collate_fn: Any, short: Any, long: Any, lengths: tuple[int, i
         together = _shapes(collate_fn([short, long]))
     except Exception:
         return Collation("stacked") if _stacks(collate_fn, short) else None
-    for path, shape in sorted(together.items(), key=_tokens_first):
-        if path in alone[0] and path in alone[1]:
-            found = _compare(alone[0][path], alone[1][path], shape, lengths)
-            if found is not None:
-                return found
-    return Collation("apart") if _is_apart(*alone, together) else None
+    if (path := _telling(alone, together)) is None:
+        return Collation("apart") if _is_apart(*alone, together) else None
+    shapes = alone[0][path], alone[1][path], together[path]
+    axis = _row_axis(*shapes)
+    if axis is None:
+        return Collation("packed")
+    options = _paddings([shape[axis] for shape in shapes], lengths[list(ends)])
+    if not options:
+        return None
+    return _settled(options, lambda index: _shapes(collate_fn([sample(index)]))[path][axis], lengths)
 
 
 def _stacks(collate_fn: Any, sample: Any) -> bool:
@@ -62,34 +72,55 @@ def _stacks(collate_fn: Any, sample: Any) -> bool:
     return True
 
 
-def _tokens_first(item: tuple[tuple[Any, ...], Shape]) -> bool:
-    return "input_ids" not in item[0]
-
-
-def _compare(short: Shape, long: Shape, both: Shape, lengths: tuple[int, int]) -> Collation | None:
-    """What one tensor of the three batches tells."""
-    if not len(short) == len(long) == len(both):
-        return None
-    for rows, columns in ((0, 1), (1, 0)):
-        if len(both) > 1 and (short[rows], long[rows], both[rows]) == (1, 1, 2):
-            return _table(short[columns], long[columns], both[columns], lengths)
-    for axis in range(min(len(both), 2)):
-        if short[axis] + long[axis] == both[axis] and min(short[axis], long[axis]) > 1:
-            return Collation("packed")
+def _telling(alone: tuple[Shapes, Shapes], together: Shapes) -> Path | None:
+    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not."""
+    common = [path for path in together if path in alone[0] and path in alone[1]]
+    for path in sorted(common, key=lambda path: ("input_ids" not in path, alone[0][path] == alone[1][path])):
+        shapes = alone[0][path], alone[1][path], together[path]
+        if _row_axis(*shapes) is not None or _joins(*shapes):
+            return path
     return None
 
 
-def _table(short: int, long: int, both: int, lengths: tuple[int, int]) -> Collation | None:
-    """Rows of this length for the short sample, the long one, and both together."""
-    if both != max(short, long) or both < 2:
-        return None
+def _row_axis(short: Shape, long: Shape, both: Shape) -> int | None:
+    """The axis along a row, if the batches are tables of one row, one, and two, as long as their longest row."""
+    if len(short) == len(long) == len(both) > 1:
+        for rows, columns in ((0, 1), (1, 0)):
+            is_table = (short[rows], long[rows], both[rows]) == (1, 1, 2)
+            if is_table and both[columns] == max(short[columns], long[columns]) > 1:
+                return columns
+    return None
+
+
+def _joins(short: Shape, long: Shape, both: Shape) -> bool:
+    """Whether one row holds both samples."""
+    if not len(short) == len(long) == len(both):
+        return False
+    sizes = list(zip(short, long, both, strict=True))[:2]
+    return any(one + other == sum_ and min(one, other) > 1 for one, other, sum_ in sizes)
+
+
+def _paddings(columns: Sequence[int], lengths: LengthArray) -> list[Collation]:
+    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may."""
+    short, long, both = columns
     if short == long and lengths[0] < lengths[1]:  # no sample is outside these two
-        return Collation("padded", fixed=both) if both >= lengths[1] else None
-    for multiple in _MULTIPLES:
-        padded = Collation("padded", multiple)
-        if padded.row_lengths(list(lengths)).tolist() == [short, long]:
-            return padded
-    return Collation("padded")
+        return [Collation("padded", fixed=both)] if both >= lengths[1] else []  # else it is something else
+    padded = [Collation("padded", multiple) for multiple in _MULTIPLES]
+    return [one for one in padded if one.row_lengths(lengths).tolist() == [short, long]] or [
+        Collation("padded")
+    ]
+
+
+def _settled(options: list[Collation], row_of: Callable[[int], int], lengths: LengthArray) -> Collation:
+    """The one of several multiples that is right for all samples: tried with samples in whose rows they differ."""
+    while len(options) > 1:
+        differ = np.flatnonzero(options[0].row_lengths(lengths) != options[-1].row_lengths(lengths))
+        if not len(differ):
+            break
+        index = int(differ[0])
+        row = row_of(index)
+        options = [one for one in options if one.tokens([int(lengths[index])]) == row] or options[:1]
+    return options[0]
 
 
 def _is_apart(short: Shapes, long: Shapes, both: Shapes) -> bool:
@@ -102,7 +133,7 @@ def _shapes(batch: Any) -> Shapes:
     return dict(_walk(batch, ()))
 
 
-def _walk(batch: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Shape]]:
+def _walk(batch: Any, path: Path) -> Iterator[tuple[Path, Shape]]:
     if isinstance(batch, Tensor):
         if batch.is_nested:
             yield from _walk(list(batch.unbind()), path)

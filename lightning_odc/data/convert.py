@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_odc import _compat
 from lightning_odc.data.checks import WorkerOptions, is_stream
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import BalancedDataLoader, Packing
+from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
 from lightning_odc.data.plan import Weighting
 
 
@@ -23,7 +23,7 @@ def balanced_from(
     num_replicas: int | None = None,
     rank: int | None = None,
     policy: str = "lb_mini",
-    max_tokens: int | None = None,
+    max_tokens: MaxTokens = None,
     cost: Any = "auto",
     length_fn: LengthFunction | None = None,
     weighting: Weighting = "auto",

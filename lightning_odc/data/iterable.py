@@ -136,11 +136,9 @@ class Stream(IterableDataset[Minibatch]):
                 yield self._minibatch(step, samples, lengths, facts)
 
     def _collation(self, samples: list[Any], lengths: LengthArray) -> Collation:
-        short, long = int(lengths.argmin()), int(lengths.argmax())
         with isolated_rng():
             seed_rng(self.recipe.seed, self.epoch)
-            sizes = int(lengths[short]), int(lengths[long])
-            return find_collation(self.collate_fn, samples[short], samples[long], sizes) or PACKED
+            return find_collation(self.collate_fn, samples.__getitem__, lengths) or PACKED
 
     def _minibatches(self) -> Iterator[list[Any]]:
         """The samples of one minibatch after another, of all ranks."""

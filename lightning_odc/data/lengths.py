@@ -114,7 +114,8 @@ def measure(sample: Any) -> int:
     Raises:
         LengthsUnknownError: it is nothing of the kind.
     """
-    length = _length(sample)
+    first = sample[0] if isinstance(sample, tuple) and sample else sample
+    length = len(first) if _is_series(first) else _length(sample)
     if length is None:
         raise LengthsUnknownError(
             f"The length of a sample that is {_describe(sample)} is not known. {_TEACH}"
@@ -156,18 +157,23 @@ def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> Le
     return values.astype(np.int64)
 
 
-def check_longest(lengths: LengthArray, max_tokens: int | None) -> None:
+def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
     """Refuse a sample that fits no microbatch.
 
+    Args:
+        lengths: ``[n]`` tokens of the samples.
+        max_tokens: The most tokens in a microbatch, or one number for each rank; ``None``: no limit.
+
     Raises:
-        ValueError: a sample is longer than ``max_tokens``.
+        ValueError: a sample is longer than ``max_tokens`` on every rank.
     """
-    if max_tokens is None or not len(lengths) or lengths.max() <= max_tokens:
+    most = None if max_tokens is None else int(np.max(max_tokens))
+    if most is None or not len(lengths) or lengths.max() <= most:
         return
     index = int(lengths.argmax())
     raise ValueError(
         f"Sample {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
-        f"({int((lengths > max_tokens).sum())} such samples in all). Write max_tokens={lengths[index]} or more, cut "
+        f"({int((lengths > most).sum())} such samples in all). Write max_tokens={lengths[index]} or more, cut "
         "the samples, or leave them out: torch.utils.data.Subset(dataset, indices)."
     )
 
@@ -228,7 +234,7 @@ def _length(sample: Any) -> int | None:
     if isinstance(sample, Mapping):
         return _length_of_ids(sample["input_ids"]) if "input_ids" in sample else None
     if isinstance(sample, Tensor | np.ndarray):
-        return len(sample) if sample.ndim == 1 or _is_series(sample) else None
+        return len(sample) if sample.ndim == 1 else None
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
         return None
     if all(isinstance(item, Number) for item in sample[:1]):
@@ -238,6 +244,8 @@ def _length(sample: Any) -> int | None:
 
 def _is_series(sample: Any) -> bool:
     """Steps of a series, each with some numbers: ``[T, d]``."""
+    if not isinstance(sample, Tensor | np.ndarray):
+        return False
     is_floating = sample.is_floating_point() if isinstance(sample, Tensor) else sample.dtype.kind == "f"
     return sample.ndim == 2 and is_floating
 

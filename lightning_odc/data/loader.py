@@ -13,6 +13,7 @@ its first minibatch is asked for.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,12 +45,20 @@ from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.map_style import Collate, MapReading, SampleReader
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import packs
-from lightning_odc.data.plan import NOTHING_KNOWN, Facts, MinibatchPlan, Recipe, Schedule, Weighting
+from lightning_odc.data.packing import PackingCollator, packs
+from lightning_odc.data.plan import (
+    NOTHING_KNOWN,
+    Facts,
+    MinibatchPlan,
+    Recipe,
+    Schedule,
+    Weighting,
+)
 from lightning_odc.data.position import Position, Progress
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
+MaxTokens = int | Sequence[int] | Literal["auto"] | None
 
 
 class Microbatch(NamedTuple):
@@ -78,8 +87,8 @@ class BalancedDataLoader:
         minibatch_size: samples per rank and minibatch, on average over ranks.
         lengths: one number per sample; by default they are found out, see :func:`find_lengths`.
         length_fn: the length of a sample.
-        max_tokens: the most tokens in a microbatch; by default as many as the longest sample has (of a stream: the
-            longest of the minibatch).
+        max_tokens: the most tokens in a microbatch, padding included; or one number for each rank, where devices have
+            unlike memory. By default as many as the longest sample has (of a stream: the longest of the minibatch).
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
             measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
@@ -121,7 +130,7 @@ class BalancedDataLoader:
         minibatch_size: int,
         lengths: Any = None,
         length_fn: LengthFunction | None = None,
-        max_tokens: int | None = None,
+        max_tokens: MaxTokens = None,
         policy: str = "lb_mini",
         cost: Any = "auto",
         weighting: Weighting = "auto",
@@ -141,7 +150,7 @@ class BalancedDataLoader:
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.recipe = Recipe(
             minibatch_size,
-            max_tokens,
+            None if max_tokens == "auto" else max_tokens,
             policy,
             cost,
             _planned_weighting(weighting, packing is True or packs(collate_fn)) if unroll else weighting,
@@ -327,7 +336,9 @@ class BalancedDataLoader:
         world = current_world(*self._world)
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
-            self._padding = PaddingWatch(self._reading[1].max_tokens)
+            caps = self._reading[1].max_tokens
+            own = caps if caps is None or isinstance(caps, int) else caps[world[1]]
+            self._padding = PaddingWatch(own)
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:

@@ -211,14 +211,9 @@ class SampleReader:
         return Minibatch(microbatches, assignment.weights, assignment.plan)
 
     def collation(self, lengths: LengthArray) -> Collation | None:
-        """What the ``collate_fn`` makes of the shortest and the longest sample; see `find_collation`."""
-        indices = int(lengths.argmin()), int(lengths.argmax())
+        """What the ``collate_fn`` makes of a microbatch; see `find_collation`."""
         with isolated_rng():
-            try:
-                short, long = (self._samples(0, [index])[0] for index in indices)
-            except Exception:  # training will say which sample cannot be read
-                return None
-            return find_collation(self._collate, short, long, (int(lengths.min()), int(lengths.max())))
+            return find_collation(self._collate, lambda index: self._samples(0, [index])[0], lengths)
 
     def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
         """Read one microbatch; it seeds the global generators."""

@@ -42,7 +42,7 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import check_choice, check_count
+from lightning_odc.balance.arrays import Caps, check_choice, check_count
 from lightning_odc.balance.auto import AutoCost, default_prior
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import terms_of
@@ -81,7 +81,8 @@ class Recipe:
 
     Attributes:
         minibatch_size: samples per rank and minibatch, on average over ranks.
-        max_tokens: the most tokens in a microbatch; ``None``: as many as the longest sample has.
+        max_tokens: the most tokens in a microbatch, or one number for each rank; ``None``: as many as the longest
+            sample has in its row.
         policy: One of those of `lightning_odc.balance.Planner`.
         cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``,
             what the model says, until measured times refute it.
@@ -101,7 +102,7 @@ class Recipe:
     """
 
     minibatch_size: int
-    max_tokens: int | None = None
+    max_tokens: Caps = None
     policy: str = "lb_mini"
     cost: Any = "auto"
     weighting: Weighting = "auto"
@@ -122,7 +123,7 @@ class Recipe:
             raise ValueError(
                 "regroup=True lets the minibatches of a window exchange samples: write window=16."
             )
-        self.planner(1)
+        self.planner(len(self.max_tokens) if isinstance(self.max_tokens, list | tuple) else 1)
 
     @property
     def learns(self) -> bool:

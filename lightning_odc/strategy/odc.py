@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat
 from lightning_odc.data.checks import check_samplers, check_single, whole_minibatches
-from lightning_odc.data.loader import BalancedDataLoader, Packing
+from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
@@ -87,7 +87,8 @@ class ODCStrategy(ShardedStrategy):
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] with one `Minibatch` per optimizer step, of
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
             waits least, and leaves data alone whose lengths are unknown; ``strategy="odc_balanced"`` means it.
-        max_tokens: The most tokens in a microbatch; by default as many as the longest sample has.
+        max_tokens: The most tokens in a microbatch, padding included; or one number for each rank, where devices have
+            unlike memory. By default as many as the longest sample has.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"auto"``, what the model says until
             measured times refute it; ``"quadratic"``, ``"fitted"``, ...
         length_fn: The function that returns the length of a sample, where the data set does not tell.
@@ -130,7 +131,7 @@ class ODCStrategy(ShardedStrategy):
         deterministic: bool = False,
         accumulator_dtype: torch.dtype | None = None,
         balance: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: MaxTokens = None,
         cost: Any = "auto",
         length_fn: Callable[[Any], int] | None = None,
         weighting: Any = "auto",

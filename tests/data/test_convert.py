@@ -36,8 +36,8 @@ def test_what_is_taken_over():
     assert balanced.recipe.seed == 5
     assert (balanced.recipe.policy, balanced.recipe.cost, balanced.recipe.weighting) == (
         "lb_mini",
-        "quadratic",
-        "token",
+        "auto",
+        "auto",
     )
     assert len(balanced) == 3
     assert all(isinstance(microbatch, list) for share in balanced for microbatch in share)

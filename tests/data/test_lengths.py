@@ -110,7 +110,7 @@ def test_a_sample_is_measured(sample, length):
         torch.arange(6).reshape(2, 3),
         torch.tensor(3),
         {"text": "a"},
-        {"input_ids": torch.ones(2, 5).long()},
+        {"input_ids": torch.ones(2, 5)},
         ("a text", 3),
         [[1, 2], [3]],
         [torch.ones(3)],

@@ -272,7 +272,7 @@ def _said(rank: int) -> list[str]:
         (plain(batch_size=1), {"strategy": ODCStrategy(communication="collective")}),
         (plain(batch_size=1), {"strategy": "odc_balanced"}),
     ):
-        trainer(2, **options).fit(Padded(), data)
+        trainer(2, accumulate_grad_batches=4, **options).fit(Padded(), data)
         found.append(log.getvalue())
         log.seek(0)
         log.truncate()

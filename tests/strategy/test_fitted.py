@@ -35,11 +35,15 @@ class Lame(Padded):
         return super().training_step(batch, batch_idx)
 
 
-def _fit(rank: int, world: int, strategy: dict[str, Any], trains: dict[str, Any]) -> dict[str, Any]:
+def _fit(
+    rank: int, world: int, strategy: dict[str, Any], trains: dict[str, Any], own: bool = False
+) -> dict[str, Any]:
+    """Fit a loader of the user's own, of which minibatches are accumulated, or a plain one, where they are folded."""
     module = Lame(3.0 if rank == world - 1 else 1.0, counted=True)
     options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **strategy}
     t = trainer(world, strategy=ODCStrategy(**options), **trains)
-    t.fit(module, plain())
+    explicit = {"minibatch_size": 4, "cost": "fitted", "weighting": "next_token", "collate_fn": pad}
+    t.fit(module, BalancedDataLoader(SAMPLES, **explicit) if own else plain())
     balanced = t.train_dataloader
     assert isinstance(balanced, BalancedDataLoader)
     return {
@@ -81,9 +85,11 @@ def test_the_slow_rank_gets_less_from_the_second_minibatch_on():
 
 
 def test_accumulated_minibatches_report_together():
-    results = run_ranks(_fit, 2, {}, {"max_epochs": 2, "accumulate_grad_batches": 2})
-    assert results[0]["state"] == results[1]["state"]
-    assert results[0]["state"]["begun"] == 6
+    for own, minibatches in ((True, 6), (False, 4)):
+        options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+        one, other = run_ranks(_fit, 2, {}, options, own)
+        assert one["state"] == other["state"]
+        assert one["state"]["begun"] == minibatches
 
 
 def test_one_rank_alone():
@@ -211,9 +217,12 @@ def test_overfit_batches_repeats_the_same_samples(shuffle):
     results = run_ranks(_order, {"overfit_batches": 2, "max_epochs": 3}, shuffle)
     for sizes in results:
         assert len(sizes) == 3 * 2 * 2
-        assert sizes[:4] == sizes[4:8] == sizes[8:]
-    first = sorted(size for sizes in results for batch in sizes[:4] for size in batch)
-    assert first == list(range(2, 10)), "the first samples of the data set, in order"
+        assert sizes[:4] == sizes[8:] != sizes[4:8], "ranks take turns from epoch to epoch"
+    for epoch in range(3):
+        own = sorted(
+            size for sizes in results for batch in sizes[4 * epoch : 4 * epoch + 4] for size in batch
+        )
+        assert own == list(range(2, 10)), "the first samples of the data set, in order"
 
 
 def test_lightnings_distributed_sampler_is_replaced():
