@@ -2,7 +2,7 @@
 
 from lightning.pytorch import Trainer
 
-import lightning_odc  # noqa: F401
-from tests.docs.given.balancing import dataset, model, rank, stream  # noqa: F401
+import lightning_odc
+from tests.docs.given.balancing import dataset, model, rank, stream
 
 trainer = Trainer(strategy="odc", max_epochs=1)

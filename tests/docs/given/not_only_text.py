@@ -9,7 +9,8 @@ from lightning_odc import ODCStrategy
 
 series = [(torch.randn(2 + i % 13, 4), torch.randn(())) for i in range(32)]
 texts_and_images = [
-    {"input_ids": torch.arange(3 + i % 11), "patches": torch.randn(6 if i % 3 == 0 else 0, 12)} for i in range(32)
+    {"input_ids": torch.arange(3 + i % 11), "patches": torch.randn(6 if i % 3 == 0 else 0, 12)}
+    for i in range(32)
 ]
 graphs = [
     {"x": torch.randn(n, 4), "edges": torch.randint(n, (2, 3 * n)), "y": torch.randint(3, (n,))}
