@@ -6,6 +6,7 @@ import gc
 import os
 import secrets
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -13,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+#: Who has one of these has tests that need ranks.
+RANKS = {"tests.support.ranks", "lightning_odc.bench.processes"}
 
 
 def pytest_configure() -> None:
@@ -43,6 +47,10 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     os.environ[name] = value  # every process that is started from here on inherits it
     before, folder = os.environ.get("TMPDIR"), tmp_path_factory.mktemp("run")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    if RANKS & sys.modules.keys():
+        from tests.support.ranks import start_server
+
+        start_server()
     yield
     deadline = time.monotonic() + 10
     while (processes := _descendants(mark)) and time.monotonic() < deadline:

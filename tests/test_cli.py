@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -132,7 +132,10 @@ def test_an_interrupt_is_one_line(
     assert capsys.readouterr().err == "lightning-odc: interrupted; no results were written\n"
 
 
-def test_python_dash_m_tells_the_version() -> None:
-    command = [sys.executable, "-m", "lightning_odc", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == f"lightning-odc {__version__}\n"
+def test_python_dash_m_tells_the_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--version"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module("lightning_odc", run_name="__main__")
+    assert capsys.readouterr().out == f"lightning-odc {__version__}\n"

@@ -6,8 +6,6 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,34 +248,6 @@ def test_ranks_that_count_differently_are_told():
     for outcome in try_ranks(_disagree):
         assert DisagreementError.__name__ in outcome.error
         assert outcome.exitcode == 1
-
-
-NOTEBOOK = """
-import lightning_odc, torch
-from lightning.fabric import Fabric
-from tests.test_fabric import LENGTHS, new_model, own, run_step
-def train(fabric):
-    model, optimizer = fabric.setup(*new_model())
-    run_step(fabric, model, optimizer, own(fabric.global_rank, (5, 1), 0))
-    return fabric.world_size, fabric.strategy.engine.traffic.reads
-
-print("RESULT", Fabric(strategy="odc", accelerator="cpu", devices=2).launch(train))
-"""
-
-
-def test_fabric_in_an_interactive_session():
-    done = subprocess.run(
-        [sys.executable, "-i"],
-        input=NOTEBOOK,
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    (line,) = [line for line in done.stdout.splitlines() if "RESULT" in line]
-    assert (
-        "RESULT (2, 35)" in line
-    )  # per microbatch: 3 blocks and the root, forward and backward but the root's
 
 
 def _threads(rank: int) -> list[int]:

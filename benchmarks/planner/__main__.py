@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.planner.learning import fitted
+from benchmarks.planner.padding import padding
 from benchmarks.planner.quality import oracle, policies, quality, swaps, window
 from benchmarks.planner.speed import epoch, speed
 from benchmarks.tables import Table, put_into
@@ -25,6 +26,7 @@ _MAKERS: dict[str, Callable[[int], list[Table]]] = {
     "policies": policies,
     "window": window,
     "fitted": fitted,
+    "padding": padding,
     "speed": speed,
     "epoch": epoch,
 }

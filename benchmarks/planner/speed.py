@@ -14,14 +14,17 @@ import numpy as np
 from benchmarks.planner.rivals import KINDS, draw_lengths, karmarkar_karp_with_swaps
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import (
+    Collation,
     Plan,
     Planner,
     PolynomialCost,
     epoch_order,
     plan_minibatch,
+    quadratic,
     resolve_cost,
     with_speeds,
 )
+from lightning_odc.balance.costs import MICROBATCH
 
 _RANKS, _PER_RANK, _REPEATS = 64, 8, 3
 _EPOCHS = ((64, 512), (256, 2048), (8, 64), (8, 32), (8, 8))
@@ -44,7 +47,9 @@ def speed(seeds: int) -> list[Table]:
         "lb_mini, 64 speeds": {"cost": with_speeds("quadratic", np.linspace(1, 0.6, _RANKS).tolist())},
         "lb_mini, overhead": {"cost": PolynomialCost(1 / 42_166, 1.0, 4000.0)},
         "lb_mini, dense": {"cost": "quadratic_dense"},
+        "lb_mini, padded": {"cost": quadratic(constant=MICROBATCH), "collation": Collation("padded")},
         "lb_micro": {"policy": "lb_micro"},
+        "lb_micro, padded": {"policy": "lb_micro", "collation": Collation("padded")},
         "local_sort": {"policy": "local_sort"},
     }
     rows = []

@@ -26,7 +26,7 @@ from lightning_odc.balance.workload import Workload, lower_bound
 
 _FEW_SAMPLES = 32
 _STEPS_FOR_FEW, _STEPS = 64, 12
-_TOLERANCE = 1e-3
+_TOLERANCE = 2e-3
 _SHARES = (math.inf, 1.0, 0.5, 0.25)
 
 

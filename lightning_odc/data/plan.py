@@ -16,7 +16,7 @@ memory sticks to one of them. In epoch ``e``, rank ``r`` gets part ``(r + e + st
     part 1 (2 tokens)    r1    r0    r1    r0       r1: 2 + 9 + 2 + 9 = 22
 
 This is a function of epoch and step alone, so a resumed run gets the same parts. Where a cost or ``max_tokens`` differs
-from rank to rank, the planner has placed the parts, and they stay.
+from rank to rank, the planner has placed the parts, and they stay; so they do while a cost is learnt for each rank.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ class MinibatchPlan:
         """
         planner = planner if learnt is None else replace(planner, cost=learnt)
         positions = planner.plan(lengths)
-        if _are_alike(planner, lengths):
+        if learnt is None and _are_alike(planner, lengths):
             first = turn % planner.num_ranks
             positions = positions[first:] + positions[:first]
         counts = recipe.sample_weights(lengths)
@@ -378,10 +378,7 @@ class MinibatchPlan:
 
 
 def _are_alike(planner: Planner, lengths: LengthArray) -> bool:
-    """Whether ranks may swap their parts of a plan: these samples cost the same on all of them, and so do microbatches.
-
-    Compares values, not kinds of costs: a `FittedCost` that has not observed anything is that of ranks that are alike.
-    """
+    """Whether ranks may swap their parts of a plan: these samples cost the same on all, and so do microbatches."""
     terms = terms_of(resolve_cost(planner.cost), lengths, planner.num_ranks)
     by_rank = (terms.samples, terms.overhead, terms.pair)
     return np.ndim(cast(Any, planner.max_tokens)) == 0 and all(

@@ -204,9 +204,9 @@ def test_no_worse_than_samples_alone_or_a_plan_that_knows_of_no_padding(kind: st
         found = on_demand_cost(plan, lengths, cost, collation=PADDED)
         samples = plan_minibatch(lengths, ranks, cost=lambda x: cost.samples(x) + cost.overhead)
         alone: Plan = [[[i] for own in rank for i in own] for rank in samples]
-        assert found <= on_demand_cost(alone, lengths, cost, collation=PADDED) * (1 + 1e-3)
+        assert found <= on_demand_cost(alone, lengths, cost, collation=PADDED) * (1 + 3e-3)
         packed = plan_minibatch(lengths, ranks, cap, cost=cost)
-        assert found <= on_demand_cost(packed, lengths, cost, collation=PADDED) * (1 + 1e-3)
+        assert found <= on_demand_cost(packed, lengths, cost, collation=PADDED) * (1 + 3e-3)
 
 
 def test_many_samples_are_nearly_level() -> None:

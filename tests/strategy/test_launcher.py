@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +27,7 @@ from lightning_odc.errors import PeerFailedError
 from lightning_odc.strategy import launcher
 from lightning_odc.strategy.launcher import ForkLauncher
 from tests.support.modules import TokenModule, loader, token_batches, trainer
-from tests.support.ranks import run_ranks, torchrun_environment
+from tests.support.ranks import forked, run_ranks, torchrun_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,23 +118,22 @@ def test_cuda_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         make("cuda").launch(print)
 
 
-PARENT = """
-import os, time
-from tests.strategy.test_launcher import make
-def work():
-    print(os.getpid(), flush=True)
-    time.sleep(100)
-make().launch(work)
-"""
+def _kernel(directory: str, told: Connection) -> None:
+    """Starts ranks that say who they are and never end."""
+    tempfile.tempdir = directory  # nobody can empty the folder of a kernel that is killed
+
+    def work() -> None:
+        told.send(os.getpid())
+        time.sleep(100)
+
+    make().launch(work)
 
 
 def test_ranks_end_when_the_kernel_is_killed(tmp_path: Path) -> None:
-    # Nobody can empty the folder of a kernel that is killed.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
-        assert parent.stdout is not None
-        ranks = [int(parent.stdout.readline()) for _ in range(2)]
-        parent.kill()
+    heard, told = multiprocessing.Pipe(duplex=False)
+    with heard, told, forked(_kernel, str(tmp_path), told) as kernel:
+        ranks = [heard.recv() for _ in range(2)]
+        kernel.kill()
     deadline = time.monotonic() + 20
     while (left := [rank for rank in ranks if _lives(rank)]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -158,13 +160,24 @@ trainer.fit(model, loader(token_batches([5, 5])))
 
 TYPED = """
 print("STEPS", trainer.global_step, trainer.callback_metrics["reads"] > 0, torch.equal(before, model.net.head.weight))
+from lightning.fabric import Fabric
+from tests.test_fabric import new_model, own, run_step
+def train(fabric):
+    model, optimizer = fabric.setup(*new_model())
+    run_step(fabric, model, optimizer, own(fabric.global_rank, (5, 1), 0))
+    return fabric.world_size, fabric.strategy.engine.traffic.reads
+
+print("RESULT", Fabric(strategy="odc", accelerator="cpu", devices=2).launch(train))
 """
 
 
-def test_a_script_of_python_i_trains_and_leaves_a_session(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """What ``python -i script`` says when the script has run and the rest was typed."""
+    tmp_path = tmp_path_factory.mktemp("session")
     script = tmp_path / "script.py"
     script.write_text(SESSION)
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-i", script],
         input=TYPED,
         capture_output=True,
@@ -174,7 +187,15 @@ def test_a_script_of_python_i_trains_and_leaves_a_session(tmp_path: Path) -> Non
         timeout=120,
         check=True,
     )
-    assert "STEPS 2 tensor(True) False" in run.stdout, run.stderr
+
+
+def test_a_script_of_python_i_trains_and_leaves_a_session(session) -> None:
+    assert "STEPS 2 tensor(True) False" in session.stdout, session.stderr
+
+
+def test_fabric_in_an_interactive_session(session) -> None:
+    # Of 5 microbatches, 3 blocks and the root are read, forward and backward but the root's.
+    assert "RESULT (2, 35)" in session.stdout, session.stderr
 
 
 def _lives(pid: int) -> bool:

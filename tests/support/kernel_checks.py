@@ -1,13 +1,12 @@
 """The kernel that adds gradients, without a GPU.
 
-``TRITON_INTERPRET=1 python -m tests.support.kernel_checks`` runs it in Triton's interpreter; without the variable,
-which must be set before Triton is imported, it is compiled for GPUs and the instructions are looked at.
+``TRITON_INTERPRET=1 python -m tests.support.kernel_checks`` runs it in Triton's interpreter; the variable must be set
+before Triton is imported. Without it, the kernel can be compiled for GPUs, to look at the instructions.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 
 import torch
@@ -68,10 +67,6 @@ def compiles_to_relaxed_additions_of_the_system() -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        adds_every_element_once()
-        refuses_other_dtypes()
-        print("kernels: 2 checks passed")
-    else:
-        compiles_to_relaxed_additions_of_the_system()
-        print("kernels: compiled")
+    adds_every_element_once()
+    refuses_other_dtypes()
+    print("kernels: 2 checks passed")

@@ -10,8 +10,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -19,17 +21,27 @@ from typing import Any
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(  # what is not installed is passed over
-    [
-        "pytest",
-        "lightning.pytorch",
-        "lightning_odc",
-        "transformers.models.llama.modeling_llama",
-        "peft",
-        "tests.support.models",
-        "tests.support.modules",
-    ]
-)
+#: What ranks need; what is not installed is passed over. A module less costs every rank of the suite its import.
+_PRELOAD = [
+    "pytest",
+    "hypothesis",
+    "functorch.compile",
+    "jsonargparse",
+    "lightning.pytorch",
+    "lightning_odc",
+    "lightning_odc.metrics",
+    "lightning_odc.bench.training",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "tests.support.models",
+    "tests.support.modules",
+]
+
+
+def start_server() -> None:
+    """Start what ranks are forked from, before a benchmark starts one that has imported less. It imports on its own."""
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()
 
 
 @dataclass
@@ -60,6 +72,7 @@ def try_ranks(
     function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
 ) -> list[Outcome]:
     """Like ``run_ranks``, for ranks that may fail. A rank that outlives ``timeout`` is killed and fails the test."""
+    start_server()
     # As `torchrun` does it: ranks that look for each other at one of them wait for its store, and then some more.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begin = time.monotonic()
@@ -78,6 +91,19 @@ def try_ranks(
         outcomes.append(Outcome(rank, result, error, process.exitcode, time.monotonic() - begin))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
     return outcomes
+
+
+@contextmanager
+def forked(function: Callable[..., Any], *args: Any) -> Iterator[ForkServerProcess]:
+    """Call ``function(*args)`` in one process that is no rank and may start others. It does not outlive the context."""
+    start_server()
+    process = _CONTEXT.Process(target=function, args=args)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def _start(
