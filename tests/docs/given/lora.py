@@ -2,12 +2,10 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_odc import ODCStrategy
-from lightning_odc.data.packing import pack_samples
 
 samples = [torch.randint(3, 32, (length,)).tolist() for length in (5, 40, 11, 7, 23, 9, 30, 3) * 2]
 
