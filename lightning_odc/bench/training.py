@@ -29,6 +29,7 @@ from lightning_odc.bench.options import AUTO, EQUAL_COUNTS, PAPERS_OWN, SHUFFLED
 from lightning_odc.bench.processes import Tell
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
 from lightning_odc.callbacks.idle.sources import GradientWatch, MeetingTracer
+from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
@@ -186,8 +187,10 @@ class BenchRecipe(Recipe):
     compared: str = "lb_mini"
     samples_per_microbatch: int = 1
 
-    def planner(self, num_replicas: int, longest: int | None = None, facts: Facts = NOTHING_KNOWN) -> Planner:
-        planner = super().planner(num_replicas, longest, facts)
+    def planner(
+        self, num_replicas: int, lengths: LengthArray | None = None, facts: Facts = NOTHING_KNOWN
+    ) -> Planner:
+        planner = super().planner(num_replicas, lengths, facts)
         if self.compared == PAPERS_OWN:
             return replace(planner, align=False)
         if self.policy != "local_sort":

@@ -37,7 +37,7 @@ def balanced_from(
     """The same samples as ``dataloader`` yields, balanced: ``batch_size`` samples per rank and minibatch on average.
 
     Taken over are data set, batch size, order (shuffled or not), ``collate_fn``, ``drop_last``, the generator's seed
-    and all that concerns workers.
+    and all that concerns workers. By default no microbatch has more tokens than the largest batch of ``dataloader``.
 
     Args:
         dataloader: A loader with torch's own sampling; a `BalancedDataLoader` is returned as it is.
@@ -67,9 +67,10 @@ def balanced_from(
             f"Only a torch DataLoader can be balanced, got {type(dataloader).__name__}. Write "
             "BalancedDataLoader(dataset, minibatch_size=8, ...), or yield `Minibatch`es yourself."
         )
-    return BalancedDataLoader(
+    size = _batch_size(dataloader)
+    balanced = BalancedDataLoader(
         dataloader.dataset,
-        minibatch_size=_batch_size(dataloader),
+        minibatch_size=size,
         length_fn=length_fn,
         max_tokens=max_tokens,
         policy=policy,
@@ -87,6 +88,8 @@ def balanced_from(
         cache_dir=cache_dir,
         **_workers(dataloader),
     )
+    balanced.recipe = replace(balanced.recipe, batch_size=size)
+    return balanced
 
 
 def balanced_for_lightning(
@@ -120,8 +123,7 @@ def balanced_for_lightning(
         window=1 if stream else None,
         **options,
     )
-    size = balanced.recipe.minibatch_size
-    balanced.recipe = replace(balanced.recipe, minibatch_size=size * batches, drop_size=size)
+    balanced.recipe = replace(balanced.recipe, minibatch_size=balanced.recipe.minibatch_size * batches)
     if not stream:
         balanced.lengths  # noqa: B018 - looked up now
     return balanced

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
 from lightning_odc.balance import COLLECTIVE_SAFE, Planner, collective_cost, microbatch_costs, on_demand_cost
+from lightning_odc.balance.collation import Collation
 from lightning_odc.data.checks import is_stream
 from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, measure
 from lightning_odc.data.rng import isolated_rng
@@ -46,7 +47,9 @@ class Gain:
     longest: int
 
 
-def planned_gain(lengths: LengthArray, batch_size: int, batches: int, planner: Planner) -> Gain:
+def planned_gain(
+    lengths: LengthArray, batch_size: int, batches: int, planner: Planner, own: Collation | None = None
+) -> Gain:
     """Compare batches as they come with balanced minibatches of the same samples.
 
     As they come, ranks wait for each other at every batch, since Lightning meets there. Balanced, they wait once per
@@ -56,19 +59,21 @@ def planned_gain(lengths: LengthArray, batch_size: int, batches: int, planner: P
         lengths: ``[n]`` tokens of samples in the order they come, at least one.
         batch_size: Samples of a batch on one rank.
         batches: Batches of an optimizer step.
-        planner: What balances; its cost and its collation are those of both.
+        planner: What balances; its cost is that of both.
+        own: What the ``collate_fn`` makes of batches as they come; by default the planner's collation.
     """
     num_ranks = planner.num_ranks
-    known: Any = {"cost": planner.cost, "collation": planner.collation}
+    balanced_as: Any = {"cost": planner.cost, "collation": planner.collation}
+    come_as: Any = {"cost": planner.cost, "collation": own or planner.collation}
     size = batch_size * batches * num_ranks
     whole = lengths[: len(lengths) // size * size or len(lengths)]
     evaluate = collective_cost if planner.policy in COLLECTIVE_SAFE else on_demand_cost
     come, balanced = _Sum(), _Sum()
-    for own in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
-        dealt = [_batches(own, rank, batch_size, batches, num_ranks) for rank in range(num_ranks)]
-        planned = planner.plan(own)
-        come.add(collective_cost(dealt, own, **known), microbatch_costs(dealt, own, **known))
-        balanced.add(evaluate(planned, own, **known), microbatch_costs(planned, own, **known))
+    for part in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
+        dealt = [_batches(part, rank, batch_size, batches, num_ranks) for rank in range(num_ranks)]
+        planned = planner.plan(part)
+        come.add(collective_cost(dealt, part, **come_as), microbatch_costs(dealt, part, **come_as))
+        balanced.add(evaluate(planned, part, **balanced_as), microbatch_costs(planned, part, **balanced_as))
     factor = come.time / balanced.time
     return Gain(come.idle, balanced.idle, balanced.time, factor, int(lengths.min()), int(lengths.max()))
 

@@ -182,7 +182,7 @@ class Stream(IterableDataset[Minibatch]):
         learnt = None if self.cost is None else self.cost.cost_for(self.cost.begun)
         name = self.recipe.name(self.epoch, step, Lengths(lengths, "samples"))
         indices = np.arange(len(lengths), dtype=np.int64)
-        planner = self.recipe.planner(self.num_replicas, facts=facts)
+        planner = self.recipe.planner(self.num_replicas, lengths, facts)
         turn = self.epoch + step
         plan = MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn)
         microbatches, details = [], []

@@ -250,8 +250,14 @@ class BalancedDataLoader:
         if not isinstance(reading, MapReading):
             return None
         schedule = reading.schedule
-        own = self.lengths.values[schedule.order(0)]
-        return planned_gain(own, max(self.recipe.minibatch_size // batches, 1), batches, schedule.planner)
+        size = self.recipe.batch_size or max(self.recipe.minibatch_size // batches, 1)
+        own = self._find_collation(self._unpacked) if self.packing is True else self._collation
+        return planned_gain(
+            self.lengths.values[schedule.order(0)], size, batches, schedule.planner, own or PACKED
+        )
+
+    def _find_collation(self, collate_fn: Collate) -> Collation | None:
+        return SampleReader(self._samples, collate_fn, self.recipe.seed, None).collation(self.lengths.values)
 
     @property
     def collation(self) -> Collation | None:

@@ -94,8 +94,9 @@ class Recipe:
         drop_last: leave out the samples that do not fill a last minibatch.
         window: how many consecutive minibatches are looked at together.
         regroup: let the minibatches of a window exchange samples, so that large ones meet.
-        drop_size: Samples per rank; ``drop_last`` leaves out those that do not fill a last group of so many. By
-            default ``minibatch_size``, of which it is a divisor.
+        batch_size: Samples of a batch of the user's own loader, if there is one; a divisor of ``minibatch_size``.
+            ``drop_last`` leaves out what does not fill a batch, and by default no microbatch is larger than the largest
+            batch.
 
     Raises:
         ValueError: a value that is not one of those above.
@@ -111,7 +112,7 @@ class Recipe:
     drop_last: bool = False
     window: int = 1
     regroup: bool = False
-    drop_size: int | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         check_count("minibatch_size", self.minibatch_size)
@@ -157,7 +158,7 @@ class Recipe:
 
     def count_samples(self, num_samples: int, num_replicas: int) -> int:
         """Samples of an epoch that are used; the others are dropped at its end."""
-        unit = (self.drop_size or self.minibatch_size) * num_replicas
+        unit = (self.batch_size or self.minibatch_size) * num_replicas
         return num_samples - num_samples % unit if self.drop_last else num_samples
 
     def count_minibatches(self, num_samples: int, num_replicas: int) -> int:
@@ -176,17 +177,35 @@ class Recipe:
             ]
         return regroup(quadratic().samples(lengths.astype(np.float64)), num_replicas, size)
 
-    def planner(self, num_replicas: int, longest: int | None = None, facts: Facts = NOTHING_KNOWN) -> Planner:
-        """What plans minibatches for so many ranks; ``longest`` is the length of the longest sample, if known.
+    def planner(
+        self, num_replicas: int, lengths: LengthArray | None = None, facts: Facts = NOTHING_KNOWN
+    ) -> Planner:
+        """What plans minibatches for so many ranks.
 
         A cost that learns is given to each plan as it was at some moment, see Note [Plans of what everybody knows].
+
+        Args:
+            num_replicas: The number of ranks.
+            lengths: Those of the samples in the order they come, if they are known.
+            facts: What was found out about the run.
         """
-        max_tokens = self.max_tokens
-        if max_tokens is None and longest is not None:
-            max_tokens = facts.collation.tokens([longest])
+        cap = self.max_tokens
+        if cap is None and lengths is not None:
+            cap = self._largest_batch(lengths, num_replicas, facts.collation)
         cost = facts.prior if self.is_auto else "quadratic" if self.learns else self.cost
         policy = cast(Policy, self.policy)
-        return Planner(num_replicas, max_tokens, policy, cost, allow_empty=True, collation=facts.collation)
+        return Planner(num_replicas, cap, policy, cost, allow_empty=True, collation=facts.collation)
+
+    def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> int:
+        """The most tokens in a batch of the user's own loader, which fits into memory; at least the longest sample."""
+        rows = collation.row_lengths(lengths)
+        longest, size = int(rows.max()), self.batch_size or 1
+        whole = len(rows) // (size * num_replicas) * size * num_replicas
+        if size == 1 or not whole:
+            return longest
+        dealt = rows[:whole].reshape(-1, size, num_replicas)  # [batches, samples, ranks]
+        tokens = size * dealt.max(1) if collation.is_table else dealt.sum(1)
+        return max(longest, int(tokens.max()))
 
     def lagged_cost(self, num_replicas: int, facts: Facts = NOTHING_KNOWN) -> LaggedCost | None:
         """The cost, if it is one that learns, for so many ranks.
@@ -243,12 +262,12 @@ class Schedule:
         self.num_replicas = num_replicas
         self.samples_per_minibatch = recipe.minibatch_size * num_replicas
         self._check()
-        self.planner = recipe.planner(num_replicas, int(lengths.values.max()), facts)
         # Minibatches are mostly asked for one after another, so the latest epoch and the latest window are kept.
         self._epoch: int | None = None
         self._order: IndexArray = np.arange(len(lengths))
         self._window: tuple[int, int] | None = None
         self._minibatches: list[IndexArray] = []
+        self.planner = recipe.planner(num_replicas, lengths.values[self.order(0)], facts)
 
     def _check(self) -> None:
         if len(self.lengths) < self.num_replicas:
@@ -257,7 +276,7 @@ class Schedule:
                 f"never have work. Write Trainer(devices={max(len(self.lengths), 1)}) or use more data."
             )
         if not len(self):
-            size = self.recipe.drop_size or self.recipe.minibatch_size
+            size = self.recipe.batch_size or self.recipe.minibatch_size
             raise ValueError(
                 f"drop_last=True leaves no minibatch: {len(self.lengths)} samples do not fill one of "
                 f"{size * self.num_replicas} (minibatch_size={size} on {self.num_replicas} ranks). Write "

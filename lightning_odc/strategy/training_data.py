@@ -22,6 +22,7 @@ from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.engine.base import Engine
+from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy import arguments
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief
@@ -120,9 +121,28 @@ class TrainingData:
         )
         if loader.packing:
             self._settle_packing(loader)
+        self._compare(loader)
         if not self._told:
             self._told = True
             rank_zero_info(brief(loader, model, self.accumulation.batches))
+
+    def _compare(self, loader: BalancedDataLoader) -> None:
+        """Find out before training that ranks would make different plans; streams are compared as they are read.
+
+        Raises:
+            DisagreementError: ranks have other samples, or treat them otherwise.
+        """
+        if self._engine is None or loader.is_stream:
+            return
+        facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}; the collate_fn {loader.collation}"
+        by_rank = self._engine.exchange("compare training data", facts)
+        other = next((rank for rank, found in enumerate(by_rank) if found != by_rank[0]), None)
+        if other is not None:
+            raise DisagreementError(
+                f"The ranks have different training data. Rank 0: {by_rank[0]}. Rank {other}: {by_rank[other]}. Every "
+                "rank plans alone and must know all samples: make them from a fixed seed, as "
+                "lightning.seed_everything(0) does, and leave the division over ranks out of the data set."
+            )
 
     def _settle_packing(self, loader: BalancedDataLoader) -> None:
         """Find out whether the model keeps packed samples apart; once per fit.
@@ -217,7 +237,7 @@ class TrainingData:
                 "balanced alone. Trainer(accumulate_grad_batches=...) balances all of a step together."
             )
         recipe, world_size = balanced.recipe, self._trainer.world_size
-        size = (recipe.drop_size or recipe.minibatch_size) * world_size
+        size = (recipe.batch_size or recipe.minibatch_size) * world_size
         try:
             num_batches: float = -(-recipe.count_samples(len(dataset), world_size) // size)
         except TypeError:

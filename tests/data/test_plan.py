@@ -168,7 +168,7 @@ def test_folded_minibatches_are_the_optimizer_steps_of_accumulated_batches(
 ):
     per_batch = size * num_ranks
     accumulated = num_samples // per_batch if drop_last else -(-num_samples // per_batch)
-    recipe = Recipe(size * batches, drop_last=drop_last, drop_size=size)
+    recipe = Recipe(size * batches, drop_last=drop_last, batch_size=size)
     assert recipe.count_minibatches(num_samples, num_ranks) == -(-accumulated // batches)
     if accumulated:
         lengths = Lengths(np.full(num_samples, 3), "given")
