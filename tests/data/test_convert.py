@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,6 +20,11 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_odc.data.convert import balanced_from
 from lightning_odc.data.loader import BalancedDataLoader
 from tests.data.test_iterable import Sized
+
+
+def pad(samples: list[list[int]]) -> torch.Tensor:
+    return pad_sequence([torch.tensor(sample) for sample in samples], batch_first=True)
+
 
 ROWS = [[0] * n for n in range(1, 14)]
 
@@ -147,3 +153,17 @@ def test_only_data_loaders_are_balanced():
 
 def test_iterable_is_what_torch_says():
     assert isinstance(Sized(), IterableDataset)
+
+
+def test_by_default_no_microbatch_is_larger_than_the_largest_batch():
+    """Samples of 1 to 13 tokens, batches of 2 on 2 ranks as a distributed sampler deals them: rank 1 has 10 and 12."""
+    assert convert().max_tokens == 10 + 12
+    assert convert(collate_fn=pad).max_tokens == 2 * 12
+    assert convert(batch_size=1).max_tokens == 13
+    assert convert(batch_size=50).max_tokens == 13, "there is no whole batch"
+
+
+def test_equal_samples_share_microbatches_as_before():
+    dataloader: DataLoader[Any] = DataLoader([torch.zeros(5)] * 16, batch_size=4)  # type: ignore[arg-type]
+    balanced = balanced_from(dataloader, num_replicas=2, rank=0, cache_dir=False)
+    assert [[len(batch) for batch in minibatch] for minibatch in balanced] == [[4], [4]]

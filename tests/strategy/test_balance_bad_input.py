@@ -70,7 +70,7 @@ LOADERS: dict[str, Any] = {
     "batch sampler": lambda: batches(batch_size=1, batch_sampler=BatchSampler(range(24), 4, False)),
     "own batch sampler": lambda: batches(batch_size=1, batch_sampler=OwnBatches(3)),
     "sampler": lambda: batches(sampler=WeightedRandomSampler([1.0] * 24, 24)),
-    "unknown": lambda: batches(dataset=[torch.zeros(2, 2)] * 8),
+    "unknown": lambda: batches(dataset=[torch.zeros(2, 2, 2)] * 8),
     "stolen stream": lambda: batches(dataset=Stream()),
     "batches": lambda: batches(batch_size=None),
     "list": lambda: [torch.zeros(1, 2)] * 4,
