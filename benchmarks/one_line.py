@@ -222,6 +222,12 @@ PROJECTS = {
 }
 
 
+def tokens_of(batch: Any) -> int:
+    """Tokens of a batch of either model, padding included."""
+    table = batch["input_ids"] if isinstance(batch, dict) else batch[1]
+    return table.numel()
+
+
 class Watch(pl.Callback):
     """Counts what was computed, and times the epochs after the first.
 
@@ -242,9 +248,8 @@ class Watch(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         for one in batch if isinstance(batch, Minibatch) else [batch]:
-            table = one["input_ids"] if isinstance(one, dict) else one[1]
-            self.tokens += table.numel()
-            self.largest = max(self.largest, table.numel())
+            self.tokens += tokens_of(one)
+            self.largest = max(self.largest, tokens_of(one))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.strategy.barrier()
@@ -296,7 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.projects:
         measured = _measure(name, options.rounds, options.epochs)
         found[name] = measured
-        print(f"\n{PROJECTS[name].title}\n\n{_table(measured)}", flush=True)
+        print(f"\n{PROJECTS[name].title}\n\n{_table(PROJECTS[name], measured)}", flush=True)
     if options.json:
         write_json(options.json, found)
 
@@ -307,7 +312,7 @@ def _measure(name: str, rounds: int, epochs: int) -> list[dict[str, Any]]:
     measured: list[dict[str, Any]] = [
         {"row": row.text, "seconds": [], "tokens": 0, "largest": 0} for row in rows
     ]
-    with Ranks(2, preload=["benchmarks.one_line"]) as ranks:
+    with Ranks(2, preload=["lightning_odc.bench.models"]) as ranks:
         for _ in range(rounds):
             for number, one in enumerate(measured):
                 results = ranks.call(fit, name, number, epochs)
@@ -317,16 +322,17 @@ def _measure(name: str, rounds: int, epochs: int) -> list[dict[str, Any]]:
     return measured
 
 
-def _table(measured: Sequence[dict[str, Any]]) -> str:
+def _table(project: Project, measured: Sequence[dict[str, Any]]) -> str:
     medians = {one["row"]: statistics.median(one["seconds"]) for one in measured}
     ddp = min(seconds for text, seconds in medians.items() if "ddp" in text)
     best = min(medians.values())
+    longest = max(tokens_of(project.collate([sample])) for sample in project.data())
     rows = [
         (
             one["row"],
             f"{medians[one['row']]:.2f} [{min(one['seconds']):.2f}, {max(one['seconds']):.2f}]",
             f"{one['tokens']:,}",
-            f"{one['largest'] / LONGEST:.2f}",
+            f"{one['largest'] / longest:.2f}",
             f"{ddp / medians[one['row']]:.2f}",
             f"{medians[COLLECTIVE.text] / medians[one['row']]:.2f}",
             f"{best / medians[one['row']]:.0%}",
