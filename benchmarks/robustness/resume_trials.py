@@ -35,7 +35,7 @@ from tests.support.ranks import try_ranks
 
 Kind = Literal["full", "sharded"]
 WORLD_SIZE = 2
-SAMPLES = 48
+SAMPLES, LONGEST = 48, 24
 PER_STEP = 4 * WORLD_SIZE
 EPOCHS = 4
 PATIENCE = 600  # seconds for one job, on a machine that may be busy
@@ -51,6 +51,11 @@ class Numbered(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
         generator = torch.Generator().manual_seed(index)
         return index, torch.randint(11, (2 + index % 23,), generator=generator)
+
+
+def length_of(sample: tuple[int, Tensor]) -> int:
+    """Tokens of a sample."""
+    return len(sample[1])
 
 
 def pad(samples: list[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
@@ -115,7 +120,12 @@ def run(rank: int, folder: str, kind: Kind, kill: tuple[int, int, bool] | None) 
     if kill is not None and kill[0] == rank:
         callbacks.append(KillAt(kill[1], kill[2], root))
     strategy = ODCStrategy(
-        balance="lb_mini", deterministic=True, state_dict_type=kind, hang_report_after=None
+        balance="lb_mini",
+        max_tokens=LONGEST,  # few samples in a microbatch, and so many moments to be killed in
+        length_fn=length_of,
+        deterministic=True,
+        state_dict_type=kind,
+        hang_report_after=None,
     )
     fit = trainer(
         WORLD_SIZE, strategy=strategy, callbacks=callbacks, enable_checkpointing=True, max_epochs=EPOCHS

@@ -237,7 +237,7 @@ def _length(sample: Any) -> int | None:
         return len(sample) if sample.ndim == 1 else None
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
         return None
-    if all(isinstance(item, Number) for item in sample[:1]):
+    if all(isinstance(item, Number) for item in (*sample[:1], *sample[-1:])):
         return len(sample)
     return _length(sample[0]) if isinstance(sample, tuple) else None
 

@@ -112,6 +112,7 @@ def test_a_sample_is_measured(sample, length):
         {"text": "a"},
         {"input_ids": torch.ones(2, 5)},
         ("a text", 3),
+        (3, torch.ones(4)),
         [[1, 2], [3]],
         [torch.ones(3)],
     ],
