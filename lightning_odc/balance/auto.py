@@ -4,7 +4,7 @@ Note [When times overrule the model]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A cost that comes from the model alone (the *prior*) gives the same plans in every run. It can be wrong: a rank is slow,
 a kernel is not the expected one, most of the time goes into launches. So a `FittedCost` learns beside it, and both
-predict every microbatch before its time is known. The prior predicts in its own unit, and one factor for all ranks
+are compared with the latest measured times. The prior predicts in its own unit, and one factor for all ranks
 turns it into seconds. Plans change once: when the prior errs on one rank by much, or when it errs by more than the fit,
 in both cases by more than chance. The two are compared on the same microbatches, so that a pause hits both alike.
 """
@@ -62,6 +62,8 @@ class AutoCost:
     def keep_apart(self) -> None:
         """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
         self._pair = 0.0
+        if not self.fitted.is_fitted:
+            self.fitted = FittedCost(self.num_ranks, _polynomial(self.prior), dense=False)
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Take in the measurements of one minibatch, those of all ranks in the same order on every rank.
@@ -74,7 +76,7 @@ class AutoCost:
         if self.is_refuted:
             return
         self._latest += [(one, one[2] / self._prior_of(one[1])) for one in measured]
-        del self._latest[:-_KEPT]
+        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.num_ranks)]
         if len(self._latest) >= _ENOUGH:
             ratios = sorted(ratio for _, ratio in self._latest)
             factor = ratios[len(ratios) // 2]
@@ -115,6 +117,8 @@ class AutoCost:
         Raises:
             ValueError: it is of another number of ranks.
         """
+        if "fitted" not in state:
+            raise ValueError('it is of cost="fitted".')
         self.fitted.load_state_dict(state["fitted"])
         self.is_refuted = state["refuted"]
         self._latest = [

@@ -31,6 +31,9 @@ from lightning_odc.balance.arrays import Floats, Ints
 
 _PACKED = 48
 _PAIRS_UP_TO = 10
+_MOST_SAMPLES = (
+    4096  # of more samples, one is too small a part of a load to be worth a table of all exchanges
+)
 
 
 class Loads(Protocol):
@@ -84,6 +87,8 @@ class Descent:
         return max(self._loads)
 
     def run(self, good_enough: float, steps: int) -> None:
+        if self._nothing > _MOST_SAMPLES:
+            return
         for _ in range(steps):
             if len(self.groups) == 1 or self.largest_load() <= good_enough or not self._step():
                 break

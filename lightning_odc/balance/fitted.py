@@ -185,6 +185,8 @@ class FittedCost:
         Raises:
             ValueError: it is of another number of ranks.
         """
+        if "fits" not in state:
+            raise ValueError('it is of cost="auto".')
         ranks = len(state["fits"][0]["ranks"])
         if ranks != self.num_ranks:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -42,16 +43,23 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     Returns:
         ``None``: it is none of these, or it raises.
     """
-    ends = int(lengths.argmin()), int(lengths.argmax())
+    if not len(lengths):
+        return None
+
+    def shapes_of(*indices: int) -> Shapes:
+        return _shapes(
+            collate_fn([deepcopy(sample(index)) for index in indices])
+        )  # it may change its samples
+
+    ends = short, long = int(lengths.argmin()), int(lengths.argmax())
     try:
-        short, long = map(sample, ends)
-        alone = _shapes(collate_fn([short])), _shapes(collate_fn([long]))
+        alone = shapes_of(short), shapes_of(long)
     except Exception:  # whatever it is, training will meet it, too
         return None
     try:
-        together = _shapes(collate_fn([short, long]))
+        together = shapes_of(short, long)
     except Exception:
-        return Collation("stacked") if _stacks(collate_fn, short) else None
+        return Collation("stacked") if _runs(shapes_of, short, short) else None
     if (path := _telling(alone, together)) is None:
         return Collation("apart") if _is_apart(*alone, together) else None
     shapes = alone[0][path], alone[1][path], together[path]
@@ -61,12 +69,12 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     options = _paddings([shape[axis] for shape in shapes], lengths[list(ends)])
     if not options:
         return None
-    return _settled(options, lambda index: _shapes(collate_fn([sample(index)]))[path][axis], lengths)
+    return _settled(options, lambda index: shapes_of(index)[path][axis], lengths)
 
 
-def _stacks(collate_fn: Any, sample: Any) -> bool:
+def _runs(function: Callable[..., Any], *arguments: Any) -> bool:
     try:
-        collate_fn([sample, sample])
+        function(*arguments)
     except Exception:
         return False
     return True

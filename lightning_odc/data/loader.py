@@ -97,7 +97,8 @@ class BalancedDataLoader:
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
             ``"auto"``: ``ODCStrategy`` counts the labels of every microbatch, where a mean loss has integer labels;
             else its tokens count. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
-            ``"next_token"`` if the collator packs and ``"token"`` if not: exact unless labels are masked.
+            ``"next_token"`` if the collator packs and ``"token"`` if not: an estimate where labels are masked, or where
+            padded rows shift theirs.
         collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
         packing: put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`:
             ``True``, or ``"auto"``: where ``ODCStrategy`` finds that the model keeps them apart and that it pays.
@@ -204,8 +205,10 @@ class BalancedDataLoader:
         times = {}
         for packing in (False, True):
             self.packing, self._reading = packing, None
-            gain = self.planned_gain()
-            times[packing] = math.inf if gain is None else gain.balanced
+            batches = self.recipe.minibatch_size // (self.recipe.batch_size or self.recipe.minibatch_size)
+            gain = self.planned_gain(batches)
+            can_run = gain is not None and (not packing or self.collation is not None)
+            times[packing] = gain.balanced if can_run and gain is not None else math.inf
         self.packing, self._reading = times[True] < times[False], None
 
     def adapt(

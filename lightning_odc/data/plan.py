@@ -267,7 +267,8 @@ class Schedule:
         self._order: IndexArray = np.arange(len(lengths))
         self._window: tuple[int, int] | None = None
         self._minibatches: list[IndexArray] = []
-        self.planner = recipe.planner(num_replicas, lengths.values[self.order(0)], facts)
+        planner = recipe.planner(num_replicas, lengths.values[self.order(0)], facts)
+        self.planner = planner.capped_for(lengths.values)
 
     def _check(self) -> None:
         if len(self.lengths) < self.num_replicas:

@@ -48,7 +48,10 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
     source = f"{type(config).__name__.removesuffix('Config')} with {attention or 'unknown'} attention"
     try:
         known: Any = transformer(config, dense=dense is not False)
-    except ValueError:  # experts, an encoder, or layers of a kind that is not known
+    except (
+        ValueError,
+        TypeError,
+    ):  # experts, an encoder, lists of sizes, or layers of a kind that is not known
         return ModelCost(quadratic(constant=MICROBATCH, dense=dense is not False), dense, source)
     return ModelCost(replace(known, constant=MICROBATCH * known.per_token), dense, source)
 

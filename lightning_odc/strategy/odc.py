@@ -443,6 +443,7 @@ class ODCStrategy(ShardedStrategy):
             wanted = Wanted(self.balance, self._balance_options, self.communication, self.deterministic)
             self._training_data = TrainingData(module.trainer, wanted, self._engine)
             self._on_teardown.callback(self._training_data.release)
+        self._training_data.engine = self._engine  # there is none if setup() asks for the data
         return self._training_data.process(dataloader)
 
     def _check_loaders(self, loaders: Any) -> None:

@@ -74,17 +74,17 @@ class TrainingData:
     Args:
         trainer: The trainer, which fits.
         wanted: What the user said about balancing.
-        engine: The engine; ``None`` before ranks can talk to each other.
 
     Attributes:
         accumulation: What is folded into minibatches.
+        engine: The engine; ``None`` before ranks can talk to each other.
     """
 
     def __init__(self, trainer: Trainer, wanted: Wanted, engine: Engine | None) -> None:
         self.accumulation = Accumulation(trainer)
         self._trainer = trainer
         self._wanted = wanted
-        self._engine = engine
+        self.engine = engine
         self._looked = self._told = False
         self._packing_trouble: str | None = None  # not known yet
         self._watch: RemovableHandle | None = None
@@ -116,7 +116,7 @@ class TrainingData:
         loader.adapt(
             prior=model.cost,
             dense=model.dense,
-            measured=wanted.communication != "collective" and not wanted.deterministic,
+            measured=wanted.communication != "collective" and not (wanted.deterministic or loader.unroll),
             minibatches_per_step=trainer.accumulate_grad_batches,
         )
         if loader.packing:
@@ -132,10 +132,10 @@ class TrainingData:
         Raises:
             DisagreementError: ranks have other samples, or treat them otherwise.
         """
-        if self._engine is None or loader.is_stream:
+        if self.engine is None or loader.is_stream:
             return
         facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}; the collate_fn {loader.collation}"
-        by_rank = self._engine.exchange("compare training data", facts)
+        by_rank = self.engine.exchange("compare training data", facts)
         other = next((rank for rank, found in enumerate(by_rank) if found != by_rank[0]), None)
         if other is not None:
             raise DisagreementError(
@@ -152,8 +152,12 @@ class TrainingData:
         """
         if self._packing_trouble is None:
             strategy: Any = self._trainer.strategy
-            assert self._engine is not None
-            self._packing_trouble = packing_trouble(strategy, self._engine)
+            if self.engine is None:
+                raise ValueError(
+                    "packing= is checked on the sharded model, and the training data was asked for before it was set "
+                    "up: read trainer.estimated_stepping_batches in configure_optimizers, not in setup."
+                )
+            self._packing_trouble = packing_trouble(strategy, self.engine)
         if self._packing_trouble and loader.packing is True:
             raise ValueError(f"packing=True: {self._packing_trouble}")
         if loader.packing == "auto" and not self._packing_trouble:
@@ -223,7 +227,7 @@ class TrainingData:
         own = beginning(dataset, self._wanted.options.get("length_fn") or measure)
         if self._trainer.world_size == 1:
             return own is not None
-        others = self._engine.exchange("compare the streams of all ranks", own) if self._engine else [None]
+        others = self.engine.exchange("compare the streams of all ranks", own) if self.engine else [None]
         return own is not None and set(others) == {own}
 
     def _left_alone(self, dataloader: object, reason: str) -> object:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_odc.balance import PolynomialCost, plan_minibatch, quadratic, transformer
+from lightning_odc.balance import FittedCost, PolynomialCost, plan_minibatch, quadratic, transformer
 from lightning_odc.balance.auto import AutoCost, default_prior
 
 TRUTH = PolynomialCost(quadratic=1 / 4000, linear=1.0, constant=64.0, dense=True)
@@ -119,3 +119,15 @@ def test_the_shape_of_a_transformer_is_that_of_its_samples() -> None:
 
 def test_without_a_model_attention_is_taken_to_be_dense() -> None:
     assert default_prior() == quadratic(constant=64.0, dense=True)
+
+
+def test_a_slow_rank_among_many_is_found() -> None:
+    machine = Machine(TRUTH, [1.0] * 15 + [1.8])
+    assert minibatches_until_refuted(TRUTH, machine, 8) is not None
+
+
+def test_what_another_kind_of_cost_had_learnt_is_refused() -> None:
+    with pytest.raises(ValueError, match='of cost="fitted"'):
+        AutoCost(2, TRUTH).load_state_dict(FittedCost(2).state_dict())
+    with pytest.raises(ValueError, match='of cost="auto"'):
+        FittedCost(2).load_state_dict(AutoCost(2, TRUTH).state_dict())

@@ -147,3 +147,18 @@ def test_a_stream_is_planned_with_its_padding() -> None:
     sizes = [batch["input_ids"].numel() for minibatch in loader for batch in minibatch]
     assert max(sizes) == 32
     assert sum(sizes) < 12 * 32
+
+
+def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
+    rows = [tokens(10), tokens(17)]
+
+    def pops(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        labels = pad_sequence([torch.tensor(sample.pop("labels")) for sample in samples], batch_first=True)
+        return {**padder()(samples), "labels": labels}
+
+    assert find_collation(pops, rows.__getitem__, np.array([10, 17])) == Collation("padded")
+    assert all("labels" in row for row in rows)
+
+
+def test_no_samples_tell_nothing() -> None:
+    assert found(list, row, []) is None

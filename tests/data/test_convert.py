@@ -167,3 +167,13 @@ def test_equal_samples_share_microbatches_as_before():
     dataloader: DataLoader[Any] = DataLoader([torch.zeros(5)] * 16, batch_size=4)  # type: ignore[arg-type]
     balanced = balanced_from(dataloader, num_replicas=2, rank=0, cache_dir=False)
     assert [[len(batch) for batch in minibatch] for minibatch in balanced] == [[4], [4]]
+
+
+def test_rows_that_are_rounded_above_the_cap_are_refused_at_once():
+    def pad_to_eight(samples: list[list[int]]) -> torch.Tensor:
+        table = pad(samples)
+        return torch.nn.functional.pad(table, (0, -table.size(1) % 8))
+
+    dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=2, collate_fn=pad_to_eight)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_tokens=16"):
+        len(balanced_from(dataloader, num_replicas=2, rank=1, max_tokens=13, cache_dir=False))
