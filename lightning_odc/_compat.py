@@ -178,6 +178,16 @@ def has_all_reduce_hook(module: FSDPModule) -> bool:
     return any(group._all_reduce_hook is not None for group in _groups_of(module))
 
 
+def reshards_after_forward(module: FSDPModule) -> bool | None:
+    """Whether a ``fully_shard``-ed module is freed after its forward pass; ``None`` if it goes over to a smaller mesh.
+
+    Why: ``set_reshard_after_forward`` replaces what is there, and there is no public way to look at it before.
+    """
+    (group, *_) = _groups_of(module)
+    after = group.post_forward_mesh_info
+    return None if after is not None and after != group.mesh_info else after is not None
+
+
 def keeps_gradients(module: FSDPModule) -> bool:
     """Whether ``set_requires_gradient_sync(False)`` holds for a ``fully_shard``-ed module.
 

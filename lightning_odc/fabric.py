@@ -41,6 +41,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         auto_wrap_policy: The modules that become units; by default the model's repeated blocks.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
+        keep_gathered: The same as in [`ODCStrategy`][lightning_odc.ODCStrategy].
         state_dict_type: ``fabric.save`` writes a ``"full"`` file or a ``"sharded"`` directory.
         process_group_backend: The same as in Lightning's strategies.
         timeout: The longest wait for another rank.
@@ -56,12 +57,14 @@ class ODCFabricStrategy(ModelParallelStrategy):
         auto_wrap_policy: Any = None,
         deterministic: bool = False,
         accumulator_dtype: torch.dtype | None = None,
+        keep_gathered: int | str = "auto",
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         arguments.check_choice("communication", communication, ("on_demand", "collective"))
         arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
+        arguments.memory_size(keep_gathered)
         super().__init__(
             self._shard,
             save_distributed_checkpoint=state_dict_type == "sharded",
@@ -72,6 +75,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.auto_wrap_policy = auto_wrap_policy
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
+        self.keep_gathered = keep_gathered
         self.timeout = timeout
         self._backward_sync_control: Any = _NothingToSkip()
         self._engine: Engine | None = None

@@ -224,6 +224,7 @@ def _cells(row: Row, options: TrainOptions) -> dict[str, str]:
         "settle + publish": show_percent(row.settling, 2),
         "peak memory": _show_mib(row.peak_bytes),
         "window": _show_mib(row.window_bytes),
+        "read / minibatch": _show_mib(row.bytes_read),
     }
 
 

@@ -43,6 +43,7 @@ class MinibatchRecord:
         tokens: Tokens predicted on this rank.
         settling: Seconds of own work in settle and publish.
         processor: Seconds of processor time, all threads.
+        bytes_read: Bytes of shards that it read from peers.
         meetings: Times at which this rank entered and left each collective.
     """
 
@@ -52,6 +53,7 @@ class MinibatchRecord:
     tokens: int
     settling: float = 0.0
     processor: float = 0.0
+    bytes_read: int = 0
     meetings: list[Passage] = field(default_factory=list)
 
     @property
@@ -145,6 +147,7 @@ class Row:
         processor: Fraction of the machine's cores that was busy.
         peak_bytes: Memory of the rank that took most, its window left out.
         window_bytes: Size of its window.
+        bytes_read: Bytes of shards that a rank read from peers in a minibatch, on average.
         efficiency: Time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
         stolen: Microbatches per minibatch that another rank ran than was planned.
         minibatches: Number of timed ones.
@@ -161,6 +164,7 @@ class Row:
     processor: float
     peak_bytes: int
     window_bytes: int
+    bytes_read: int
     efficiency: float | None
     stolen: float
     minibatches: int
@@ -259,7 +263,7 @@ def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
 def _row(
     combination: Combination, runs: list[Run], slow: dict[Key, float], own: dict[Key, float], cores: int
 ) -> Row:
-    span = idle = busiest = settling = processor = bound = 0.0
+    span = idle = busiest = settling = processor = bound = read = 0.0
     world_size = len(runs[0].ranks)
     for run in runs:
         for index in run.timed:
@@ -269,6 +273,7 @@ def _row(
             busiest += max(one.seconds - one.idle for one in of_ranks)
             settling += sum(one.settling for one in of_ranks)
             processor += sum(one.processor for one in of_ranks)
+            read += sum(one.bytes_read for one in of_ranks)
             bound += run.bounds[index] if run.bounds else 0.0
     ended = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
     stolen = [sum(one.stolen for one in run.totals) / run.count for run in runs if run.totals]
@@ -284,6 +289,7 @@ def _row(
         processor=processor / (cores * span),
         peak_bytes=int(statistics.median(one.peak_bytes for one in ended)) if ended else 0,
         window_bytes=ended[0].window_bytes if ended else 0,
+        bytes_read=int(read / (world_size * len(own))),
         efficiency=bound / span if bound else None,
         stolen=statistics.fmean(stolen) if stolen else 0.0,
         minibatches=len(own),

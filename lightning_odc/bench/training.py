@@ -273,6 +273,9 @@ def _cost_under(combination: Combination) -> Callable[[Plan, Any, Any], float]:
     return collective_cost if meets else on_demand_cost
 
 
+Books = tuple[dict[str, float], float, float, int]
+
+
 class MinibatchRecorder(Callback):
     """Tells of every minibatch after it has ended.
 
@@ -287,7 +290,7 @@ class MinibatchRecorder(Callback):
         self.totals = Totals()
         self._tell = tell
         self._began: float | None = None
-        self._before: tuple[dict[str, float], float, float] = ({}, 0.0, 0.0)
+        self._before: Books = ({}, 0.0, 0.0, 0)
         self._done: MinibatchRecord | None = None
         self._ended = 0.0
         self._meetings: Any = None
@@ -327,25 +330,27 @@ class MinibatchRecorder(Callback):
 
     def _close(self, trainer: Trainer, now: float) -> None:
         """End the running minibatch, if there is one, at ``now``."""
-        waits, settling, processor = after = self._books(trainer)
+        waits, settling, processor, bytes_read = after = self._books(trainer)
         meetings = [] if self._meetings is None else self._meetings.take_meetings()
         if self._began is not None and self._done is not None:
             before, done = self._before, self._done
             done.seconds = now - self._began
             done.waits = {cause: seconds - before[0].get(cause, 0.0) for cause, seconds in waits.items()}
             done.settling, done.processor = settling - before[1], processor - before[2]
+            done.bytes_read = bytes_read - before[3]
             done.meetings = meetings
             self._tell(done)
         self._before = after
 
-    def _books(self, trainer: Trainer) -> tuple[dict[str, float], float, float]:
-        """Seconds so far: of waiting by cause, of settling, of processor time."""
+    def _books(self, trainer: Trainer) -> Books:
+        """So far: seconds of waiting by cause, of settling, of processor time; bytes read."""
         strategy = trainer.strategy
         if not isinstance(strategy, ODCStrategy):
-            return {}, 0.0, time.process_time()
+            return {}, 0.0, time.process_time(), 0
         engine = strategy.engine
         waits = {str(cause): seconds for cause, seconds in engine.waits.items()}
-        return waits, engine.seconds.get("settle_and_publish", 0.0), time.process_time()
+        settling = engine.seconds.get("settle_and_publish", 0.0)
+        return waits, settling, time.process_time(), engine.traffic.bytes_read
 
 
 def _trainer(

@@ -382,7 +382,12 @@ class Engine(Traced, ABC):
 
     @property
     def window_bytes(self) -> int:
-        """Memory that this engine adds to this rank."""
+        """Memory of this rank's window."""
+        return 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for what stays gathered in this minibatch, beside what a single unit takes while it runs."""
         return 0
 
     def _take_ledger(self) -> Ledger:

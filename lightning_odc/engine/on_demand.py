@@ -34,6 +34,7 @@ from lightning_odc.engine.comm import (
     set_comms,
 )
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.late_gradients import LateHooks, Placeholders
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.probe import probe
@@ -43,7 +44,7 @@ from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.stealing import Stealing
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
-from lightning_odc.engine.unit_window import Traffic, UnitWindow
+from lightning_odc.engine.unit_window import Held, Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 from lightning_odc.errors import ODCError
 
@@ -62,6 +63,7 @@ class OnDemandEngine(Engine):
         lockstep: a barrier at every unit, the control experiment.
         accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
         hang_report: says where this rank is when ranks have waited for long.
+        keeping: decides what stays gathered until a minibatch ends; by default nothing does.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class OnDemandEngine(Engine):
         lockstep: bool = False,
         accumulator_dtype: torch.dtype | None = None,
         hang_report: HangReport | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         super().__init__()
+        self._keeping = Keeping(0, HostMemory(1)) if keeping is None else keeping
         self._hang_report = hang_report
         self._make_transport = make_transport
         self._rendezvous = rendezvous
@@ -161,15 +165,17 @@ class OnDemandEngine(Engine):
         for unit, window in zip(self._units, protocol.windows, strict=True):
             unit.carry(window.own_accumulator, carried)
         self._publish_units()
-        for unit, window in zip(self._units, protocol.windows, strict=True):
-            gather, accumulate = partial(self._gather, unit, window), partial(self._accumulate, unit, window)
-            set_comms(unit.modules, GatherComm(gather), AccumulateComm(accumulate))
+        comms = [
+            self._connect(unit, window) for unit, window in zip(self._units, protocol.windows, strict=True)
+        ]
+        self._keeping.attach(self._units, comms)
         self._root = RootUnit(self._units, model)
         if not self._lockstep:
             self._on_close.enter_context(_compat.generating_alone(model))
 
     def close(self) -> None:
         self._on_close.close()
+        self._keeping.release()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -223,14 +229,21 @@ class OnDemandEngine(Engine):
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
-    def _gather(self, unit: Unit, window: UnitWindow, output: Tensor, own: Tensor) -> None:
+    def _connect(self, unit: Unit, window: UnitWindow) -> GatherComm:
+        """Let ``fully_shard`` gather and reduce a unit through this engine."""
+        comm = GatherComm(lambda output, own: self._gather(unit, window, comm, output, own))
+        set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
+        return comm
+
+    def _gather(self, unit: Unit, window: UnitWindow, comm: GatherComm, output: Tensor, own: Tensor) -> None:
         """Fill ``output`` (``[world_size * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
         window.check_not_ended()  # first: after a step every parameter has changed
         if own.numel() != unit.shard_numel:
             self._gather_smaller(unit, window, own.numel() // unit.shard_numel, output)
             return
         self._staleness.before_gather(unit, own)
-        window.gather(output)
+        window.gather(output, Held(comm.held_since, unit.trained) if comm.held_since else None)
+        comm.held_since = self.protocol.version if comm.keeps_buffer else 0
 
     def _gather_smaller(self, unit: Unit, window: UnitWindow, neighbours: int, output: Tensor) -> None:
         """Where the ranks of a smaller mesh kept the unit since its forward pass: ``reshard_after_forward=2``."""
@@ -298,6 +311,7 @@ class OnDemandEngine(Engine):
 
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
+        self._relieve()
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
         if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
@@ -318,7 +332,9 @@ class OnDemandEngine(Engine):
             self._root.gather()
         else:  # it is Lightning that empties them, before the last backward pass of a minibatch
             self._placeholders.forget()
-        self._staleness.before_reshard()  # fully_shard frees the root unit at the end of it
+        # fully_shard frees the root unit at the end of it
+        self._staleness.before_reshard(unit for unit in self._units if not self._keeping.is_kept(unit))
+        self._relieve()
         self._in_backward = True
         try:
             yield
@@ -342,6 +358,7 @@ class OnDemandEngine(Engine):
             records = self._end_version(logs, times)
             self._take_gradients(records, emptied)
             self.settled = True
+            self._keeping.settled()
         return records
 
     def _end_version(self, logs: Any, times: Any) -> list[SettleRecord]:
@@ -370,6 +387,7 @@ class OnDemandEngine(Engine):
             self.settled = False
             self.protocol.next_version()
             self._publish_units()
+            self._choose_kept()
 
     def refresh(self) -> None:
         self.exchange("publish parameters", None)
@@ -405,18 +423,38 @@ class OnDemandEngine(Engine):
     def window_bytes(self) -> int:
         return self.protocol.window_bytes
 
+    @property
+    def kept_bytes(self) -> int:
+        return self._keeping.bytes
+
     # -- internals ----------------------------------------------------------------------------------------
 
     def _publish_units(self) -> None:
         """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""
         self.reshard()
+        edited = self._staleness.frozen_parts_differ()
         for unit, window in zip(self._units, self.protocol.windows, strict=True):
             unit.write_shard(window.own_shard)
-            window.publish()
+            window.publish(unit.index in edited)
         self._staleness.published()
 
+    def _choose_kept(self) -> None:
+        """Decide which units stay gathered in this version; in lockstep, where ranks meet at every read, together."""
+        windows = self.protocol.windows
+        chosen = self._keeping.choose([window.gathers for window in windows])
+        if self._lockstep:
+            by_rank = self.exchange("choose what stays gathered", chosen)
+            chosen = sorted(set(chosen).intersection(*by_rank))
+        self._keeping.keep(chosen)
+        for window in windows:
+            window.gathers = 0
+
+    def _relieve(self) -> None:
+        if not self._lockstep:
+            self._keeping.relieve()
+
     def reshard(self) -> None:
-        self._staleness.before_reshard()
+        self._staleness.before_reshard(self._units)
         for unit in self._units:
             unit.modules[0].reshard()
 

@@ -40,7 +40,7 @@ FOLLOWED = "stopped after a peer: "
 
 
 class Word(IntEnum):
-    """Control words of a rank, before one version word per unit."""
+    """Control words of a rank, before two per unit: its version, and that in which frozen parameters changed last."""
 
     MEETING = 0  # number of the last meeting this rank came to
     STATE = 1  # a State

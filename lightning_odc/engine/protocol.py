@@ -122,7 +122,7 @@ class Protocol(RankState):
         self._peers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._spec = WindowSpec(
             units=self._units,
-            words=Word.COUNT + len(self._units),
+            words=Word.COUNT + 2 * len(self._units),
             mailboxes=MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
             sources=world if self._is_staged() else 1,
@@ -146,7 +146,8 @@ class Protocol(RankState):
         self.transport.open(self._spec)
         self.peers.begin(Activity.COMPUTE)
         self.windows = [
-            UnitWindow(self, index, spec, self._spec.sources) for index, spec in enumerate(self._units)
+            UnitWindow(self, index, spec, self._spec.sources, Word.COUNT + len(self._units) + index)
+            for index, spec in enumerate(self._units)
         ]
         if self._hang_report is not None:
             self._hang_report.start(self.peers.longest_wait, self._describe)

@@ -17,7 +17,7 @@ the answers of all comparisons are looked at when the step settles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -65,9 +65,9 @@ class StalenessGuard:
         for unit in self._units:
             self._compare_shard(unit, self._shard_now(unit))
 
-    def before_reshard(self) -> None:
+    def before_reshard(self, units: Iterable[Unit]) -> None:
         """Compare gathered parameters with their shards: what was written into them is lost when they are freed."""
-        for unit in self._units:
+        for unit in units:
             if unit.is_gathered:
                 for name, part, shard in unit.gathered():
                     self._expect_same(part, shard, name, partial(_lost, name))
@@ -89,6 +89,22 @@ class StalenessGuard:
         differs = [] if answers is None else answers.tolist()
         for error in (error for differ, error in zip(differs, errors, strict=True) if differ):
             raise error()
+
+    @torch.no_grad()
+    def frozen_parts_differ(self) -> set[int]:
+        """The units of which a parameter without gradients is no longer what was published, by number.
+
+        On a device this waits for it, if the model has such parameters.
+        """
+        found = {}
+        for unit in self._units:
+            frozen = [(start, end) for slot, start, end in unit.places() if slot.grad_offset < 0]
+            if frozen:
+                published, now = self._windows[unit.index].own_shard, self._shard_now(unit)
+                pairs = [_as_integers(published[start:end], now[start:end]) for start, end in frozen]
+                found[unit.index] = torch.stack([first.ne(second).any() for first, second in pairs]).any()
+        differ = torch.stack(list(found.values())).tolist() if found else []
+        return {index for index, is_different in zip(found, differ, strict=True) if is_different}
 
     def _shard_now(self, unit: Unit) -> Tensor:
         """What this rank would publish if it did so now."""

@@ -93,12 +93,26 @@ class _Published(NamedTuple):
     Attributes:
         owner: the peer.
         version: reads the version word of the unit.
+        edited: reads in which version its frozen parameters changed last.
         shards: the only one, a view of the peer's window.
     """
 
     owner: int
     version: Callable[[], int]
+    edited: Callable[[], int]
     shards: list[Tensor]
+
+
+class Held(NamedTuple):
+    """What the buffer of a unit holds already.
+
+    Attributes:
+        since: the version of which it holds all.
+        trained: begins and ends of the parts of a shard that every optimizer step changes.
+    """
+
+    since: int
+    trained: Sequence[tuple[int, int]]
 
 
 class _Accumulator(NamedTuple):
@@ -123,11 +137,17 @@ class UnitWindow:
         index: the number of the unit.
         spec: its sizes.
         sources: accumulators per owner: 1, or one for every rank.
+        edited_word: the control word for the version in which frozen parameters changed last.
+
+    Attributes:
+        gathers: how often the unit was gathered, since somebody set it to 0.
     """
 
-    def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int) -> None:
+    def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int, edited_word: int) -> None:
         self.index = index
         self.spec = spec
+        self.gathers = 0
+        self._edited_word = edited_word
         self._state = state
         self._transport = transport = state.transport
         rank, self._world_size = transport.rank, transport.world_size
@@ -136,7 +156,13 @@ class UnitWindow:
         self._is_small = not transport.runs_ahead and self._world_size * spec.shard_bytes <= _SMALL
         self._shards = [transport.shard(owner, index) for owner in range(self._world_size)]
         self._published = [
-            _Published(owner, transport.watch(owner, word), [self._shards[owner]]) for owner in own_first[1:]
+            _Published(
+                owner,
+                transport.watch(owner, word),
+                transport.watch(owner, edited_word),
+                [self._shards[owner]],
+            )
+            for owner in own_first[1:]
         ]
         source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
         self._accumulators = [
@@ -151,36 +177,53 @@ class UnitWindow:
         self.own_shard = self._shards[rank]
         self.own_accumulator = self._sums[source]
 
-    def publish(self) -> None:
-        """Make `own_shard` readable as the current version. See Note [Versions instead of barriers]."""
+    def publish(self, edited: bool = True) -> None:
+        """Make `own_shard` readable as the current version. See Note [Versions instead of barriers].
+
+        Args:
+            edited: More than what is trained may have changed.
+        """
         self._state.finished = False
+        if edited:
+            self._transport.store(self._edited_word, self._state.version)
         self._transport.announce(Word.COUNT + self.index, self._state.version)
 
-    def gather(self, out: Tensor) -> None:
+    def gather(self, out: Tensor, held: Held | None = None) -> None:
         """Copy the peers' current shards into ``out``.
 
         Args:
             out: 1-D, ``world_size * shard_numel`` elements, in rank order; the own part is there already.
+            held: What else is there already, if anything.
 
         Raises:
             StaleShardError: between the end of a version and the next one.
         """
         state, read, numel = self._state, self._transport.read, self.spec.shard_numel
         self.check_not_ended()
+        self.gathers += 1
+        at_once, spared = self._is_small and held is None, 0  # elements that need not be read
         begin = time.monotonic_ns()
         if state.lockstep:
             state.barrier()
         for peer in self._published:
             if peer.version() != state.version:
                 self._await_version(peer)
-            if not self._is_small:
+            if held is not None and peer.edited() <= held.since:
+                spared += self._read_trained(peer, out.narrow(0, peer.owner * numel, numel), held.trained)
+            elif not at_once:
                 read(peer.shards, out.narrow(0, peer.owner * numel, numel))
-        if self._is_small:
+        if at_once:
             read(self._shards, out)
         traffic, peers = state.traffic, self._world_size - 1
-        traffic.reads += peers
-        traffic.bytes_read += peers * self.spec.shard_bytes
+        traffic.reads += peers if spared < peers * numel else 0
+        traffic.bytes_read += (peers * numel - spared) * self.spec.shard_dtype.itemsize
         self._go_on("read", begin)
+
+    def _read_trained(self, peer: _Published, out: Tensor, trained: Sequence[tuple[int, int]]) -> int:
+        """Returns how many elements it did not read."""
+        for start, end in trained:
+            self._transport.read([peer.shards[0][start:end]], out[start:end])
+        return self.spec.shard_numel - sum(end - start for start, end in trained)
 
     def accumulate(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         """Add each owner's chunk into its accumulator.

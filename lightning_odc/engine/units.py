@@ -105,6 +105,7 @@ class Unit:
         fresh: Parameters that received a gradient since the last reduce-scatter.
         used: Parameters that received a gradient on this rank since the last settle.
         trainable: Parameters that have a place in the accumulator.
+        trained: Where these lie in the published shard: begins and ends, neighbours joined.
         shard_numel: elements of this rank's published shard.
     """
 
@@ -117,6 +118,7 @@ class Unit:
     fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
     used: set[ParamSlot] = field(default_factory=set)
     trainable: list[ParamSlot] = field(default_factory=list)
+    trained: list[tuple[int, int]] = field(default_factory=list)
     shard_numel: int = 0
     _whole: list[Segment] = field(default_factory=list)
 
@@ -134,6 +136,7 @@ class Unit:
         self.trainable = [slot for slot in self.slots if slot.grad_offset >= 0]
         self._whole = _joined(self.trainable)
         self.shard_numel = shard_offset
+        self.trained = _runs([(start, end) for slot, start, end in self.places() if slot.grad_offset >= 0])
         own = self.trainable[0].sharded.dtype if self.trainable else torch.float32
         summed_in = torch.promote_types(own, accumulator_dtype or torch.float32)
         self.grad_dtype = summed_in if accumulator_dtype is None or own.is_complex else accumulator_dtype
@@ -278,6 +281,16 @@ def _joined(fresh: list[ParamSlot]) -> list[Segment]:
             segments.append(Segment(slot.grad_offset, source, slot.padded_numel))
         source += slot.padded_numel
     return segments
+
+
+def _runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of ``(0, 4), (4, 6), (9, 12)`` it is ``(0, 6), (9, 12)``."""
+    runs: list[tuple[int, int]] = []
+    for start, end in places:
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, end))
+    return runs
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -73,6 +74,7 @@ def check_strategy(given: Mapping[str, Any]) -> None:
         "datetime.timedelta(seconds=60), or None for no reports",
     )
     _check_dtypes(given["accumulator_dtype"], given["mixed_precision"])
+    memory_size(given["keep_gathered"])
     # Refuses options that no loader would take.
     policy = "lb_mini" if balance in (None, "auto") else balance
     max_tokens = None if given["max_tokens"] == "auto" else given["max_tokens"]
@@ -89,6 +91,24 @@ def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
+
+
+def memory_size(value: int | str) -> int | Literal["auto"]:
+    """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value == "auto":
+        return "auto"
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
+    if found is None or isinstance(value, bool):
+        raise ValueError(
+            f'ODCStrategy(keep_gathered={value!r}) is no amount of memory: write "auto", 0 to keep nothing, or the '
+            'most that a rank may keep, such as "4GiB".'
+        )
+    number, prefix, is_binary = found.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(prefix.upper() or " "))
 
 
 def check_nodes(sharding_strategy: str, num_nodes: int, communication: str) -> None:
@@ -273,6 +293,7 @@ def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
 def _warn_of_no_engine(given: Mapping[str, Any]) -> None:
     """Say which options of the engine were given although stock collectives do its work."""
     names = [f"{n}={given[n]!r}" for n in ("deterministic", "accumulator_dtype") if given[n]]
+    names += [f"keep_gathered={given['keep_gathered']!r}"] * (given["keep_gathered"] != "auto")
     if names:
         rank_zero_warn(
             f'ODCStrategy({", ".join(names)}) has no effect under communication="collective", where PyTorch\'s '

@@ -17,9 +17,11 @@ from lightning_odc.engine.hybrid.engine import HybridEngine
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import Replicas
+from lightning_odc.engine.keeping import DeviceMemory, HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import make_transport
+from lightning_odc.strategy.arguments import memory_size
 
 #: Seconds without any sign of another host, or without progress of a sum over nodes, before that is an error; at most
 #: a quarter of ``timeout``, so that the message is not that of a wait for a rank that is slow.
@@ -43,7 +45,10 @@ def make_engine(
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     if strategy.communication == "collective":
         return CollectiveEngine(strategy.world_size, rendezvous)
+    device = strategy.root_device
+    memory = DeviceMemory(device) if device.type == "cuda" else HostMemory(strategy.num_processes)
     options = {
+        "keeping": Keeping(memory_size(strategy.keep_gathered), memory),
         "timeout": timeout.total_seconds(),
         "deterministic": strategy.deterministic,
         "lockstep": strategy.communication == "lockstep",
@@ -52,7 +57,7 @@ def make_engine(
     }
     if layout is not None:
         return _make_hybrid_engine(strategy, layout, rendezvous, options)
-    place = (strategy.root_device, strategy.global_rank, strategy.world_size)
+    place = (device, strategy.global_rank, strategy.world_size)
     transport = partial(make_transport, *place, rendezvous, dist.group.WORLD)
     return OnDemandEngine(transport, rendezvous, **options)
 

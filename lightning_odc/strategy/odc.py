@@ -82,6 +82,9 @@ class ODCStrategy(ShardedStrategy):
         transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
+        keep_gathered: The memory per rank for parameters that stay gathered until the minibatch ends, so that they are
+            read once: a number of bytes, or text such as ``"4GiB"``; 0 frees them at once, as FSDP does. ``"auto"`` is
+            what training leaves free, with a margin.
         balance: ``"auto"``, or the policy that levels the work by name: ``"lb_mini"``, ``"lb_micro"``,
             ``"local_sort"``, ``"steal"``; ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] with one `Minibatch` per optimizer step, of
@@ -130,6 +133,7 @@ class ODCStrategy(ShardedStrategy):
         transport: str = "auto",
         deterministic: bool = False,
         accumulator_dtype: torch.dtype | None = None,
+        keep_gathered: int | str = "auto",
         balance: str | None = None,
         max_tokens: MaxTokens = None,
         cost: Any = "auto",
@@ -161,6 +165,7 @@ class ODCStrategy(ShardedStrategy):
         self.transport = transport
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
+        self.keep_gathered = keep_gathered
         self.hang_report_after = hang_report_after
         self.balance = balance
         self._balance_options = {

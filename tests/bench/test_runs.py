@@ -68,6 +68,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
     assert found["baseline"] == "collective+lb_micro"
     assert rows["collective+lb_micro"]["window_bytes"] == 0
     assert rows["on_demand+steal"]["window_bytes"] > 0  # the one-sided path
+    assert rows["on_demand+lb_micro"]["bytes_read"] > rows["collective+lb_micro"]["bytes_read"] == 0
     assert all(0 < row["settling"] < 1 for name, row in rows.items() if name != "ddp+lb_micro")
     assert all(row["peak_bytes"] > 2**24 for row in rows.values())
     assert rows["lockstep+lb_micro"]["idle"] > 0

@@ -10,6 +10,8 @@ to 2^-8, equally on all sides; gradients may differ by the order of sums in fp32
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.keeping import HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
@@ -42,7 +45,11 @@ def minibatch(step: int) -> list[Tensor]:
     return token_batches(LENGTHS[step], seed=step)
 
 
-def one_process(net: dict[str, Any], skips: list[list[int]] | None = None) -> dict[str, Tensor]:
+def one_process(
+    net: dict[str, Any],
+    skips: list[list[int]] | None = None,
+    edit: Callable[[nn.Module, int], None] = lambda model, step: None,
+) -> dict[str, Tensor]:
     """The reference: one process on the whole minibatch."""
     torch.manual_seed(0)
     model = Net(**net)
@@ -57,6 +64,7 @@ def one_process(net: dict[str, Any], skips: list[list[int]] | None = None) -> di
             if parameter.grad is not None:
                 parameter.grad /= items
         optimizer.step()
+        edit(model, step)
     return full_parameters(model)
 
 
@@ -87,12 +95,16 @@ def train(
     checkpointing: bool = False,
     reshard: bool | int = True,
     looks: bool = False,
+    keep: int | Memory = 0,
+    edit: Callable[[nn.Module, int], None] = lambda model, step: None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train sharded; rank r runs ``counts[r]`` of the six microbatches of every step.
 
-    If it ``looks``, every rank also runs the model at the end of the step without going backward.
+    If it ``looks``, every rank also runs the model at the end of the step without going backward. Units stay gathered
+    within ``keep`` bytes, or within what this memory leaves. ``edit`` changes parameters after an optimizer step.
     """
+    memory, budget = (HostMemory(2), keep) if isinstance(keep, int) else (keep, "auto")
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net(**net)
@@ -100,14 +112,17 @@ def train(
         checkpointed(model)
     policy = precision_policy(precision, torch.float32 if precision else None, communication != "collective")
     shard_model(model, mesh_for("cpu", len(counts)), mixed_precision=policy, reshard_after_forward=reshard)
+    if communication != "collective":
+        options["keeping"] = Keeping(budget, memory)  # type: ignore[arg-type]
     engine = make_engine(communication, rank, **options)
     engine.attach(model)
     optimizer = optimizer_of(model)
-    start, losses = sum(counts[:rank]), []
+    start, losses, traffic = sum(counts[:rank]), [], [engine.traffic]
     for step in range(STEPS):
         optimizer.zero_grad()
         engine.begin_minibatch(counts[rank], plan=f"step {step}")
         for index, tokens in list(enumerate(minibatch(step)))[start : start + counts[rank]]:
+            engine.begin_microbatch(index)
             engine.ledger.add(tokens.numel() - 1)
             loss = summed_loss(model, tokens, skip=skips[index] if skips else ())
             with engine.backward():
@@ -119,13 +134,17 @@ def train(
         engine.settle([])
         without = [name for name, p in model.named_parameters() if p.grad is None]
         optimizer.step()
+        edit(model, step)
         engine.publish()
-    traffic = engine.traffic
+        traffic.append(engine.traffic)
     result = {
         "parameters": full_parameters(model),
         "losses": losses,
         "without_grad": without,
-        "traffic": traffic,
+        "traffic": traffic[-1],
+        "reads": [after.reads - before.reads for before, after in itertools.pairwise(traffic)],
+        "bytes": [after.bytes_read - before.bytes_read for before, after in itertools.pairwise(traffic)],
+        "kept": engine.kept_bytes,
     }
     engine.close()
     return result

@@ -72,5 +72,6 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def init_gloo(rank: int) -> None:
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     assert dist.get_rank() == rank

@@ -1,0 +1,282 @@
+"""Which units stay gathered until the minibatch ends, and within which memory.
+
+Note [Read once per minibatch]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A published shard changes only after all ranks have met, at the end of the minibatch. So a rank that gathers a unit for
+the second time in a minibatch reads the same numbers again. It does so because it freed them to save memory. Where
+memory is left, the unit stays gathered: it is read once, and all units are freed before the optimizer steps. No other
+rank notices, so every rank decides for itself. (Collectives cannot do this: all ranks would have to agree about when to
+gather.)
+
+Some parameters do not even change at the end: the frozen ones, which are nearly all of them in fine-tuning with
+adapters. Memory that is left over keeps the buffer into which their shards were read. In the next minibatch only the
+other parameters are read. An owner says, beside the version of a unit, in which version its frozen part changed last.
+
+How much each unit is worth: its visits in a minibatch less one, times the time of a read, for its bytes. A read takes
+as long as asking for it and copying it, and asking takes as long as copying 64 KiB. So of units with equally many
+visits the small ones come first. Three units, room for 60 MiB, two microbatches::
+
+    unit     gathered  visits  worth per byte             kept
+    head     40 MiB    2       1 x (1 + 64 KiB / 40 MiB)  no: 10 MiB of the room are left
+    block 0  50 MiB    4       3 x (1 + 64 KiB / 50 MiB)  yes
+    norm     1 MiB     4       3 x (1 + 64 KiB / 1 MiB)   yes
+
+The first minibatch keeps nothing: it counts visits, and shows how much memory training takes by itself.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_odc import _compat
+from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.transports.host import available_memory
+from lightning_odc.engine.units import Unit
+
+#: Copying so many bytes takes as long as asking for them.
+_BYTES_OF_A_CALL = 64 * 1024
+#: Of the room, how much may be kept; the rest is for what comes suddenly. A host has other processes.
+_DEVICE_SHARE, _HOST_SHARE = 0.9, 0.5
+#: Less than this part of the room free in the middle of a minibatch is pressure.
+_TIGHT = 0.05
+
+KeepGathered = Literal["auto"] | int
+
+
+class Memory(Protocol):
+    """What one rank's memory looks like, in bytes.
+
+    Attributes:
+        share: of the room beside what training takes, the part that may be kept.
+    """
+
+    share: float
+
+    def reach(self) -> int:
+        """What this rank could take at most, what it holds included."""
+        ...
+
+    def used(self) -> int:
+        """What it holds now."""
+        ...
+
+    def peak(self) -> int:
+        """The most that it held so far."""
+        ...
+
+
+class HostMemory:
+    """Memory of the host, which is divided among its ranks.
+
+    Args:
+        ranks: of this host.
+    """
+
+    share = _HOST_SHARE
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def reach(self) -> int:
+        return self.used() + available_memory() // self._ranks
+
+    def used(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def peak(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class DeviceMemory:
+    """Memory of a CUDA device, through torch's allocator.
+
+    Args:
+        device: of this rank.
+    """
+
+    share = _DEVICE_SHARE
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reach(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+
+    def used(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+@dataclass
+class _Kept:
+    """A unit, and what is kept of it.
+
+    Attributes:
+        unit: the unit.
+        comm: through which it is gathered.
+        reshards: whether ``fully_shard`` frees it after its forward pass; ``None`` if it goes over to a smaller mesh.
+        visits: gathers in a minibatch in which it was not kept.
+        gathered: it stays gathered.
+    """
+
+    unit: Unit
+    comm: GatherComm
+    reshards: bool | None
+    visits: int = 0
+    gathered: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole unit on one rank, in the compute dtype."""
+        return self.unit.spec().shard_bytes * self.unit.slots[0].home.device_mesh.size()
+
+    @property
+    def frozen_size(self) -> int:
+        """Bytes of its frozen parameters."""
+        return self.size - self.size * sum(end - start for start, end in self.unit.trained) // max(
+            self.unit.shard_numel, 1
+        )
+
+    def worth(self) -> float:
+        """Time saved per byte that is kept."""
+        return (self.visits - 1) * (1 + _BYTES_OF_A_CALL / max(self.size, 1))
+
+    def keep(self, gathered: bool) -> None:
+        """Tell ``fully_shard``, if that is new."""
+        if gathered == self.gathered:
+            return
+        self.gathered = gathered
+        module = self.unit.modules[0]
+        module.set_reshard_after_forward(not gathered and bool(self.reshards), recurse=False)
+        module.set_reshard_after_backward(not gathered, recurse=False)
+
+
+def _follow(kept: _Kept, *_: Any) -> None:
+    """Before a unit runs: gather it again if shards were frozen or unfrozen meanwhile, as ``toggle_optimizer`` does."""
+    unit = kept.unit
+    if kept.gathered and any(slot.current.requires_grad != slot.home.requires_grad for slot in unit.slots):
+        unit.modules[0].reshard()
+
+
+class Keeping:
+    """What one rank keeps of its peers' shards; see Note [Read once per minibatch].
+
+    Args:
+        budget: Bytes that may be kept, or ``"auto"``: what is left beside training, with a margin.
+        memory: Of this rank.
+    """
+
+    def __init__(self, budget: KeepGathered, memory: Memory) -> None:
+        self._budget = budget
+        self._memory = memory
+        self._kept: list[_Kept] = []
+        self._hooks: list[RemovableHandle] = []
+        self._needed = self._peak = 0  # by training itself; at all
+        self._minibatches = 0
+
+    def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
+        """Look after these units, each with the object through which it is gathered."""
+        self._kept = [
+            _Kept(unit, comm, _compat.reshards_after_forward(unit.modules[0]))
+            for unit, comm in zip(units, comms, strict=True)
+        ]
+        for kept in self._kept:
+            for module in kept.unit.modules:
+                follow: Any = partial(_follow, kept)
+                self._hooks.append(cast(nn.Module, module).register_forward_pre_hook(follow, prepend=True))
+
+    def release(self) -> None:
+        """Give the units back as they were. Idempotent."""
+        for handle in self._hooks:
+            handle.remove()
+        for kept in self._kept:
+            kept.keep(False)
+        self._hooks, self._kept = [], []
+
+    def is_kept(self, unit: Unit) -> bool:
+        """Whether ``fully_shard`` does not free this unit now."""
+        return bool(self._kept) and self._kept[unit.index].gathered
+
+    @property
+    def bytes(self) -> int:
+        """What may be kept at the moment."""
+        gathered = sum(kept.size for kept in self._kept if kept.gathered)
+        return gathered + sum(kept.size for kept in self._kept if kept.comm.keeps_buffer)
+
+    def settled(self) -> None:
+        """A minibatch of training has ended: learn how much memory it took."""
+        if self._budget != "auto":
+            self._minibatches += 1
+            return
+        peak = self._memory.peak()
+        if peak != self._peak or not self._minibatches:
+            self._needed, self._peak = max(self._needed, peak - self.bytes), peak
+        self._minibatches += 1
+
+    def choose(self, visits: Sequence[int]) -> list[int]:
+        """The units to keep from now on, by number: as many as there is room for, the most worthwhile first.
+
+        Args:
+            visits: How often each unit was gathered since the last call.
+        """
+        for kept, count in zip(self._kept, visits, strict=True):
+            if count and not kept.gathered:
+                kept.visits = count
+        chosen, room = [], self._room()
+        for kept in sorted(self._kept, key=_Kept.worth, reverse=True):
+            if kept.visits > 1 and kept.reshards is not None and kept.size <= room:
+                room -= kept.size
+                chosen.append(kept.unit.index)
+        return sorted(chosen)
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Keep these units, and with the memory that is left what was read of frozen parameters."""
+        room = self._room()
+        for kept in self._kept:
+            kept.keep(kept.unit.index in chosen)
+            room -= kept.size * kept.gathered
+        for kept in sorted(self._kept, key=lambda kept: kept.frozen_size):
+            kept.comm.keeps_buffer = kept.frozen_size > 0 and kept.size <= room and kept.reshards is not None
+            room -= kept.size * kept.comm.keeps_buffer
+            if not kept.comm.keeps_buffer:
+                kept.comm.drop()
+
+    def relieve(self) -> None:
+        """Give back what is kept, the largest first, where memory has become tight."""
+        if self._budget != "auto" or not self._kept or not self.bytes:
+            return
+        reach = self._memory.reach()
+        short = self._memory.used() + int(reach * _TIGHT) - reach
+        for kept in sorted(self._kept, key=lambda kept: kept.size, reverse=True):
+            if short <= 0:
+                return
+            short -= self._give_back(kept)
+
+    def _give_back(self, kept: _Kept) -> int:
+        """Returns how many bytes that freed."""
+        freed = kept.size * (kept.comm.keeps_buffer + (kept.gathered and kept.unit.is_gathered))
+        kept.comm.drop()
+        kept.comm.keeps_buffer = False
+        if kept.gathered:
+            kept.keep(False)
+            kept.unit.modules[0].reshard()
+        return freed
+
+    def _room(self) -> int:
+        """Bytes that may be kept."""
+        if not self._minibatches:
+            return 0
+        if self._budget != "auto":
+            return self._budget
+        return max(int(self._memory.share * (self._memory.reach() - self._needed)), 0)

@@ -1,0 +1,156 @@
+"""Units that stay gathered: read once per minibatch, exact, within the memory, and given back when it gets tight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_odc.engine.keeping import HostMemory
+from lightning_odc.strategy.arguments import memory_size
+from tests.strategy.test_parity import STEPS, assert_same, one_process, train
+from tests.support.ranks import run_ranks
+
+ALL = 2**30
+BLOCKS = 3
+COUNTS = (5, 1)
+
+
+def _cases(rank: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train(rank, counts=COUNTS, **{"communication": "on_demand", "net": {}} | case) for case in cases]
+
+
+def test_a_kept_unit_is_read_once_per_minibatch():
+    cases: list[dict[str, Any]] = [
+        {"keep": ALL},
+        {"keep": ALL, "reshard": False},
+        {"keep": ALL, "checkpointing": True},
+        {"keep": ALL, "deterministic": True},
+        {"keep": 0, "deterministic": True},
+        {"keep": ALL, "precision": torch.bfloat16},
+        {"keep": 0, "precision": torch.bfloat16},
+    ]
+    by_rank = run_ranks(_cases, cases)
+    expected = one_process({})
+    for count, results in zip(COUNTS, by_rank, strict=True):
+        for case, result in zip(cases, results, strict=True):
+            if "precision" not in case:
+                assert_same(result["parameters"], expected)
+            freed = 1 if case.get("reshard") is False else 2
+            everything = (freed * BLOCKS + 1) * count  # the root unit is freed after its backward pass only
+            kept = BLOCKS + 1 if case["keep"] else everything
+            assert result["reads"] == [everything] + [kept] * (STEPS - 1)
+        assert_same(results[3]["parameters"], results[4]["parameters"], tolerance=0)
+        assert_same(results[5]["parameters"], results[6]["parameters"])
+
+
+def _scale_frozen(model: nn.Module, step: int) -> None:
+    """Frozen parameters change once, after the second step."""
+    for parameter in model.parameters():
+        if step == 1 and not parameter.requires_grad:
+            with torch.no_grad():
+                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(1.5)
+
+
+def test_frozen_parameters_are_read_once_until_they_change():
+    net = {"frozen": True}
+    cases: list[dict[str, Any]] = [
+        {"keep": ALL, "net": net},
+        {"keep": ALL, "net": net, "edit": _scale_frozen},
+        {"keep": ALL, "net": net, "edit": _scale_frozen, "deterministic": True},
+    ]
+    by_rank = run_ranks(_cases, cases)
+    edited = partial(one_process, net, edit=_scale_frozen)
+    for results in by_rank:
+        for result, expected in zip(results, [one_process(net), edited(), edited()], strict=True):
+            assert_same(result["parameters"], expected)
+        constant, changing = (result["reads"][1:] for result in results[:2])
+        assert constant == [BLOCKS + 1, BLOCKS, BLOCKS]  # the first block is frozen
+        assert changing == [BLOCKS + 1, BLOCKS + 1, BLOCKS]
+        # Of the second block, which has one frozen weight, the other parameters alone are read.
+        assert results[0]["bytes"][2] < results[0]["bytes"][1] * BLOCKS / (BLOCKS + 1)
+        assert results[1]["bytes"][1:] == [results[0]["bytes"][1]] * 2 + [results[0]["bytes"][3]]
+
+
+@dataclass
+class FakeMemory:
+    """Training takes 1,000 bytes, and the rank could take ``room`` bytes more.
+
+    Attributes:
+        room: bytes.
+        tight_at: at this question about what is used, everything is, and from then on.
+    """
+
+    room: int
+    tight_at: float = float("inf")
+    share: float = 0.5
+    asked: int = 0
+
+    def reach(self) -> int:
+        return 1000 + self.room
+
+    def peak(self) -> int:
+        return 1000
+
+    def used(self) -> int:
+        self.asked += 1
+        return 1000 + (self.room if self.asked >= self.tight_at else 0)
+
+
+def test_as_much_is_kept_as_there_is_room_for():
+    by_rank = run_ranks(_cases, [{"keep": FakeMemory(room)} for room in (0, 4000, 10_000, 100_000)])
+    expected = one_process({})
+    for results in by_rank:
+        for result in results:
+            assert_same(result["parameters"], expected)
+        kept = [result["kept"] for result in results]
+        assert kept[0] == 0 < kept[1] <= 2000 < kept[2] <= 5000 < kept[3]
+        reads = [result["reads"][1] for result in results]
+        assert reads == sorted(reads, reverse=True)
+        assert reads[0] > reads[-1] == BLOCKS + 1
+
+
+def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_gets_tight():
+    cases: list[dict[str, Any]] = [
+        {"keep": FakeMemory(100_000, at), "net": {"frozen": True}} for at in (2, 3, 5)
+    ]
+    for results in run_ranks(_cases, cases):
+        for result in results:
+            assert_same(result["parameters"], one_process({"frozen": True}))
+
+
+def _in_lockstep(rank: int) -> list[dict[str, Any]]:
+    """First rank 1 alone has room, then both have."""
+    return [train(rank, "lockstep", (3, 3), {}, keep=keep) for keep in (ALL * rank, ALL)]
+
+
+def test_in_lockstep_all_ranks_keep_the_same():
+    for alone, both in run_ranks(_in_lockstep):
+        assert_same(alone["parameters"], one_process({}))
+        assert_same(both["parameters"], one_process({}))
+        assert alone["reads"] == [(2 * BLOCKS + 1) * 3] * STEPS
+        assert both["reads"][1:] == [BLOCKS + 1] * (STEPS - 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("auto", "auto"), (0, 0), (10**9, 10**9), ("4GiB", 4 * 2**30), ("1.5 MB", 1_500_000), ("64kib", 65_536)],
+)
+def test_an_amount_of_memory(given, expected):
+    assert memory_size(given) == expected
+
+
+@pytest.mark.parametrize("given", ["lots", -1, "4 gigs", True, None])
+def test_what_is_no_amount_of_memory_is_refused(given):
+    with pytest.raises(ValueError, match=r'write "auto", 0 .* such as "4GiB"'):
+        memory_size(given)
+
+
+def test_memory_of_the_host():
+    memory = HostMemory(2)
+    assert 0 < memory.used() < memory.peak() + 2**25 < memory.reach()  # the kernel counts in steps
