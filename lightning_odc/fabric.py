@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.accumulator_dtype = accumulator_dtype
         self.keep_gathered = keep_gathered
         self.timeout = timeout
-        self._backward_sync_control: Any = _NothingToSkip()
+        self._backward_sync_control: Any = _Accumulation()
         self._engine: Engine | None = None
         self._module: nn.Module | None = None
         self._names = ParameterNames()
@@ -195,7 +195,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         counting = Counting.MEAN if num_items is None else Counting.EXACT
         self.engine.ledger.add(0.0 if num_items is None else num_items, counting)
         self._ran = True
-        with self.engine.backward(manual=True):
+        with self.engine.backward(manual=True, more=self._backward_sync_control.goes_on):
             super().backward(tensor, module, *args, **kwargs)
 
     def settle_gradients(self) -> None:
@@ -250,9 +250,19 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.engine.refresh()
 
 
-class _NothingToSkip:
-    """``fabric.no_backward_sync``: no backward pass waits for other ranks anyway."""
+class _Accumulation:
+    """``fabric.no_backward_sync``: no backward pass waits for other ranks anyway, but another one follows.
 
-    def no_backward_sync(self, _: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        del enabled
-        return nullcontext()
+    Attributes:
+        goes_on: it does.
+    """
+
+    goes_on = False
+
+    @contextmanager
+    def no_backward_sync(self, _: nn.Module, enabled: bool) -> Iterator[None]:
+        self.goes_on = enabled
+        try:
+            yield
+        finally:
+            self.goes_on = False

@@ -26,7 +26,9 @@ The first minibatch keeps nothing: it counts visits, and shows how much memory t
 
 from __future__ import annotations
 
+import math
 import resource
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +48,8 @@ from lightning_odc.engine.units import Unit
 _BYTES_OF_A_CALL = 64 * 1024
 #: Of the room, how much may be kept; the rest is for what comes suddenly. A host has other processes.
 _DEVICE_SHARE, _HOST_SHARE = 0.9, 0.5
+#: How old the answer of the host may be.
+_SECONDS = 1.0
 #: Less than this part of the room free in the middle of a minibatch is pressure.
 _TIGHT = 0.05
 
@@ -85,9 +89,12 @@ class HostMemory:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._asked, self._free = -math.inf, 0
 
     def reach(self) -> int:
-        return self.used() + available_memory() // self._ranks
+        if time.monotonic() > self._asked + _SECONDS:  # to ask all control groups takes a millisecond
+            self._asked, self._free = time.monotonic(), available_memory() // self._ranks
+        return self.used() + self._free
 
     def used(self) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -125,28 +132,22 @@ class _Kept:
     Attributes:
         unit: the unit.
         comm: through which it is gathered.
-        reshards: whether ``fully_shard`` frees it after its forward pass; ``None`` if it goes over to a smaller mesh.
+        size: bytes of the whole unit on one rank, in the compute dtype.
+        frozen_size: bytes of its frozen parameters.
+        is_plain: it does not go over to a smaller mesh after its forward pass.
+        reshards: whether ``fully_shard`` frees it then, if it is not kept.
         visits: gathers in a minibatch in which it was not kept.
         gathered: it stays gathered.
     """
 
     unit: Unit
     comm: GatherComm
-    reshards: bool | None
+    size: int
+    frozen_size: int
+    is_plain: bool
+    reshards: bool = True
     visits: int = 0
     gathered: bool = False
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole unit on one rank, in the compute dtype."""
-        return self.unit.spec().shard_bytes * self.unit.slots[0].home.device_mesh.size()
-
-    @property
-    def frozen_size(self) -> int:
-        """Bytes of its frozen parameters."""
-        return self.size - self.size * sum(end - start for start, end in self.unit.trained) // max(
-            self.unit.shard_numel, 1
-        )
 
     def worth(self) -> float:
         """Time saved per byte that is kept."""
@@ -158,8 +159,22 @@ class _Kept:
             return
         self.gathered = gathered
         module = self.unit.modules[0]
-        module.set_reshard_after_forward(not gathered and bool(self.reshards), recurse=False)
+        if gathered:  # ``fully_shard`` decides about the root unit when it runs for the first time
+            self.reshards = bool(_compat.reshards_after_forward(module))
+        module.set_reshard_after_forward(not gathered and self.reshards, recurse=False)
         module.set_reshard_after_backward(not gathered, recurse=False)
+
+
+def _kept(unit: Unit, comm: GatherComm) -> _Kept:
+    width = unit.spec().shard_dtype.itemsize * unit.slots[0].home.device_mesh.size()
+    trained = sum(end - start for start, end in unit.trained)
+    return _Kept(
+        unit,
+        comm,
+        size=unit.shard_numel * width,
+        frozen_size=(unit.shard_numel - trained) * width,
+        is_plain=_compat.reshards_after_forward(unit.modules[0]) is not None,
+    )
 
 
 def _follow(kept: _Kept, *_: Any) -> None:
@@ -172,6 +187,9 @@ def _follow(kept: _Kept, *_: Any) -> None:
 class Keeping:
     """What one rank keeps of its peers' shards; see Note [Read once per minibatch].
 
+    Attributes:
+        bytes: what is kept of all units, or will be when they have run.
+
     Args:
         budget: Bytes that may be kept, or ``"auto"``: what is left beside training, with a margin.
         memory: Of this rank.
@@ -183,14 +201,11 @@ class Keeping:
         self._kept: list[_Kept] = []
         self._hooks: list[RemovableHandle] = []
         self._needed = self._peak = 0  # by training itself; at all
-        self._minibatches = 0
+        self._reach = self._minibatches = self.bytes = 0
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
         """Look after these units, each with the object through which it is gathered."""
-        self._kept = [
-            _Kept(unit, comm, _compat.reshards_after_forward(unit.modules[0]))
-            for unit, comm in zip(units, comms, strict=True)
-        ]
+        self._kept = [_kept(unit, comm) for unit, comm in zip(units, comms, strict=True)]
         for kept in self._kept:
             for module in kept.unit.modules:
                 follow: Any = partial(_follow, kept)
@@ -202,17 +217,11 @@ class Keeping:
             handle.remove()
         for kept in self._kept:
             kept.keep(False)
-        self._hooks, self._kept = [], []
+        self._hooks, self._kept, self.bytes = [], [], 0
 
     def is_kept(self, unit: Unit) -> bool:
         """Whether ``fully_shard`` does not free this unit now."""
         return bool(self._kept) and self._kept[unit.index].gathered
-
-    @property
-    def bytes(self) -> int:
-        """What may be kept at the moment."""
-        gathered = sum(kept.size for kept in self._kept if kept.gathered)
-        return gathered + sum(kept.size for kept in self._kept if kept.comm.keeps_buffer)
 
     def settled(self) -> None:
         """A minibatch of training has ended: learn how much memory it took."""
@@ -235,37 +244,39 @@ class Keeping:
                 kept.visits = count
         chosen, room = [], self._room()
         for kept in sorted(self._kept, key=_Kept.worth, reverse=True):
-            if kept.visits > 1 and kept.reshards is not None and kept.size <= room:
+            if kept.visits > 1 and kept.is_plain and kept.size <= room:
                 room -= kept.size
                 chosen.append(kept.unit.index)
         return sorted(chosen)
 
     def keep(self, chosen: Sequence[int]) -> None:
         """Keep these units, and with the memory that is left what was read of frozen parameters."""
-        room = self._room()
+        room, self.bytes = self._room(), 0
         for kept in self._kept:
             kept.keep(kept.unit.index in chosen)
-            room -= kept.size * kept.gathered
+            self.bytes += kept.size * kept.gathered
         for kept in sorted(self._kept, key=lambda kept: kept.frozen_size):
-            kept.comm.keeps_buffer = kept.frozen_size > 0 and kept.size <= room and kept.reshards is not None
-            room -= kept.size * kept.comm.keeps_buffer
+            fits = self.bytes + kept.size <= room
+            kept.comm.keeps_buffer = kept.frozen_size > 0 and fits and kept.is_plain
+            self.bytes += kept.size * kept.comm.keeps_buffer
             if not kept.comm.keeps_buffer:
                 kept.comm.drop()
 
     def relieve(self) -> None:
         """Give back what is kept, the largest first, where memory has become tight."""
-        if self._budget != "auto" or not self._kept or not self.bytes:
+        if self._budget != "auto" or not self.bytes:
             return
-        reach = self._memory.reach()
-        short = self._memory.used() + int(reach * _TIGHT) - reach
+        short = self._memory.used() - int(self._reach * (1 - _TIGHT))
         for kept in sorted(self._kept, key=lambda kept: kept.size, reverse=True):
             if short <= 0:
-                return
-            short -= self._give_back(kept)
+                break
+            freed = self._give_back(kept)
+            short -= freed
+            self.bytes -= freed
 
     def _give_back(self, kept: _Kept) -> int:
-        """Returns how many bytes that freed."""
-        freed = kept.size * (kept.comm.keeps_buffer + (kept.gathered and kept.unit.is_gathered))
+        """Returns how many bytes that frees."""
+        freed = kept.size * (kept.comm.keeps_buffer + kept.gathered)
         kept.comm.drop()
         kept.comm.keeps_buffer = False
         if kept.gathered:
@@ -279,4 +290,5 @@ class Keeping:
             return 0
         if self._budget != "auto":
             return self._budget
-        return max(int(self._memory.share * (self._memory.reach() - self._needed)), 0)
+        self._reach = self._memory.reach()
+        return max(int(self._memory.share * (self._reach - self._needed)), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -332,8 +332,9 @@ class OnDemandEngine(Engine):
             self._root.gather()
         else:  # it is Lightning that empties them, before the last backward pass of a minibatch
             self._placeholders.forget()
-        # fully_shard frees the root unit at the end of it
-        self._staleness.before_reshard(unit for unit in self._units if not self._keeping.is_kept(unit))
+        for unit in self._units:
+            if not self._keeping.is_kept(unit):  # fully_shard frees it at the end of it
+                self._staleness.before_reshard(unit)
         self._relieve()
         self._in_backward = True
         try:
@@ -343,7 +344,8 @@ class OnDemandEngine(Engine):
         self._root.check_reduced()
         for unit in self._units:
             self._placeholders.lay(unit.used)
-        if not more:
+        if not more:  # users may look at parameters now, and find shards
+            self._free(unit for unit in self._units if self._keeping.is_kept(unit))
             self._staleness.after_last_backward()
 
     @torch.no_grad()
@@ -454,8 +456,11 @@ class OnDemandEngine(Engine):
             self._keeping.relieve()
 
     def reshard(self) -> None:
-        self._staleness.before_reshard(self._units)
-        for unit in self._units:
+        self._free(self._units)
+
+    def _free(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            self._staleness.before_reshard(unit)
             unit.modules[0].reshard()
 
     def _reattach(self) -> None:

@@ -17,7 +17,7 @@ the answers of all comparisons are looked at when the step settles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -65,12 +65,11 @@ class StalenessGuard:
         for unit in self._units:
             self._compare_shard(unit, self._shard_now(unit))
 
-    def before_reshard(self, units: Iterable[Unit]) -> None:
-        """Compare gathered parameters with their shards: what was written into them is lost when they are freed."""
-        for unit in units:
-            if unit.is_gathered:
-                for name, part, shard in unit.gathered():
-                    self._expect_same(part, shard, name, partial(_lost, name))
+    def before_reshard(self, unit: Unit) -> None:
+        """Compare what is gathered with its shards: what was written into it is lost when it is freed."""
+        if unit.is_gathered:
+            for name, part, shard in unit.gathered():
+                self._expect_same(part, shard, name, partial(_lost, name))
 
     def before_settle(self, wait_for_device: Callable[[], None]) -> None:
         """Compare what was not compared in this version, and look at all answers.

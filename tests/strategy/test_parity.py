@@ -121,11 +121,12 @@ def train(
     for step in range(STEPS):
         optimizer.zero_grad()
         engine.begin_minibatch(counts[rank], plan=f"step {step}")
-        for index, tokens in list(enumerate(minibatch(step)))[start : start + counts[rank]]:
+        end = start + counts[rank]
+        for index, tokens in list(enumerate(minibatch(step)))[start:end]:
             engine.begin_microbatch(index)
             engine.ledger.add(tokens.numel() - 1)
             loss = summed_loss(model, tokens, skip=skips[index] if skips else ())
-            with engine.backward():
+            with engine.backward(more=looks or index + 1 < end):
                 loss.backward()
             losses.append(loss.item())
         if looks:

@@ -254,19 +254,26 @@ def test_manual_optimisation_with_two_optimizers():
     assert_same(run_ranks(_fit_manual)[0], full_parameters(module))
 
 
-def _fit_shard_grad_op(rank: int) -> list[Any]:
+def _fit_shard_grad_op(rank: int, keep: Any = "auto") -> list[Any]:
     module, spy = TokenModule("items", lr=LR), Spy()
-    trainer(2, sharding_strategy="SHARD_GRAD_OP", callbacks=[spy]).fit(
+    trainer(2, sharding_strategy="SHARD_GRAD_OP", keep_gathered=keep, callbacks=[spy]).fit(
         module, loader(minibatches(rank, (4, 2)))
     )
     return [full_parameters(module), spy.reads]
 
 
-def test_shard_grad_op_reads_once_per_microbatch():
-    full, kept = run_ranks(fit, (4, 2)), run_ranks(_fit_shard_grad_op)
+def test_what_a_rank_reads_under_shard_grad_op_and_full_shard():
+    full, kept, freed = (
+        run_ranks(fit, (4, 2)),
+        run_ranks(_fit_shard_grad_op),
+        run_ranks(_fit_shard_grad_op, 0),
+    )
     assert_same(kept[0][0], reference("tokens"))
+    assert_same(freed[0][0], reference("tokens"))
     # Per microbatch: 3 blocks and the root once, against 3 blocks twice and the root once.
-    assert (kept[0][1], full[0]["spy"][1]) == (4 * 4 * 3, 4 * 7 * 3)
+    once, twice = 4 * 4, 4 * 7
+    # The first of three minibatches keeps nothing; the others read each unit once.
+    assert (freed[0][1], kept[0][1], full[0]["spy"][1]) == (once * 3, once + 4 * 2, twice + 4 * 2)
 
 
 # -- logging --------------------------------------------------------------------------------------------------

@@ -1,0 +1,164 @@
+"""How many bytes of parameters a rank reads in a minibatch, and what that takes: units freed at once, and kept.
+
+``python -m benchmarks.traffic`` prints a Markdown table. The same Llama is trained whole and with LoRA adapters. The
+ranks train one minibatch with each engine, in turns, so that a slow minute hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from lightning_odc.bench.models import byte_llama
+from lightning_odc.bench.processes import run_ranks
+from lightning_odc.bench.tables import markdown
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.files import write_json
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
+
+MIB = 2**20
+ENGINES = ("collective", "freed", "kept")
+WARM_UP = 3  # the first minibatch keeps nothing, the second reads what is frozen
+
+
+class Job:
+    """A model with its engine and optimizer.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        engine: One of `ENGINES`.
+        lora: Train adapters alone.
+        width: Of the model.
+    """
+
+    def __init__(self, rank: int, world_size: int, engine: str, lora: bool, width: int) -> None:
+        torch.manual_seed(0)
+        model: nn.Module = LlamaForCausalLM(byte_llama(4, width, 256))
+        if lora:
+            model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        shard_model(model, mesh_for("cpu", world_size))
+        rendezvous = process_group_rendezvous(dist.group.WORLD)
+        self.model = model
+        self.engine: Engine = CollectiveEngine(world_size, rendezvous)
+        if engine != "collective":
+            self.engine = OnDemandEngine(
+                lambda: SharedMemoryTransport(rank, world_size, rendezvous),
+                rendezvous,
+                timeout=120,
+                keeping=Keeping("auto" if engine == "kept" else 0, HostMemory(world_size)),
+            )
+        self.engine.attach(model)
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        self.loss = 0.0
+
+    def train(self, microbatches: list[Tensor]) -> tuple[float, int, int]:
+        """Train one minibatch; returns its seconds, shards read, and bytes read."""
+        before, begin = self.engine.traffic, time.monotonic()
+        self.optimizer.zero_grad()
+        for index, tokens in enumerate(microbatches):
+            self.engine.begin_microbatch(index)
+            self.engine.ledger.add(1.0)
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+            with self.engine.backward(more=index + 1 < len(microbatches)):
+                loss.backward()
+            self.loss = loss.item()
+        self.engine.settle([])
+        self.optimizer.step()
+        self.engine.publish()
+        after, seconds = self.engine.traffic, time.monotonic() - begin
+        return seconds, after.reads - before.reads, after.bytes_read - before.bytes_read
+
+
+def measure(
+    rank: int, world_size: int, lora: bool, microbatches: int, options: dict[str, int]
+) -> dict[str, Any]:
+    """Train minibatches with all engines in turns; what this rank saw, by engine."""
+    jobs = {engine: Job(rank, world_size, engine, lora, options["width"]) for engine in ENGINES}
+    generator = torch.Generator().manual_seed(rank)
+    seen: dict[str, list[tuple[float, int, int]]] = {engine: [] for engine in ENGINES}
+    for _ in range(WARM_UP + options["minibatches"]):
+        batch = [torch.randint(250, (1, options["tokens"]), generator=generator) for _ in range(microbatches)]
+        for engine, job in jobs.items():
+            seen[engine].append(job.train(batch))
+    losses = [job.loss for job in jobs.values()]
+    for job in jobs.values():
+        job.engine.close()
+    assert max(losses) - min(losses) < 1e-4, losses
+    return {engine: ticks[WARM_UP:] for engine, ticks in seen.items()}
+
+
+def row(ranks: int, lora: bool, microbatches: int, seen: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table: rank 0's traffic, and ratios of seconds minibatch by minibatch."""
+    found: dict[str, Any] = {
+        "ranks": ranks,
+        "training": "LoRA" if lora else "whole",
+        "microbatches": microbatches,
+    }
+    for engine in ENGINES:
+        seconds, reads, read = zip(*seen[engine], strict=True)
+        found[engine] = {"seconds": statistics.median(seconds), "reads": reads[-1], "bytes": read[-1]}
+    ratios = [kept[0] / freed[0] for kept, freed in zip(seen["kept"], seen["freed"], strict=True)]
+    found["kept / freed"] = statistics.quantiles(ratios, n=4)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.traffic``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.traffic", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes, one rank each"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", nargs="+", default=[1, 4], help="of each rank"
+    )
+    parser.add_argument("--minibatches", type=int, metavar="N", default=12, help="timed ones")
+    parser.add_argument("--width", type=int, metavar="N", default=256, help="width of the model")
+    parser.add_argument("--tokens", type=int, metavar="N", default=128, help="of a microbatch")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    options = parser.parse_args(arguments)
+    sizes = {name: getattr(options, name) for name in ("minibatches", "width", "tokens")}
+    rows = [
+        row(ranks, lora, count, run_ranks(measure, ranks, lora, count, sizes)[0])
+        for ranks in options.ranks
+        for lora in (False, True)
+        for count in options.microbatches
+    ]
+    if options.json is not None:
+        write_json(options.json, {"options": sizes, "rows": rows})
+    head = ["ranks", "training", "microbatches", "shards read: freed, kept", "MiB read: freed, kept"]
+    head += ["ms: collective, freed, kept", "kept / freed [quartiles]"]
+    print(markdown(head, [_cells(one) for one in rows]))
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    low, middle, high = one["kept / freed"]
+    freed, kept = one["freed"], one["kept"]
+    return [
+        str(one["ranks"]),
+        one["training"],
+        str(one["microbatches"]),
+        f"{freed['reads']}, {kept['reads']}",
+        f"{freed['bytes'] / MIB:.1f}, {kept['bytes'] / MIB:.1f}",
+        ", ".join(f"{1000 * one[engine]['seconds']:.0f}" for engine in ENGINES),
+        f"{middle:.2f} [{low:.2f}, {high:.2f}]",
+    ]
+
+
+if __name__ == "__main__":
+    main()
