@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_odc.engine.keeping import HostMemory
 from lightning_odc.strategy.arguments import memory_size
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
 
 ALL = 2**30
@@ -155,3 +156,41 @@ def test_what_is_no_amount_of_memory_is_refused(given):
 def test_memory_of_the_host():
     memory = HostMemory(2)
     assert 0 < memory.used() < memory.peak() + 2**25 < memory.reach()  # the kernel counts in steps
+
+
+class Toggled(TokenModule):
+    """Runs the model with its first block frozen, and then with all of it trained, before it goes backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = list(self.net.blocks[0].parameters())  # type: ignore[union-attr]
+        ours = {id(parameter) for parameter in first}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in ours]
+        return torch.optim.SGD(first, lr=0.1), torch.optim.SGD(others, lr=0.1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        one, other = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(other)
+        frozen = super().training_step(batch, batch_idx)
+        self.untoggle_optimizer(other)
+        loss = frozen + super().training_step(batch, batch_idx)
+        for optimizer in (one, other):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in (one, other):
+            optimizer.step()
+
+
+def _toggled(rank: int, keep: Any) -> dict[str, Any]:
+    module = Toggled()
+    trainer(2, keep_gathered=keep).fit(module, loader(token_batches([6, 9, 4, 7], seed=rank)))
+    return full_parameters(module)
+
+
+def test_a_kept_unit_follows_when_its_shards_are_frozen_within_a_step():
+    kept, freed = run_ranks(_toggled, "auto"), run_ranks(_toggled, 0)
+    for one, other in zip(kept, freed, strict=True):
+        assert_same(one, other)

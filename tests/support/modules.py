@@ -75,6 +75,7 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "state_dict_type",
         "sharding_strategy",
         "accumulator_dtype",
+        "keep_gathered",
         "cpu_offload",
     )
     strategy = {name: options.pop(name) for name in names if name in options}
