@@ -94,13 +94,12 @@ def decoder_layer() -> type[nn.Module]:
 
 
 class Watch(Callback):
-    """Notes what was read from peers, and in how many units."""
+    """Notes what was read from peers in the first step, in which nothing is kept."""
 
-    reads = steps = 0
+    reads = 0
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        self.reads, self.steps = engine.traffic.reads, trainer.global_step
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.reads = self.reads or trainer.strategy.engine.traffic.reads  # type: ignore[attr-defined]
 
 
 class CausalLM(LightningModule):
@@ -125,14 +124,14 @@ class CausalLM(LightningModule):
 
 
 def fit(rank: int, module: LightningModule, communication: str = "on_demand", **options: Any) -> Any:
-    """Two steps; the parameters, and the reads from peers per step."""
+    """Two steps; the parameters, and the reads from peers in the first one."""
     watch = Watch()
     t = trainer(2, communication=communication, callbacks=[watch], **options)
     t.fit(module, loader(token_batches([6, 9], seed=rank, vocab=11)))
-    return full_parameters(module), watch.reads / watch.steps
+    return full_parameters(module), watch.reads
 
 
-#: How the model is made, options of the strategy, and reads per step: forward and backward pass of every block, one of
+#: How the model is made, options of the strategy, and reads in a step: forward and backward pass of every block, one of
 #: the root unit, each from one peer.
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int]] = {
     "Llama, default policy": (causal_lm, dict, 5),
