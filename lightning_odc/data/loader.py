@@ -154,7 +154,7 @@ class BalancedDataLoader:
             None if max_tokens == "auto" else max_tokens,
             policy,
             cost,
-            _planned_weighting(weighting, packing is True or packs(collate_fn)) if unroll else weighting,
+            weighting,
             shuffle,
             seed,
             drop_last,
@@ -170,6 +170,8 @@ class BalancedDataLoader:
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
         self.packing: Packing = packing
+        self._packs = packing is True
+        self._packing_asked: tuple[bool, Facts] | None = None  # what the choice was made for
         self._world = num_replicas, rank
         self._cache_dir = cache_dir
         self._workers = workers
@@ -198,18 +200,31 @@ class BalancedDataLoader:
 
     @property
     def _collate(self) -> Collate:
-        return PackingCollator(self._unpacked) if self.packing is True else self._unpacked
+        return PackingCollator(self._unpacked) if self._packs else self._unpacked
 
-    def pack_if_it_pays(self) -> None:
-        """Decide what ``packing="auto"`` is: ``True`` if plans of packed samples take less time, by their cost."""
-        times = {}
-        for packing in (False, True):
-            self.packing, self._reading = packing, None
-            batches = self.recipe.minibatch_size // (self.recipe.batch_size or self.recipe.minibatch_size)
-            gain = self.planned_gain(batches)
-            can_run = gain is not None and (not packing or self.collation is not None)
-            times[packing] = gain.balanced if can_run and gain is not None else math.inf
-        self.packing, self._reading = times[True] < times[False], None
+    def choose_packing(self, keeps_apart: bool) -> bool:
+        """Decide what ``packing="auto"`` is for a model: packed where plans take less time, by the cost of `adapt`.
+
+        Args:
+            keeps_apart: Whether the model keeps packed samples apart.
+
+        Returns:
+            Whether samples are packed now, whatever ``packing`` is.
+        """
+        asked = keeps_apart, self._facts
+        if self.packing == "auto" and self._packing_asked != asked:
+            self._packing_asked = asked
+            packed = self._planned_time(packs=True) if keeps_apart else math.inf
+            self._packs = packed < self._planned_time(packs=False)
+            self._reading = None
+        return self._packs
+
+    def _planned_time(self, packs: bool) -> float:
+        """The time of balanced minibatches by their cost; infinity where it is not known, or samples do not pack."""
+        self._packs, self._reading = packs, None
+        batches = self.recipe.minibatch_size // (self.recipe.batch_size or self.recipe.minibatch_size)
+        gain = self.planned_gain(batches)
+        return math.inf if gain is None or (packs and self.collation is None) else gain.balanced
 
     def adapt(
         self, *, prior: Cost | None, dense: bool | None, measured: bool, minibatches_per_step: int
@@ -254,7 +269,7 @@ class BalancedDataLoader:
             return None
         schedule = reading.schedule
         size = self.recipe.batch_size or max(self.recipe.minibatch_size // batches, 1)
-        own = self._find_collation(self._unpacked) if self.packing is True else self._collation
+        own = self._find_collation(self._unpacked) if self._packs else self._collation
         return planned_gain(
             self.lengths.values[schedule.order(0)], size, batches, schedule.planner, own or PACKED
         )
@@ -360,7 +375,7 @@ class BalancedDataLoader:
             return StreamReading(
                 Stream(
                     self._samples,
-                    self.recipe,
+                    self._planned_recipe,
                     length_of,
                     self._collate,
                     num_replicas,
@@ -374,9 +389,18 @@ class BalancedDataLoader:
         reader = SampleReader(self._samples, self._collate, self.recipe.seed, compared_by)
         self._collation = reader.collation(self.lengths.values)
         facts = replace(self._facts, collation=self._collation or PACKED)
-        schedule = Schedule(self.lengths, self.recipe, num_replicas, facts)
+        schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
         cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas, facts)
         return MapReading(schedule, rank, reader, self.unroll, cost)
+
+    @property
+    def _planned_recipe(self) -> Recipe:
+        """The recipe that plans follow: with ``unroll``, nothing counts the labels of a microbatch."""
+        if not (self.unroll and self.recipe.by_labels):
+            return self.recipe
+        return replace(
+            self.recipe, weighting="next_token" if self._packs or packs(self._unpacked) else "token"
+        )
 
     def _read_ahead(self) -> int:
         """How many minibatches are planned before the one that is asked for has run."""
@@ -431,13 +455,6 @@ class BalancedDataLoader:
                 self._lagged_cost.load_state_dict(learnt)
             except ValueError as error:
                 warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
-
-
-def _planned_weighting(weighting: Weighting, packs: bool) -> Weighting:
-    """What ``"auto"`` means where nothing counts the labels of a microbatch."""
-    if callable(weighting) or weighting != "auto":
-        return weighting
-    return "next_token" if packs else "token"
 
 
 def _length(reading: Reading) -> int | None:

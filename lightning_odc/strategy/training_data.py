@@ -160,13 +160,11 @@ class TrainingData:
             self._packing_trouble = packing_trouble(strategy, self.engine)
         if self._packing_trouble and loader.packing is True:
             raise ValueError(f"packing=True: {self._packing_trouble}")
-        if loader.packing == "auto" and not self._packing_trouble:
-            loader.pack_if_it_pays()
-        elif self._packing_trouble:
-            loader.packing = False
+        if self._packing_trouble and not self._told:
             rank_zero_info(f'packing="auto" packs nothing: {self._packing_trouble}')
+        packs = loader.choose_packing(keeps_apart=not self._packing_trouble)
         model = causal_model(self._trainer.lightning_module)
-        if loader.packing and model is not None:
+        if packs and model is not None:
             self._watch = self._watch or watch_packed_calls(model)
 
     def release(self) -> None:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from lightning_odc import BalancedDataLoader
+from lightning_odc.balance import quadratic
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.packing import pack_samples
@@ -162,3 +163,58 @@ def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
 
 def test_no_samples_tell_nothing() -> None:
     assert found(list, row, []) is None
+
+
+# -- packing="auto" --------------------------------------------------------------------------------------------
+
+
+def undecided(**options: Any) -> BalancedDataLoader:
+    lengths = [20, 3, 4, 5, 18, 2, 6, 7]
+    return BalancedDataLoader(
+        [tokens(length) for length in lengths],
+        lengths=lengths,
+        minibatch_size=4,
+        num_replicas=2,
+        rank=0,
+        max_tokens=40,
+        collate_fn=padder(),
+        packing="auto",
+        **options,
+    )
+
+
+def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = True) -> bool:
+    """Packing pays where a microbatch is dear; it does not where tokens of different samples are."""
+    prior = quadratic(crossover=1.0, dense=True) if dense else quadratic(constant=50.0)
+    loader.adapt(prior=prior, dense=dense, measured=False, minibatches_per_step=1)
+    return loader.choose_packing(keeps_apart)
+
+
+def test_every_model_decides_anew_whether_packing_pays() -> None:
+    loader = undecided()
+    assert decided_for(loader, dense=False)
+    assert loader.collation == Collation("packed")
+    assert not decided_for(loader, dense=True)
+    assert loader.collation == Collation("padded")
+    assert decided_for(loader, dense=False)
+    assert not decided_for(loader, dense=False, keeps_apart=False)
+    assert loader.packing == "auto"
+
+
+def test_a_choice_that_stays_keeps_what_was_learnt() -> None:
+    loader = undecided()
+    decided_for(loader, dense=False)
+    plan = loader._current()
+    decided_for(loader, dense=False)
+    assert loader._current() is plan
+
+
+def test_weights_of_unrolled_minibatches_follow_the_choice() -> None:
+    loader = undecided(unroll=True, policy="lb_micro")
+    assert loader._planned_recipe.weighting == "token"
+    packed = decided_for(loader, dense=False)
+    assert packed
+    plan = loader.plan(0)
+    assert sum(map(sum, plan.weights)) == 65 - 8, "a causal model predicts no first token"
+    assert not decided_for(loader, dense=True)
+    assert sum(map(sum, loader.plan(0).weights)) == 65
