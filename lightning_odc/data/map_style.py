@@ -38,7 +38,7 @@ from lightning_odc.data.lengths import LengthArray, LengthFunction
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Origin
 from lightning_odc.data.plan import MinibatchPlan, Schedule
 from lightning_odc.data.position import Order
-from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 
 Collate = Callable[[list[Any]], Any]
 
@@ -211,9 +211,16 @@ class SampleReader:
         return Minibatch(microbatches, assignment.weights, assignment.plan)
 
     def collation(self, lengths: LengthArray) -> Collation | None:
-        """What the ``collate_fn`` makes of a microbatch; see `find_collation`."""
+        """What the ``collate_fn`` makes of a microbatch; see `find_collation`. The data set stays as it is.
+
+        Where ``worker_init_fn`` prepares the data set in workers, it may fail here. Then nothing is known.
+        """
+        try:
+            copied = SampleReader(with_own_rng(self._dataset), self._collate, self._seed, None)
+        except Exception:  # a data set that refuses copies; this look was not asked for
+            return None
         with isolated_rng():
-            return find_collation(self._collate, lambda index: self._samples(0, [index])[0], lengths)
+            return find_collation(self._collate, lambda index: copied._samples(0, [index])[0], lengths)
 
     def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
         """Read one microbatch; it seeds the global generators."""

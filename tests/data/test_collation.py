@@ -161,6 +161,32 @@ def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
     assert all("labels" in row for row in rows)
 
 
+class Counting(torch.utils.data.Dataset[dict[str, Any]]):
+    """Counts its reads; or needs what a ``worker_init_fn`` sets in a worker."""
+
+    def __init__(self, is_ready: bool) -> None:
+        self.lengths = [10, 17, 12, 11]
+        self.is_ready = is_ready
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        if not self.is_ready:
+            raise RuntimeError("worker_init_fn has not run")
+        return tokens(self.lengths[index])
+
+
+@pytest.mark.parametrize(("is_ready", "expected"), [(True, Collation("padded")), (False, None)])
+def test_the_data_set_is_tried_on_a_copy(is_ready: bool, expected: Collation | None) -> None:
+    samples = Counting(is_ready)
+    loader = BalancedDataLoader(samples, minibatch_size=2, collate_fn=padder())
+    assert loader.collation == expected
+    assert samples.reads == 0
+
+
 def test_no_samples_tell_nothing() -> None:
     assert found(list, row, []) is None
 
