@@ -196,7 +196,7 @@ class BalancedDataLoader:
             return
         check_indexed(window, self.recipe)
         if self._given is not None:
-            check_longest(self.lengths.values, self.recipe.max_tokens)
+            self.lengths  # noqa: B018 - checked now
 
     @property
     def _collate(self) -> Collate:
@@ -223,7 +223,12 @@ class BalancedDataLoader:
         """The time of balanced minibatches by their cost; infinity where it is not known, or samples do not pack."""
         self._packs, self._reading = packs, None
         batches = self.recipe.minibatch_size // (self.recipe.batch_size or self.recipe.minibatch_size)
-        gain = self.planned_gain(batches)
+        try:
+            gain = self.planned_gain(batches)
+        except ValueError:
+            if not packs:
+                raise
+            return math.inf  # a sample that only fits where the user's own collate_fn cuts it
         return math.inf if gain is None or (packs and self.collation is None) else gain.balanced
 
     def adapt(
@@ -269,13 +274,13 @@ class BalancedDataLoader:
             return None
         schedule = reading.schedule
         size = self.recipe.batch_size or max(self.recipe.minibatch_size // batches, 1)
-        own = self._find_collation(self._unpacked) if self._packs else self._collation
+        own = self._find_collation(self._unpacked, self.lengths) if self._packs else self._collation
         return planned_gain(
             self.lengths.values[schedule.order(0)], size, batches, schedule.planner, own or PACKED
         )
 
-    def _find_collation(self, collate_fn: Collate) -> Collation | None:
-        return SampleReader(self._samples, collate_fn, self.recipe.seed, None).collation(self.lengths.values)
+    def _find_collation(self, collate_fn: Collate, lengths: Lengths) -> Collation | None:
+        return SampleReader(self._samples, collate_fn, self.recipe.seed, None).collation(lengths.values)
 
     @property
     def collation(self) -> Collation | None:
@@ -287,7 +292,12 @@ class BalancedDataLoader:
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out when first asked for."""
         found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
-        check_longest(found.values, self.recipe.max_tokens)
+        try:
+            check_longest(found.values, self.recipe.max_tokens)
+        except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan
+            collation = self._find_collation(self._collate, found)
+            if collation is None or collation.fixed is None:
+                raise
         return found
 
     # -- what it yields -----------------------------------------------------------------------------------

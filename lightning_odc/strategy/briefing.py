@@ -18,9 +18,7 @@ def brief(loader: BalancedDataLoader, model: ModelCost, batches: int, reason: st
         reason: The reason for the policy, where it is not the usual one.
     """
     found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
-    return (
-        f"Found: {found}.\nChosen: {_choices(loader, batches, reason)}.\nExpected: {_expectation(loader, batches)}."
-    )
+    return f"Found: {found}.\nChosen: {_choices(loader, batches, reason)}.\nExpected: {_expectation(loader, batches)}."
 
 
 def _samples(loader: BalancedDataLoader) -> str:
@@ -54,9 +52,7 @@ def _choices(loader: BalancedDataLoader, batches: int, reason: str) -> str:
     most = (
         "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
     )
-    return (
-        f'policy "{recipe.policy}"{because}; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
-    )
+    return f'policy "{recipe.policy}"{because}; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
 
 
 def _tokens(caps: int | Sequence[int]) -> str:

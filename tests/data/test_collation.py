@@ -60,6 +60,14 @@ def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
         (padder(), tokens, Collation("padded")),
         (padder(multiple=8), tokens, Collation("padded", multiple=8)),
         (padder(fixed=64), tokens, Collation("padded", fixed=64)),
+        (padder(fixed=12), tokens, Collation("padded", fixed=12)),
+        (padder(fixed=9), tokens, Collation("padded", fixed=9)),
+        (lambda samples: padder(fixed=12)(samples)["input_ids"], tokens, Collation("padded", fixed=12)),
+        (
+            lambda samples: {"a": torch.ones(len(samples), 12), "rows": list(samples)},
+            row,
+            None,  # a table beside what has no fixed length
+        ),
         (pack_samples, tokens, Collation("packed")),
         (torch.cat, row, Collation("packed")),
         (list, row, Collation("apart")),
@@ -80,6 +88,70 @@ def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
 )
 def test_what_a_collate_fn_does(collate_fn: Any, sample: Any, expected: Collation | None) -> None:
     assert found(collate_fn, sample, [17, 10]) == expected
+
+
+LONG = [30, 5, 4, 6, 40, 7, 5, 3]  # two of them are cut to 12
+
+
+def cutting(lengths: Any = LONG, **options: Any) -> BalancedDataLoader:
+    samples: Any = [tokens(length) for length in LONG]
+    defaults: dict[str, Any] = {
+        "minibatch_size": 4,
+        "num_replicas": 2,
+        "rank": 0,
+        "collate_fn": padder(fixed=12),
+    }
+    return BalancedDataLoader(samples, lengths=lengths, **{**defaults, **options})
+
+
+def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
+    loader = cutting(max_tokens=24)
+    loads = [sum(map(len, rank)) for rank in loader.plan(0).microbatches]
+    assert loads == [4, 4], "all rows are alike"
+    (minibatch,) = loader
+    assert [batch["input_ids"].numel() for batch in minibatch] == [24, 24]  # type: ignore[union-attr, call-overload, index]
+    assert cutting().max_tokens == 12
+    with pytest.raises(ValueError, match="cut to 12, more than max_tokens=11"):
+        cutting(max_tokens=11).plan(0)
+    with pytest.raises(ValueError, match="Sample 4 has 40 tokens, more than max_tokens=24"):
+        cutting(max_tokens=24, collate_fn=padder())
+    assert not decided_for(cutting(max_tokens=24, packing="auto"), dense=False), (
+        "packed, nothing would cut them"
+    )
+
+
+def test_a_stream_of_samples_that_are_cut() -> None:
+    class Long(torch.utils.data.IterableDataset[dict[str, Any]]):
+        def __iter__(self) -> Any:
+            yield from map(tokens, LONG)
+
+    loader = BalancedDataLoader(
+        Long(), minibatch_size=8, window=1, collate_fn=padder(fixed=12), max_tokens=24
+    )
+    (minibatch,) = loader
+    assert [batch["input_ids"].numel() for batch in minibatch] == [24] * 4  # type: ignore[union-attr, call-overload, index]
+
+
+def test_a_table_of_samples_that_were_cut_later_is_said() -> None:
+    calls = 0
+
+    def cuts_later(samples: list[Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        return list(samples) if calls <= 3 else padder(fixed=12)(samples)
+
+    lengths = [15, 2, 2, 2, 2, 15]
+    loader = BalancedDataLoader(
+        list(map(tokens, lengths)),
+        lengths=lengths,
+        minibatch_size=3,
+        num_replicas=2,
+        rank=0,
+        max_tokens=20,
+        collate_fn=cuts_later,
+    )
+    with pytest.warns(UserWarning, match="3 samples of 19 tokens together became a microbatch of 36"):
+        list(loader)
 
 
 def test_equal_lengths_tell_it_too() -> None:

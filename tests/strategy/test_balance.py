@@ -186,7 +186,13 @@ def test_who_prepares_workers():
         pass
 
     lightnings = partial(pl_worker_init_function, rank=0)
-    cases = [(1, own, True), (1, partial(own), True), (0, own, False), (1, None, False), (1, lightnings, False)]
+    cases = [
+        (1, own, True),
+        (1, partial(own), True),
+        (0, own, False),
+        (1, None, False),
+        (1, lightnings, False),
+    ]
     for workers, function, expected in cases:
         assert prepares_workers(DataLoader([0], num_workers=workers, worker_init_fn=function)) is expected
 

@@ -114,7 +114,9 @@ def test_one_step_is_that_of_one_process_and_three_lines_say_how() -> None:
     assert f"({len(lengths) // 2} accumulated batches of 1)" in lines
     assert "Expected: ranks idle for" in lines
     lines = first["prepared"]["text"]
-    assert 'policy "lb_mini" (stealing reads samples in this process, where no worker_init_fn has run)' in lines
+    assert (
+        'policy "lb_mini" (stealing reads samples in this process, where no worker_init_fn has run)' in lines
+    )
     assert not second["accumulated"]["text"], "rank 0 speaks for all"
 
 
