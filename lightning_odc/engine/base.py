@@ -302,12 +302,13 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     @contextmanager
-    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         """Around every backward pass.
 
         Args:
             manual: the user calls ``zero_grad()``, not Lightning.
             more: Another one follows in the same batch for sure.
+            counts: Its gradients count; otherwise zeros are added for them, even where they are NaN.
         """
 
     @abstractmethod

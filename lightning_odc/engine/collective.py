@@ -48,6 +48,7 @@ class CollectiveEngine(Engine):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._root: RootUnit | None = None
         self._late_hooks = LateHooks()
+        self._reduce_scatter = StockReduceScatter()
         self._has_compared_kinds = world_size == 1
         self._signals = Signals()
 
@@ -63,7 +64,7 @@ class CollectiveEngine(Engine):
         self._model = model
         self._find_shards()
         gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
-        reduce_scatter = WithinContext(StockReduceScatter(), partial(self.traced, "reduce_scatter"))
+        reduce_scatter = WithinContext(self._reduce_scatter, partial(self.traced, "reduce_scatter"))
         set_comms(_units(model), gather, reduce_scatter)
         self._root = RootUnit(find_units(model), model)
 
@@ -91,7 +92,7 @@ class CollectiveEngine(Engine):
         """Nothing to report: collectives have their own flight recorder."""
 
     @contextmanager
-    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
 
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones. Hooks
@@ -110,11 +111,14 @@ class CollectiveEngine(Engine):
         before = [shard.grad for shard in self._shards]
         for shard in self._shards:
             shard.grad = None
+        self._reduce_scatter.sends_zeros = not counts
         yield
         self._root.check_reduced()
         with torch.no_grad():
             for parameter, kept in zip(self._shards, before, strict=True):
                 new, parameter.grad = parameter.grad, kept
+                if not counts and self._world_size == 1 and new is not None:
+                    new.zero_()  # fully_shard may reduce nothing where there is nobody else
                 if new is not None:
                     self._sums[parameter] = (
                         self._sums[parameter].add_(new) if parameter in self._sums else new

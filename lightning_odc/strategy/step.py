@@ -38,9 +38,10 @@ are no integer labels. Two samples, the prompts masked (``-`` stands for -100)::
     b  [[1, 2, 3]]              3       2                               counted: 1 La + 2 Lb
 
 The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. A microbatch
-without any label that counts has a NaN for a mean. It is left out; its backward pass carries zeros, since with
-collectives the others wait for it. ``"num_items"`` goes before all of that. A loss that is not a mean over labels (over
-samples, say) needs ``weighting="sample"`` or ``"num_items"``.
+without any label that counts has a NaN for a mean. It is left out; its backward pass runs, since with collectives the
+others wait for it, and the engine adds zeros: ``0 * NaN`` is NaN, and so are the gradients of ``sum / 0``.
+``"num_items"`` goes before all of that. A loss that is not a mean over labels (over samples, say) needs
+``weighting="sample"`` or ``"num_items"``.
 """
 
 from __future__ import annotations
@@ -154,6 +155,29 @@ class Contribution:
     counting: Counting
 
 
+class CountsNothing:
+    """Whether a microbatch counts nothing. The answer waits for the count of its labels, and for no other work.
+
+    Args:
+        labels: The number of labels that its mean loss is over, if it is counted.
+        weight: The planned weight.
+    """
+
+    def __init__(self, labels: Tensor | None = None, weight: float = 1.0) -> None:
+        self._weight = weight
+        self._labels = None if labels is None else labels.to("cpu", non_blocking=True)
+        self._arrival = (
+            None if labels is None or not labels.is_cuda else torch.cuda.current_stream().record_event()
+        )
+
+    def __bool__(self) -> bool:
+        if self._labels is None or not self._weight:
+            return not self._weight
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return not bool(self._labels)
+
+
 @dataclass
 class _Sums:
     """What the microbatches of a minibatch add up to on this rank."""
@@ -203,6 +227,20 @@ def contribution(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
     )
+
+
+def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float | Tensor:
+    """What the values of a microbatch count that is evaluated; as in training, and the step may return anything.
+
+    Args:
+        output: What the step returned.
+        weight: The planned weight.
+        labels: The number of labels, if they are counted; see Note [Labels are counted].
+    """
+    counts = float(weight > 0)
+    if isinstance(output, Mapping) and "num_items" in output:
+        return _checked(output["num_items"]) * counts
+    return weight if labels is None else labels * counts
 
 
 def _of_mean(
@@ -257,6 +295,9 @@ class Training:
         strategy: The strategy, set up.
         engine: The engine of its model.
         fp16: Whether the model computes in fp16.
+
+    Attributes:
+        leaves_out: Whether the microbatch at hand counts nothing, so that neither its loss nor its gradients do.
     """
 
     def __init__(self, strategy: ShardedStrategy, engine: Engine, fp16: bool) -> None:
@@ -268,6 +309,7 @@ class Training:
         self._logbook = LogBook()
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
         self._totals: list[Total] = []  # of values that were logged in this optimizer step
+        self.leaves_out = CountsNothing()
         self._more = False  # another backward pass of this batch follows
         self._has_stepped = False  # an optimizer of Lightning
         self._has_settled = False  # in this batch
@@ -323,6 +365,7 @@ class Training:
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
         self._has_settled = False
+        self.leaves_out = CountsNothing()
         is_first = trainer.fit_loop.batch_idx % self._accumulated == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
@@ -358,11 +401,14 @@ class Training:
         self._stopwatch.begin(task.detail)
         # Counted before the step, which may take them out of the batch.
         labels = label_count(task.microbatch, self._shifts_labels) if by_labels else None
+        self.leaves_out = CountsNothing(labels, task.weight)
         with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *args, **kwargs
             )
         item = contribution(output, task.weight, Counting.PLANNED, labels)
+        if item is not None and item.counting is Counting.EXACT:
+            self.leaves_out = CountsNothing(weight=task.weight)
         self._logbook.weigh(task.weight if item is None else item.weight)
         return item
 
@@ -378,7 +424,7 @@ class Training:
     def around_backward(self) -> Iterator[None]:
         """The context of every backward pass, without Lightning's hooks before and after it."""
         manual = not self._module.automatic_optimization
-        context = self._engine.backward(manual=manual, more=self._more)
+        context = self._engine.backward(manual=manual, more=self._more, counts=not self.leaves_out)
         with context, self._engine.traced("backward"), self._stopwatch.running():
             yield
 
