@@ -24,8 +24,8 @@ class FiniteCheck(Callback):
     to the sum. It costs a pass over all of these values and a wait for the device each time: use it to find an error,
     not in every run. Units are what ``fully_shard`` made, under any strategy; without it, the model is one unit.
 
-    A microbatch that counts nothing is passed over: the mean loss of one without labels is NaN, and ``ODCStrategy`` leaves
-    it out. With ``precision="16-mixed"`` gradients are scaled and sometimes overflow: they are not looked at.
+    A microbatch that counts nothing is passed over: the mean loss of one without labels is NaN, and ``ODCStrategy``
+    leaves it out. With ``precision="16-mixed"`` gradients are scaled and sometimes overflow: they are not looked at.
 
     Args:
         outputs: Whether to look at what units return. Turn it off for a model whose layers return infinities on

@@ -46,7 +46,7 @@ class StreamReading:
     """
 
     def __init__(self, stream: Stream) -> None:
-        self.order = Order(stream.recipe.order, stream.samples_per_minibatch)
+        self.order = Order(stream.recipe.order, stream.samples_per_minibatch, stream.recipe.batches)
         self.max_tokens = stream.recipe.max_tokens
         self._stream = stream
 

@@ -222,9 +222,8 @@ class BalancedDataLoader:
     def _planned_time(self, packs: bool) -> float:
         """The time of balanced minibatches by their cost; infinity where it is not known, or samples do not pack."""
         self._packs, self._reading = packs, None
-        batches = self.recipe.minibatch_size // (self.recipe.batch_size or self.recipe.minibatch_size)
         try:
-            gain = self.planned_gain(batches)
+            gain = self.planned_gain(self.recipe.batches)
         except ValueError:
             if not packs:
                 raise

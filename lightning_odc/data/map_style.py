@@ -69,7 +69,9 @@ class MapReading:
         recipe = schedule.recipe
         self.schedule = schedule
         self.order = Order(
-            f"{recipe.order}, lengths {schedule.lengths.digest}", schedule.samples_per_minibatch
+            f"{recipe.order}, lengths {schedule.lengths.digest}",
+            schedule.samples_per_minibatch,
+            recipe.batches,
         )
         self.max_tokens = schedule.planner.max_tokens
         self._rank = rank

@@ -142,6 +142,11 @@ class Recipe:
         return isinstance(self.weighting, str) and self.weighting == "auto"
 
     @property
+    def batches(self) -> int:
+        """Batches of the user's own loader in a minibatch; 1 if there is no such loader."""
+        return self.minibatch_size // (self.batch_size or self.minibatch_size)
+
+    @property
     def equal_counts(self) -> bool:
         """Whether all ranks get the same number of microbatches."""
         return self.policy in COLLECTIVE_SAFE
