@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -41,7 +40,7 @@ from lightning_odc.data.checks import (
 )
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.iterable import Stream, StreamReading
-from lightning_odc.data.lagged_cost import LaggedCost
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.map_style import Collate, MapReading, SampleReader
 from lightning_odc.data.minibatch import Minibatch
@@ -89,6 +88,8 @@ class BalancedDataLoader:
         length_fn: the length of a sample.
         max_tokens: the most tokens in a microbatch, padding included; or one number for each rank, where devices have
             unlike memory. By default as many as the longest sample has (of a stream: the longest of the minibatch).
+            ``"auto"``: to begin with; then as many as fit, by the memory that ``ODCStrategy`` measures on GPUs (not
+            with ``unroll`` or a stream).
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
             measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
@@ -177,7 +178,8 @@ class BalancedDataLoader:
         self._workers = workers
         self._progress = Progress()
         self._facts = NOTHING_KNOWN
-        self._lagged_cost: LaggedCost | None = None
+        self._wants_memory = max_tokens == "auto" and not unroll and not is_stream(dataset)
+        self._learning = Learning()
         self._reading: tuple[tuple[int, int], Reading] | None = None
         self._collation: Collation | None = None
         self._padding = PaddingWatch(None)
@@ -231,7 +233,14 @@ class BalancedDataLoader:
         return math.inf if gain is None or (packs and self.collation is None) else gain.balanced
 
     def adapt(
-        self, *, prior: Cost | None, dense: bool | None, measured: bool, minibatches_per_step: int
+        self,
+        *,
+        prior: Cost | None,
+        dense: bool | None,
+        measured: bool,
+        minibatches_per_step: int,
+        measures_memory: bool = False,
+        begins: bool = True,
     ) -> None:
         """Take over what a strategy knows; the same on all ranks, and before the first minibatch.
 
@@ -240,10 +249,17 @@ class BalancedDataLoader:
             dense: Whether attention runs over all tokens of a microbatch, if the model tells.
             measured: Whether the strategy measures how long microbatches take.
             minibatches_per_step: The number of minibatches that share an optimizer step.
+            measures_memory: Whether the strategy measures how much memory microbatches take.
+            begins: Whether a fit begins, maybe of another model, of whose memory nothing is known.
         """
         self.minibatches_per_step = minibatches_per_step
-        facts = Facts(prior=prior or default_prior(), dense=dense, measured=measured)
-        if facts != self._facts:
+        facts = Facts(
+            prior=prior or default_prior(),
+            dense=dense,
+            measured=measured,
+            follows_memory=measures_memory and self._wants_memory,
+        )
+        if facts != self._facts or (begins and facts.follows_memory):
             self._facts, self._reading = facts, None
 
     @property
@@ -255,7 +271,12 @@ class BalancedDataLoader:
     def learns(self) -> bool:
         """Whether measured times change plans."""
         self._current()
-        return self._lagged_cost is not None
+        return self._learning.cost is not None
+
+    @property
+    def follows_memory(self) -> bool:
+        """Whether `max_tokens` changes with the memory that is measured."""
+        return self._facts.follows_memory
 
     @property
     def max_tokens(self) -> int | Sequence[int] | None:
@@ -316,8 +337,7 @@ class BalancedDataLoader:
     def __iter__(self) -> Iterator[Minibatch | Microbatch]:
         reading = self._current()
         start = self._progress.begin(reading.order, _length(reading))
-        if self._lagged_cost is not None:
-            self._lagged_cost.lag = self.minibatches_per_step + self._read_ahead()
+        self._learning.begin(self.minibatches_per_step + self._read_ahead())
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
         arriving = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, alive))
@@ -354,8 +374,11 @@ class BalancedDataLoader:
         reading = self._current()
         if not isinstance(reading, MapReading):
             raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
-        learnt = None if self._lagged_cost is None else self._lagged_cost.cost.snapshot()
-        return reading.schedule.plan(self._progress.latest.epoch if epoch is None else epoch, step, learnt)
+        learnt = None if self._learning.cost is None else self._learning.cost.cost.snapshot()
+        caps = None if self._learning.cap is None else self._learning.cap.cap.value
+        return reading.schedule.plan(
+            self._progress.latest.epoch if epoch is None else epoch, step, learnt, caps
+        )
 
     def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
         """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
@@ -369,7 +392,7 @@ class BalancedDataLoader:
         world = current_world(*self._world)
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
-            caps = self._reading[1].max_tokens
+            caps = None if self._facts.follows_memory else self._reading[1].max_tokens
             own = caps if caps is None or isinstance(caps, int) else caps[world[1]]
             self._padding = PaddingWatch(own)
         return self._reading[1]
@@ -379,7 +402,8 @@ class BalancedDataLoader:
             facts = replace(
                 self._facts, measured=self._facts.measured and not self._workers.get("num_workers")
             )
-            cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas, facts)
+            cost = self.recipe.lagged_cost(num_replicas, facts)
+            self._learning = Learning(cost)
             length_of = self._length_fn or measure
             return StreamReading(
                 Stream(
@@ -399,8 +423,10 @@ class BalancedDataLoader:
         self._collation = reader.collation(self.lengths.values)
         facts = replace(self._facts, collation=self._collation or PACKED)
         schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
-        cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas, facts)
-        return MapReading(schedule, rank, reader, self.unroll, cost)
+        cost = self.recipe.lagged_cost(num_replicas, facts)
+        cap = schedule.lagged_cap() if facts.follows_memory else None
+        self._learning = Learning(cost, cap)
+        return MapReading(schedule, rank, reader, self.unroll, cost, cap)
 
     @property
     def _planned_recipe(self) -> Recipe:
@@ -424,9 +450,9 @@ class BalancedDataLoader:
         if not (self.recipe.learns or self.recipe.is_auto):
             return self.recipe.cost
         self._current()
-        if self._lagged_cost is None:
+        if self._learning.cost is None:
             return self._facts.prior
-        cost = self._lagged_cost.cost
+        cost = self._learning.cost.cost
         return cost if isinstance(cost, FittedCost) else cost.fitted if cost.is_refuted else cost.prior
 
     # -- where it is --------------------------------------------------------------------------------------
@@ -441,13 +467,12 @@ class BalancedDataLoader:
         return SimpleNamespace(sampler=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been yielded, whatever workers have read ahead, and what a `FittedCost` has learnt.
+        """What has been yielded, whatever workers have read ahead, and what was learnt from measurements.
 
         Plain numbers and text, the same on all ranks.
         """
         order = self._current().order if self._progress.latest.started else None
-        learnt = {} if self._lagged_cost is None else {"learning": self._lagged_cost.state_dict()}
-        return {**self._progress.state(order), **learnt}
+        return {**self._progress.state(order), **self._learning.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where the state was taken.
@@ -455,15 +480,11 @@ class BalancedDataLoader:
         The state is compared with the data set and the settings when the pass begins.
         """
         state = dict(state_dict)
-        learnt = state.pop("learning", None)
+        learnt: dict[str, Any] = {name: state.pop(name) for name in ("learning", "memory") if name in state}
         self._progress.load(state)
-        if learnt is not None:
+        if learnt:
             self._current()
-        if learnt is not None and self._lagged_cost is not None:
-            try:
-                self._lagged_cost.load_state_dict(learnt)
-            except ValueError as error:
-                warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
+        self._learning.load_state_dict(learnt)
 
 
 def _length(reading: Reading) -> int | None:

@@ -125,11 +125,11 @@ class CollectiveEngine(Engine):
                     )
 
     @torch.no_grad()
-    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
+    def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
-            record = ledger.record(logs, times, self.note)
+            record = ledger.record(logs, measured, self.note)
             self.settled = True
             self.notes = []
             if not ledger.is_weighted:

@@ -332,7 +332,7 @@ class OnDemandEngine(Engine):
             self._staleness.after_last_backward()
 
     @torch.no_grad()
-    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
+    def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         self._refuse_all_reduce_hooks()
         with self._timed(), self.traced("settle"):
@@ -340,15 +340,15 @@ class OnDemandEngine(Engine):
             self._staleness.before_settle(self.protocol.finish)
             emptied = self._placeholders.emptied()
             self._placeholders.lift()
-            records = self._end_version(logs, times)
+            records = self._end_version(logs, measured)
             self._take_gradients(records, emptied)
             self.settled = True
         return records
 
-    def _end_version(self, logs: Any, times: Any) -> list[SettleRecord]:
+    def _end_version(self, logs: Any, measured: Any) -> list[SettleRecord]:
         """Every rank's record of the step, in rank order."""
         used = [flag for unit in self._units for flag in unit.take_used()]
-        own = self._take_ledger().record(logs, times, self.note, flags_to_hex(used))
+        own = self._take_ledger().record(logs, measured, self.note, flags_to_hex(used))
         heard = self.protocol.end_version("optimizer step", own.as_list())
         records = [SettleRecord(*fields) for fields in heard]
         self.notes = [record.note for record in records]

@@ -52,6 +52,8 @@ def _choices(loader: BalancedDataLoader, batches: int, reason: str) -> str:
     most = (
         "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
     )
+    if loader.follows_memory:
+        most += ", until measured memory says more or less"
     return f'policy "{recipe.policy}"{because}; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
 
 

@@ -24,7 +24,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy import arguments
+from lightning_odc.strategy import arguments, device_memory
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief
 from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
@@ -118,12 +118,15 @@ class TrainingData:
     def _adapt(self, loader: BalancedDataLoader) -> None:
         """Tell the loader what the model says, and the user what is planned."""
         wanted, trainer = self._wanted, self._trainer
-        model = cost_of_model(trainer.lightning_module, trainer.strategy.root_device.type)
+        device = trainer.strategy.root_device
+        model = cost_of_model(trainer.lightning_module, device.type)
         loader.adapt(
             prior=model.cost,
             dense=model.dense,
             measured=wanted.communication != "collective" and not (wanted.deterministic or loader.unroll),
             minibatches_per_step=trainer.accumulate_grad_batches,
+            measures_memory=not wanted.deterministic and device_memory.memory_of(device) is not None,
+            begins=not self._told,
         )
         if loader.packing:
             self._settle_packing(loader)
