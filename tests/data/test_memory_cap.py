@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def run(
 def test_it_rises_to_what_fits_and_never_above(takes: Callable[[int], int]) -> None:
     caps = run(MemoryCap(1, 1000, 900, apart=True), 40, takes)
     assert caps[:2] == [1000, 1000], "not by a single minibatch"
-    for before, after in zip(caps, caps[1:], strict=False):
+    for before, after in pairwise(caps):
         assert before <= after <= 2 * before
     assert takes(caps[-1]) <= 0.9 * USABLE
     if takes is not linear and takes is not dense:
