@@ -102,6 +102,7 @@ class CollectiveEngine(Engine):
         if manual:
             self._root.gather()
         self._late_hooks.holding = self.ledger.is_weighted
+        self._reduce_scatter.sends_zeros = not counts
         if not self.ledger.is_weighted:
             yield
             self._root.check_reduced()
@@ -111,7 +112,6 @@ class CollectiveEngine(Engine):
         before = [shard.grad for shard in self._shards]
         for shard in self._shards:
             shard.grad = None
-        self._reduce_scatter.sends_zeros = not counts
         yield
         self._root.check_reduced()
         with torch.no_grad():
