@@ -118,7 +118,7 @@ class CollectiveEngine(Engine):
             for parameter, kept in zip(self._shards, before, strict=True):
                 new, parameter.grad = parameter.grad, kept
                 if not counts and self._world_size == 1 and new is not None:
-                    new.zero_()  # fully_shard may reduce nothing where there is nobody else
+                    new.zero_()  # fully_shard may reduce nothing on a single rank
                 if new is not None:
                     self._sums[parameter] = (
                         self._sums[parameter].add_(new) if parameter in self._sums else new

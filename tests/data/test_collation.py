@@ -288,7 +288,7 @@ def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = Tru
     return loader.choose_packing(keeps_apart)
 
 
-def test_every_model_decides_anew_whether_packing_pays() -> None:
+def test_every_model_decides_again_whether_packing_pays() -> None:
     loader = undecided()
     assert decided_for(loader, dense=False)
     assert loader.collation == Collation("packed")

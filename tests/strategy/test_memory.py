@@ -89,7 +89,7 @@ def test_a_meter_measures_what_a_loader_asks_for() -> None:
     meter = MemoryMeter(memory)
     minibatch = Minibatch([0, 1])
     meter.open(minibatch)
-    assert meter.take() is None, "nobody asked"
+    assert meter.take() is None, "not asked for"
     minibatch.origin = Origin([Detail([3, 3], (0,)), Detail([4], (0,))])
     minibatch.origin.cap, minibatch.origin.number = cap, 7  # type: ignore[assignment]
     meter.open(minibatch)
