@@ -19,17 +19,24 @@ LENGTH_LIMIT = 2**40
 """Lengths are below it: far above any sample, and the sum of 8192 of them is still exact in float64."""
 
 
+MOST_NUMBERS = 8
+"""Numbers in the row of a sample: more of them are a mistake, for example the tokens themselves."""
+
+_ROW_LINE = 'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["patches"]))'
+
+
 def as_lengths(lengths: Any) -> Ints:
-    """``lengths`` as a one-dimensional int64 array of positive numbers of tokens.
+    """``lengths`` as an int64 array: one number of tokens per sample, ``[n]``, or a row of numbers, ``[n, d]``.
 
     Args:
-        lengths: anything that numpy reads as an array of numbers, ``[n]``, in tokens.
+        lengths: anything that numpy reads as an array of numbers, ``[n]`` in tokens; or ``[n, d]``, of which the first
+            number is positive and the others are not negative.
 
     Raises:
-        ValueError: not one-dimensional, empty, not whole numbers, or one that is not positive. The message names it.
+        ValueError: another shape, empty, not whole numbers, or one that is too small. The message names it.
     """
-    array = np.asarray(lengths)
-    if array.ndim != 1 or not array.size:
+    array = as_table(lengths, "lengths")
+    if array.ndim not in (1, 2) or not array.size:
         raise ValueError(
             f"lengths must be one row of tokens per sample with at least one sample, got shape {list(array.shape)}: "
             "plan_minibatch([812, 4096, 77], num_ranks=2)."
@@ -38,14 +45,58 @@ def as_lengths(lengths: Any) -> Ints:
         raise ValueError(
             f"lengths must be numbers of tokens, got {array.dtype}: lengths=[len(x) for x in samples]."
         )
-    good = (array >= 1) & (array < LENGTH_LIMIT) & (array == np.floor(array))  # NaN compares false
+    good = are_lengths(array)
     if not good.all():
         index = int(np.argmin(good))
         raise ValueError(
             f"the length of sample {index} is {array[index]}; lengths are positive whole numbers of tokens, below "
-            "2**40. Leave empty samples out of the data set."
+            f"2**40{among_others(array)}. Leave empty samples out of the data set."
         )
     return array.astype(np.int64)
+
+
+def as_table(lengths: Any, name: str, dtype: Any = None) -> npt.NDArray[Any]:
+    """What numpy makes of lengths; rows of one number become numbers.
+
+    Raises:
+        ValueError: rows of unequal width, empty ones, or ones with more than 8 numbers. The message names a sample.
+    """
+    try:
+        array = np.asarray(lengths, dtype=dtype)
+    except (TypeError, ValueError, OverflowError):
+        widths = [_width(row) for row in lengths] if _width(lengths) else []
+        other = next((index for index, width in enumerate(widths) if width != widths[0]), None)
+        if other is None:
+            raise
+        raise ValueError(
+            f"{name} must be one number per sample, or one row of as many numbers for each: sample 0 has "
+            f"{widths[0] or 1}, and sample {other} has {widths[other] or 1}: {_ROW_LINE}."
+        ) from None
+    if array.ndim == 2 and len(array) and not 1 <= array.shape[1] <= MOST_NUMBERS:
+        raise ValueError(
+            f"{name} must be one number per sample, or a row of 2 to {MOST_NUMBERS}, and every row has "
+            f"{array.shape[1]} numbers: {_ROW_LINE}."
+        )
+    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+
+
+def _width(row: Any) -> int:
+    """How many numbers a row has; 0 for a number."""
+    return len(row) if isinstance(row, list | tuple) or bool(getattr(row, "shape", ())) else 0
+
+
+def are_lengths(array: npt.NDArray[Any]) -> Bools:
+    """``[n]``: which samples of ``[n]`` or ``[n, d]`` have lengths that are allowed."""
+    least = np.arange(array[0].size) == 0 if array.ndim == 2 else True  # the first number: 1; the others: 0
+    good = (array >= least) & (array < LENGTH_LIMIT) & (array == np.floor(array))  # NaN compares false
+    return good if array.ndim == 1 else good.all(1)
+
+
+def among_others(array: npt.NDArray[Any]) -> str:
+    """What else messages say of rows of numbers."""
+    if array.ndim == 1:
+        return ""
+    return "; in a row, only the numbers after the first may be 0, so put first what every sample has"
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -69,57 +120,120 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, choices))}.")
 
 
-Caps = int | Sequence[int] | None
-"""Most tokens of a microbatch: for all ranks, or one number per rank; by default the longest row."""
+Caps = int | Sequence[int] | Sequence[tuple[int, ...]] | None
+"""Most tokens of a microbatch: a number for all ranks, or a list with one for each rank; by default the longest row.
+
+For samples with a row of numbers, a tuple has one cap for each number: ``(4096, 512)`` on all ranks, or
+``[(4096, 512), (2048, 256)]`` by rank.
+"""
+KnownCaps = int | tuple[int, ...] | list[int] | list[tuple[int, ...]] | None
 
 
-def as_caps(max_tokens: Any, num_ranks: int) -> int | tuple[int, ...] | None:
-    """``max_tokens`` as a number, one number per rank, or None.
+def as_caps(max_tokens: Any, num_ranks: int) -> KnownCaps:
+    """``max_tokens`` as a number, a tuple with one per number of a sample, a list of either with one per rank, or None.
 
     Raises:
         ValueError: a cap is not a positive whole number, or there are not as many caps as ranks.
     """
     if max_tokens is None:
         return None
-    if not isinstance(max_tokens, Sequence | np.ndarray) or isinstance(max_tokens, str):
-        return check_count("max_tokens", max_tokens)
-    caps = tuple(check_count("max_tokens", cap) for cap in max_tokens)
+    is_by_rank = isinstance(max_tokens, Sequence | np.ndarray) and not isinstance(max_tokens, str | tuple)
+    if not is_by_rank:
+        return _as_cap(max_tokens)
+    caps: Any = [_as_cap(tuple(cap) if _width(cap) else cap) for cap in max_tokens]
     if len(caps) != num_ranks:
-        example = ((caps or (8192,)) * num_ranks)[:num_ranks]
+        example = ((caps or [8192]) * num_ranks)[:num_ranks]
         raise ValueError(
             f"max_tokens has {len(caps)} caps for {num_ranks} ranks: write one per rank, max_tokens={list(example)}, "
-            f"or one number for all, max_tokens={example[0]}."
+            f"or one number for all, max_tokens={example[0]}. One cap for each number of a sample is a tuple: "
+            "max_tokens=(4096, 512)."
+        )
+    if len({_width(cap) for cap in caps}) > 1:
+        widest = max(caps, key=_width)
+        raise ValueError(
+            f"max_tokens={caps} has another number of caps on one rank than on others: write one tuple per rank, "
+            f"max_tokens={[widest] * num_ranks}."
         )
     return caps
 
 
-def check_caps(lengths: Ints, rows: Ints, max_tokens: int | tuple[int, ...] | None, num_ranks: int) -> Ints:
-    """``[num_ranks]`` token caps of a microbatch: ``max_tokens``, or the longest row.
+def _as_cap(cap: Any) -> int | tuple[int, ...]:
+    if not isinstance(cap, tuple):
+        return check_count("max_tokens", cap)
+    if not cap:
+        raise ValueError("max_tokens=() caps nothing: write max_tokens=8192, or None for the longest sample.")
+    numbers = tuple(check_count("max_tokens", number) for number in cap)
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def check_caps(lengths: Ints, rows: Ints, max_tokens: KnownCaps, num_ranks: int) -> Ints:
+    """``[num_ranks]`` token caps of a microbatch: ``max_tokens``, or the longest row. Of numbers, ``[num_ranks, d]``.
 
     Args:
-        lengths: ``[n]`` tokens of the samples.
-        rows: ``[n]`` tokens that each sample has alone in its microbatch.
+        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers.
+        rows: the same shape, what each sample has alone in its microbatch.
         max_tokens: what `as_caps` returns.
         num_ranks: the number of ranks.
 
     Raises:
-        ValueError: a sample alone is above the largest cap.
+        ValueError: a sample alone is above the caps of every rank, or there are not as many caps as numbers.
     """
-    longest = int(rows.max())
-    caps = np.broadcast_to(np.asarray(longest if max_tokens is None else max_tokens), (num_ranks,))
-    if longest > caps.max():
+    longest = np.maximum(rows.max(0), 1)
+    _check_width(longest, max_tokens)
+    caps = np.asarray(longest if max_tokens is None else max_tokens)
+    caps = np.broadcast_to(caps, (num_ranks, *longest.shape))
+    if rows.ndim == 1 and longest > caps.max():
         raise ValueError(_does_not_fit(lengths, rows, max_tokens))
+    if rows.ndim == 2:
+        fits = np.any([(rows <= cap).all(1) for cap in np.unique(caps, axis=0)], axis=0)
+        if not fits.all():
+            raise ValueError(_row_does_not_fit(rows, int(np.argmin(fits)), max_tokens))
     return caps
+
+
+def _check_width(longest: Ints, max_tokens: KnownCaps) -> None:
+    """Refuse caps of another number of numbers than samples have; ``longest`` is ``[]`` or ``[d]``."""
+    if max_tokens is None:
+        return
+    cap = max_tokens[0] if isinstance(max_tokens, list) else max_tokens
+    numbers, caps = longest.size, max(_width(cap), 1)
+    if numbers == caps:
+        return
+    if numbers == 1:
+        assert isinstance(cap, tuple)
+        raise ValueError(
+            f"max_tokens={max_tokens}: a tuple has one cap for each number of a sample, and samples have one length "
+            f"here. Write max_tokens={cap[0]}; one cap for each rank is a list, max_tokens={list(cap)}."
+        )
+    known = cap if isinstance(cap, tuple) else (cap,)
+    whole = (*known, *longest.tolist()[caps:])[:numbers]
+    line = whole if not isinstance(max_tokens, list) else [whole] * len(max_tokens)
+    raise ValueError(
+        f"samples have {numbers} numbers each, and max_tokens={max_tokens} caps {caps}: write a tuple with one cap for "
+        f"each number, max_tokens={line}."
+    )
+
+
+def _row_does_not_fit(rows: Ints, index: int, max_tokens: Any) -> str:
+    own, caps = rows[index], np.atleast_2d(np.asarray(max_tokens))
+    rank = int(np.argmax((own <= caps).sum(1)))
+    enough = [tuple(cap) for cap in caps.tolist()]
+    enough[rank] = tuple(np.maximum(own, caps[rank]).tolist())
+    return (
+        f"sample {index} has {tuple(own.tolist())}, more than max_tokens={max_tokens} on every rank, and samples are "
+        f"never split: write max_tokens={enough if isinstance(max_tokens, list) else enough[0]}, or shorten or leave "
+        "out the larger samples."
+    )
 
 
 def _does_not_fit(lengths: Ints, rows: Ints, max_tokens: Any) -> str:
     index = int(rows.argmax())
     length, longest = int(lengths[index]), int(rows[index])
     padded = "" if length == longest else f", {'padded' if length < longest else 'cut'} to {longest}"
-    if not isinstance(max_tokens, tuple):
+    if not isinstance(max_tokens, list):
         limit, line = f"max_tokens={max_tokens}", f"max_tokens={longest}"
     else:
-        largest, caps = max(max_tokens), list(max_tokens)
+        largest, caps = max(max_tokens), max_tokens
         limit = f"{largest}, the largest cap of max_tokens={caps}"
         line = f"max_tokens={[longest if cap == largest else cap for cap in caps]}"
     return (

@@ -129,7 +129,8 @@ class PaddingWatch:
         if self._told or minibatch.origin is None:
             return
         for microbatch, detail in zip(minibatch, minibatch.origin.details, strict=True):
-            self._compare(token_count(microbatch), detail.lengths)
+            tokens = [length[0] if isinstance(length, list) else length for length in detail.lengths]
+            self._compare(token_count(microbatch), tokens)
 
     def _compare(self, found: int | None, lengths: list[int]) -> None:
         rows, longest, planned = len(lengths), max(lengths), sum(lengths)

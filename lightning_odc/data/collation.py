@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_odc.balance.collation import Collation
+from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray
 
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -38,13 +39,14 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     Args:
         collate_fn: The function to try.
         sample: Returns a sample by its index.
-        lengths: ``[n]`` tokens of the samples.
+        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers. Of rows of numbers, the first one tells.
 
     Returns:
         ``None``: it is none of these, or it raises.
     """
     if not len(lengths):
         return None
+    lengths = first_number(lengths)
 
     def shapes_of(*indices: int) -> Shapes:
         return _shapes(

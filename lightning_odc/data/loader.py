@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, Unpack
 from torch.utils.data import default_collate
 
 from lightning_odc.balance import Cost, FittedCost
+from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.auto import default_prior
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.batch_size import PaddingWatch
@@ -58,7 +59,7 @@ from lightning_odc.data.position import Position, Progress
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
-MaxTokens = int | Sequence[int] | Literal["auto"] | None
+MaxTokens = Caps | Literal["auto"]
 
 
 class Microbatch(NamedTuple):
@@ -85,10 +86,12 @@ class BalancedDataLoader:
     Args:
         dataset: map-style, or an ``IterableDataset`` that yields the same samples on every rank.
         minibatch_size: samples per rank and minibatch, on average over ranks.
-        lengths: one number per sample; by default they are found out, see :func:`find_lengths`.
-        length_fn: the length of a sample.
-        max_tokens: the most tokens in a microbatch, padding included; or one number for each rank, where devices have
-            unlike memory. By default as many as the longest sample has (of a stream: the longest of the minibatch).
+        lengths: one number per sample, or a row of as many numbers for each, for example text tokens and image patches;
+            by default they are found out, see :func:`find_lengths`.
+        length_fn: the length of a sample, or a tuple of numbers.
+        max_tokens: the most tokens in a microbatch, padding included; or a list with one number for each rank, where
+            devices have unlike memory. By default as many as the longest sample has (of a stream: the longest of the
+            minibatch). For rows of numbers a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
             measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
@@ -239,8 +242,11 @@ class BalancedDataLoader:
         return self._lagged_cost is not None
 
     @property
-    def max_tokens(self) -> int | Sequence[int] | None:
-        """The most tokens in a microbatch, or one number for each rank; ``None``: the longest sample of a minibatch."""
+    def max_tokens(self) -> Caps:
+        """The most tokens in a microbatch, or a list by rank; ``None``: the longest sample of a minibatch.
+
+        A cap is a tuple where samples have rows of numbers.
+        """
         return self._current().max_tokens
 
     def planned_gain(self, batches: int = 1) -> Gain | None:
@@ -346,8 +352,8 @@ class BalancedDataLoader:
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
             caps = self._reading[1].max_tokens
-            own = caps if caps is None or isinstance(caps, int) else caps[world[1]]
-            self._padding = PaddingWatch(own)
+            own = caps[world[1]] if isinstance(caps, list) else caps
+            self._padding = PaddingWatch(own[0] if isinstance(own, tuple) else own)  # type: ignore[arg-type]
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:

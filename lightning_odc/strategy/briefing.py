@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
+from lightning_odc.balance.arrays import Caps
+from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.strategy.model_cost import ModelCost
 
@@ -26,9 +28,14 @@ def _samples(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
         return "a stream of samples"
     values = loader.lengths.values
+    tokens, *others = np.atleast_2d(values.T)
+    further = [f"; number {place} of each {_spread(of)}" for place, of in enumerate(others, 2)]
+    return f"{len(values):,} samples {_spread(tokens, ' tokens')}{''.join(further)}"
+
+
+def _spread(values: LengthArray, unit: str = "") -> str:
     mean = float(values.mean())
-    spread = f"from {values.min():,} to {values.max():,} tokens, {mean:,.0f} on average"
-    return f"{len(values):,} samples {spread}"
+    return f"from {values.min():,} to {values.max():,}{unit}, {mean:,.0f} on average"
 
 
 def _collation(loader: BalancedDataLoader) -> str:
@@ -57,8 +64,10 @@ def _choices(loader: BalancedDataLoader, batches: int) -> str:
     )
 
 
-def _tokens(caps: int | Sequence[int]) -> str:
-    return f"{caps:,}" if isinstance(caps, int) else f"{list(caps)} (by rank)"
+def _tokens(caps: Caps) -> str:
+    if isinstance(caps, int):
+        return f"{caps:,}"
+    return f"{caps} (by rank)" if isinstance(caps, list) else f"{caps} (by number)"
 
 
 def _expectation(loader: BalancedDataLoader, batches: int) -> str:

@@ -53,6 +53,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,7 +70,7 @@ from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.totals import Total
 
-_MOST_SAMPLES = 2000
+_MOST_LENGTHS = 2000
 """Of a rank, in one record: a record has 64 KiB, and so many lengths tell a cost all it can learn in one step."""
 
 
@@ -90,7 +91,7 @@ class Stopwatch:
         self._device = device
         self._cost: LaggedCost | None = None
         self._number = 0
-        self._measured: list[tuple[int, list[int], float]] = []
+        self._measured: list[tuple[int, list[Any], float]] = []
         self._measures = False
         self._is_set = False
 
@@ -120,11 +121,11 @@ class Stopwatch:
         self._measured.append((number, lengths, seconds + self._now() - begin))
 
     def take(self) -> list[Measurement]:
-        """What was measured since the last call, at most 2000 samples of it, evenly chosen. It is forgotten here."""
+        """What was measured since the last call, at most 2000 lengths of it, evenly chosen. It is forgotten here."""
         measured, self._measured = self._measured, []
         self._is_set = False
-        samples = sum(len(lengths) for _, lengths, _ in measured)
-        return [row for row in measured[:: max(-(-samples // _MOST_SAMPLES), 1)] if row[2] > 0]
+        count = sum(np.size(lengths) for _, lengths, _ in measured)
+        return [row for row in measured[:: max(-(-count // _MOST_LENGTHS), 1)] if row[2] > 0]
 
     def report(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
         """Tell the loader what all ranks measured."""
