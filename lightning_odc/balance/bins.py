@@ -111,7 +111,7 @@ def _pack_by_shares(sizes: Sequence[int], cap: int, others: Others, fewest: int)
     shares = [max(size / cap, share) for size, share in zip(sizes, others.shares, strict=True)]
     falling = sorted(range(len(sizes)), key=lambda position: -shares[position])
     bins = best_fit(sizes, falling, cap, others)
-    for count in range(fewest, len(bins) + 1):
+    for count in range(fewest if len(sizes) <= _MOST_EXACT else len(bins), len(bins) + 1):
         if even := spread(sizes, falling, shares, cap, count, others):
             return even
     return bins
@@ -149,18 +149,19 @@ def spread(
     """Each sample, in this order, into the bin of least cost that has room; None if one finds no room."""
     bins: Bins = [[] for _ in range(count)]
     loads, rooms = [0.0] * count, [cap] * count
+    beside = None if others is None else others.rooms(count)
     for position in falling:
         size, least, target = sizes[position], math.inf, -1
         for b in range(count):
-            if loads[b] < least and rooms[b] >= size:
-                if others is not None and not others.fit((*bins[b], position)):
-                    continue
+            if loads[b] < least and rooms[b] >= size and (beside is None or beside.have(b, position)):
                 least, target = loads[b], b
         if target < 0:
             return None
         bins[target].append(position)
         loads[target] += costs[position]
         rooms[target] -= size
+        if beside is not None:
+            beside.put(target, position)
     return bins
 
 
@@ -168,11 +169,12 @@ def best_fit(sizes: Sequence[int], falling: Sequence[int], cap: int, others: Oth
     """Each sample, in this order, into the fullest bin that has room, or a new one."""
     bins: Bins = []
     rooms: list[int] = []
+    beside = None if others is None else others.rooms(len(sizes))
     for position in falling:
         size = sizes[position]
         having_room = (b for b in range(len(bins)) if rooms[b] >= size)
-        if others is not None:
-            having_room = (b for b in having_room if others.fit((*bins[b], position)))
+        if beside is not None:
+            having_room = (b for b in having_room if beside.have(b, position))
         target = min(having_room, key=rooms.__getitem__, default=None)
         if target is None:
             target = len(bins)
@@ -180,6 +182,8 @@ def best_fit(sizes: Sequence[int], falling: Sequence[int], cap: int, others: Oth
             rooms.append(cap)
         bins[target].append(position)
         rooms[target] -= size
+        if beside is not None:
+            beside.put(target, position)
     return bins
 
 
@@ -382,6 +386,7 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
     count = len(profile)
     bins: Bins = [[] for _ in range(count)]
     loads, rooms, empty = [0.0] * count, [cap] * count, count
+    beside = None if own.others is None else own.others.rooms(count)
     falling = sorted(range(len(own.costs)), key=lambda position: -own.costs[position])
     for place, position in enumerate(falling):
         size, cost = own.sizes[position], own.costs[position]
@@ -390,7 +395,7 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
         for b in range(count):
             if rooms[b] < size or (must_open and bins[b]):
                 continue
-            if own.others is not None and not own.others.fit((*bins[b], position)):
+            if beside is not None and not beside.have(b, position):
                 continue
             before, after, limit = loads[b], loads[b] + cost, profile[b]
             raised = 0.0 if after <= limit else after - max(before, limit)
@@ -402,6 +407,8 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
         bins[target].append(position)
         loads[target] += cost
         rooms[target] -= size
+        if beside is not None:
+            beside.put(target, position)
     return _falling(own, bins)
 
 

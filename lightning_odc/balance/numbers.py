@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import le, sub
 
 import numpy as np
 
@@ -64,6 +65,10 @@ class Others:
         together = zip(*(self.numbers[one] for one in members), strict=True)
         return all(sum(number) <= cap for number, cap in zip(together, self.caps, strict=False))
 
+    def rooms(self, count: int) -> Rooms:
+        """So many empty microbatches."""
+        return Rooms(self.numbers, [self.caps] * count)
+
     def fewest(self) -> int:
         """No fewer microbatches hold all samples."""
         return max(
@@ -87,3 +92,24 @@ class Others:
                 first += 1
             found.append(first)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Rooms:
+    """What microbatches that are being filled have left of the numbers after the first.
+
+    Attributes:
+        numbers: ``[n][d - 1]``, of samples by their position.
+        left: ``[microbatches][d - 1]``.
+    """
+
+    numbers: list[list[int]]
+    left: list[list[int]]
+
+    def have(self, target: int, position: int) -> bool:
+        """Whether a microbatch has room for a sample."""
+        return all(map(le, self.numbers[position], self.left[target]))
+
+    def put(self, target: int, position: int) -> None:
+        """Put a sample into a microbatch."""
+        self.left[target] = list(map(sub, self.left[target], self.numbers[position]))

@@ -216,9 +216,10 @@ def test_looking_leaves_random_numbers_alone():
         ([3, 4, 2**40], r"sample 2 has length 1.09951e\+12"),
         ([3, 4, 10**400], "one number per sample"),
         ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
-        ([[3, 4, 5]], r"shape \[1, 3\]"),
+        ([[3, 4, 5]], "has 1 entries, but the data set has 3 samples"),
+        ([[[3, 4]]], r"shape \[1, 1, 2\]"),
         (["a", "b", "c"], r"lengths=\[12, 7, ...\]"),
-        ([[1], [2, 3], [4]], "one number per sample"),
+        ([[1], [2, 3], [4]], "sample 0 has 1, and sample 1 has 2: length_fn="),
         (7, "one number per sample"),
     ],
 )
