@@ -210,6 +210,12 @@ def _known(dataset: Any) -> Lengths | None:
         found = [part for part in parts if part is not None]
         if not found or len(found) < len(parts):
             return None
+        if len({part.values.shape[1:] for part in found}) > 1:
+            widths = [np.size(part.values[:1]) for part in found]
+            raise ValueError(
+                f"the parts of a ConcatDataset have lengths of {widths} numbers: say how long samples are, "
+                'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["patches"])).'
+            )
         return Lengths(np.concatenate([part.values for part in found]), found[0].source)
     attribute = getattr(dataset, "lengths", None)
     if attribute is not None and not callable(attribute):
