@@ -56,18 +56,16 @@ def _choices(loader: BalancedDataLoader, batches: int) -> str:
             if loader.learns
             else ", what the model says"
         )
-    most = (
-        "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
-    )
+    most = "" if loader.max_tokens is None else f"; at most {_caps(loader.max_tokens)} in a microbatch"
     return (
         f'policy "{recipe.policy}"; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
     )
 
 
-def _tokens(caps: Caps) -> str:
+def _caps(caps: Caps) -> str:
     if isinstance(caps, int):
-        return f"{caps:,}"
-    return f"{caps} (by rank)" if isinstance(caps, list) else f"{caps} (by number)"
+        return f"{caps:,} tokens"
+    return f"{caps} tokens (by rank)" if isinstance(caps, list) else f"{caps} (by number)"
 
 
 def _expectation(loader: BalancedDataLoader, batches: int) -> str:

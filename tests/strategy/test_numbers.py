@@ -163,4 +163,4 @@ def test_two_numbers_train_as_one_process_does() -> None:
     text = first["capped"]["text"]
     assert "16 samples from 3 to 12 tokens, 7 on average; number 2 of each from 0 to 12, 3 on average" in text
     assert "pads to the longest sample" in text
-    assert "at most (20, 12) (by number) tokens in a microbatch" in text
+    assert "at most (20, 12) (by number) in a microbatch" in text
