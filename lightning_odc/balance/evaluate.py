@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Caps, Floats, Ints, Plan, as_caps, as_lengths, check_caps
+from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths
 from lightning_odc.balance.bins import packing_cost
+from lightning_odc.balance.caps import Caps, as_caps, check_caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Terms, bar, resolve_cost, terms_of
 from lightning_odc.balance.numbers import first_number, fullest

@@ -8,17 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from lightning_odc.balance.arrays import (
-    Caps,
-    Floats,
-    Ints,
-    Plan,
-    as_caps,
-    as_lengths,
-    check_caps,
-    check_choice,
-    check_count,
-)
+from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
 from lightning_odc.balance.bins import (
     RankSamples,
     fitting_pairs,
@@ -27,6 +17,7 @@ from lightning_odc.balance.bins import (
     partition_with_pairs,
 )
 from lightning_odc.balance.blocks import padded_blocks
+from lightning_odc.balance.caps import Caps, as_caps, check_caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, Terms, bar, resolve_cost, terms_of
 from lightning_odc.balance.numbers import first_number, fullest

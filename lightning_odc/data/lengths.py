@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from lightning_odc.balance.arrays import among_others, are_lengths, as_caps, as_table, check_caps
+from lightning_odc.balance.arrays import among_others, are_lengths, as_table
+from lightning_odc.balance.caps import as_caps, check_caps
 from lightning_odc.data.length_cache import dataset_key, remembered
 from lightning_odc.data.rng import isolated_rng
 

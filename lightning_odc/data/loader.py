@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple, Unpack
 from torch.utils.data import default_collate
 
 from lightning_odc.balance import Cost, FittedCost
-from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.auto import default_prior
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import (

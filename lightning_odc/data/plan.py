@@ -42,8 +42,9 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import Caps, check_choice, check_count
+from lightning_odc.balance.arrays import check_choice, check_count
 from lightning_odc.balance.auto import AutoCost, default_prior
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import terms_of
 from lightning_odc.balance.numbers import first_number

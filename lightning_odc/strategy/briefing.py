@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Caps
+from lightning_odc.balance.caps import Caps
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.strategy.model_cost import ModelCost
