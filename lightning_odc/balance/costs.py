@@ -112,17 +112,9 @@ def bar(terms: Terms, rows: Ints, caps: Ints) -> Terms:
 def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
     samples = np.asarray(cost.samples(lengths.astype(np.float64)), dtype=np.float64)
     if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
-        rows = (
-            ""
-            if lengths.ndim == 1
-            else (
-                f" Lengths have {lengths.shape[1]} numbers each, shape {list(lengths.shape)}: "
-                "cost=lambda lengths: lengths[:, 0] + 2 * lengths[:, 1]."
-            )
-        )
         raise ValueError(
             f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples on {num_ranks} ranks; it must give "
-            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ.{rows}"
+            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ.{_right(lengths)}"
         )
     samples = samples.reshape(-1, len(lengths))
     good = ((samples > 0) & np.isfinite(samples)).all(0)
@@ -133,6 +125,16 @@ def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
             "positive and finite, for example cost=lambda lengths: lengths + 2e-5 * lengths**2."
         )
     return samples
+
+
+def _right(lengths: Ints | Floats) -> str:
+    """The line to write for a cost of samples with several numbers."""
+    if lengths.ndim == 1:
+        return ""
+    return (
+        f" Lengths have {lengths.shape[1]} numbers each, shape {list(lengths.shape)}: "
+        "cost=lambda lengths: lengths[:, 0] + 2 * lengths[:, 1]."
+    )
 
 
 def _per_rank(name: str, value: Floats, num_ranks: int) -> Floats:
@@ -236,7 +238,15 @@ class FunctionCost:
     constant: float = 0.0
 
     def samples(self, lengths: Floats) -> Floats:
-        return np.asarray(self.function(lengths), dtype=np.float64)
+        costs = np.asarray(self.function(lengths), dtype=np.float64)
+        if lengths.ndim == 2 and costs.shape == lengths.shape:
+            # A cost for each number? Two ranks that differ, with two samples of two numbers, look the same.
+            twice = np.shape(self.function(np.concatenate([lengths, lengths])))
+            if twice == (2 * len(lengths), lengths.shape[1]):
+                raise ValueError(
+                    f"the cost gave shape {list(costs.shape)}, a cost for each number.{_right(lengths)}"
+                )
+        return costs
 
     @property
     def overhead(self) -> Floats:

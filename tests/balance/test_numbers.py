@@ -255,7 +255,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"lengths": [5, 4], "max_tokens": (9, 9)},
         r"have one length here. Write max_tokens=9;.*max_tokens=\[9, 9\]",
     ),
-    ({"cost": lambda rows: rows + 1}, r"shape \[3, 2\] for 3 samples.*cost=lambda lengths: lengths\[:, 0\]"),
+    ({"cost": lambda rows: rows + 1}, r"a cost for each number.*cost=lambda lengths: lengths\[:, 0\]"),
+    ({"cost": lambda rows: rows, "lengths": [(5, 3), (4, 3)]}, r"shape \[2, 2\], a cost for each number"),
+    ({"cost": with_speeds(lambda rows: rows, [1, 2])}, r"a cost for each number"),
+    ({"cost": lambda rows: rows.sum()}, r"shape \[\] for 3 samples.*cost=lambda lengths: lengths\[:, 0\]"),
     ({"cost": lambda rows: rows[:, 1] - 1}, r"cost of sample 2 .* must be positive"),
     ({"cost": learnt([[5, 3, 1]])}, r"learnt from samples of 3 numbers each, and these have 2"),
     (
