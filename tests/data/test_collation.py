@@ -166,7 +166,7 @@ def test_no_samples_tell_nothing() -> None:
 
 def test_of_several_numbers_the_first_one_tells():
     """Patches come first in the batch and are packed; texts are padded, and their tokens are the first number."""
-    samples = [(torch.zeros(patches, 4), torch.zeros(tokens)) for tokens, patches in ((3, 2), (9, 7), (5, 1))]
+    samples = [(torch.zeros(patches, 4), torch.zeros(tokens)) for tokens, patches in ((3, 2), (9, 7), (5, 3))]
 
     def collate(batch: list[Any]) -> dict[str, Tensor]:
         patches, texts = zip(*batch, strict=True)
