@@ -75,7 +75,7 @@ class MemoryMeter:
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
-        if detail is not None:
+        if detail is not None and self._is_open:
             self._tokens = max(self._tokens, sum(detail.lengths))
 
     def take(self) -> list[int] | None:
