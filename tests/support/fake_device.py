@@ -27,6 +27,7 @@ from lightning_odc.engine.transports.window import HEADER_BYTES, Address, Region
 
 _SECRET = bytes(32)
 _LONGEST_DELAY = 300e-6
+_LINKED = 8  # devices that add to each other's memory
 
 
 class FakeStream:
@@ -79,7 +80,10 @@ class FakeDevice(Device):
         self._rank = rank
         self._rendezvous = rendezvous
         self._why_not = why_not
-        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank), **facts)
+        linked = {f"uuid{peer}": True for peer in range(_LINKED)}
+        self._facts = replace(
+            DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank, atomics=linked), **facts
+        )
         self._regions: dict[int, Region] = {}
         self._here = threading.local()
         self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]

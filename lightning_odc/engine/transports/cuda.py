@@ -66,11 +66,11 @@ class CudaTransport(Transport):
 
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
         dtypes = {unit.grad_dtype for unit in units if unit.grad_numel}
-        reasons = self._rendezvous(self._device.why_not_atomic(dtypes))
+        answers = self._together(lambda: (self._device.why_not_atomic(dtypes), self._device.facts()))
         found = [
-            f"{reason} (rank {rank})" for rank, reason in zip(self._job_ranks, reasons, strict=True) if reason
+            f"{reason} (rank {rank})" for rank, (reason, _) in zip(self._job_ranks, answers, strict=True) if reason
         ]
-        return found[0] if found else ""
+        return found[0] if found else preflight.why_not_atomic([facts for _, facts in answers])
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec

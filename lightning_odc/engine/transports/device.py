@@ -39,6 +39,7 @@ class DeviceFacts:
         expandable: torch's allocator works with expandable segments.
         socket: path of the socket by which torch hands handles over.
         reaches: by uuid of the other devices that this process sees, whether this one can access their memory.
+        atomics: by uuid of the same devices, whether additions of this one to their memory are atomic.
     """
 
     name: str
@@ -52,6 +53,7 @@ class DeviceFacts:
     expandable: bool = False
     socket: str = ""
     reaches: Mapping[str, bool] = field(default_factory=dict)
+    atomics: Mapping[str, bool] = field(default_factory=dict)
 
 
 class Device(ABC):

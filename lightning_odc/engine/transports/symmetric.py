@@ -6,7 +6,7 @@ outside of expandable segments and of every memory pool.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import importlib.util
 import os
 import tempfile
@@ -21,6 +21,11 @@ from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 _PROBED = 32
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface
+
+#: Windows of devices that have failed. torch waits for the device when it frees one, and ends the process if that
+#: fails, before anybody has read the error. The memory lasts as long as the process.
+_abandoned: list[tuple[Any, Any]] = []
 
 
 class SymmetricDevice(Device):
@@ -42,6 +47,7 @@ class SymmetricDevice(Device):
         properties = torch.cuda.get_device_properties(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        others = _others(self._device)
         settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
         return DeviceFacts(
             name=properties.name,
@@ -54,7 +60,8 @@ class SymmetricDevice(Device):
             shares_device=os.environ.get(OVERLAP_VARIABLE) == "1",
             expandable=any("expandable_segments:True" in setting for setting in settings),
             socket=f"{_socket_directory()}/symm_mem-{os.getpid()}",
-            reaches=_reaches(self._device),
+            reaches={uuid: torch.cuda.can_device_access_peer(self._device, i) for uuid, i in others.items()},
+            atomics={uuid: _adds_atomically(self._device.index or 0, i) for uuid, i in others.items()},
         )
 
     def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
@@ -98,8 +105,10 @@ class SymmetricDevice(Device):
 
     def close(self) -> None:
         if self._own is not None:
-            with contextlib.suppress(RuntimeError):  # a device that has failed is not waited for
+            try:
                 torch.cuda.synchronize(self._device)  # views of peers' memory end here
+            except RuntimeError:
+                _abandoned.append((self._own, self._handle))
         self._handle = self._own = None
 
     def enter_thread(self) -> None:
@@ -140,9 +149,30 @@ def _socket_directory() -> str:
     return next((os.environ[name] for name in names if name in os.environ), tempfile.gettempdir())
 
 
-def _reaches(device: torch.device) -> dict[str, bool]:
-    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    return {
-        str(torch.cuda.get_device_properties(index).uuid): torch.cuda.can_device_access_peer(device, index)
-        for index in others
-    }
+def _others(device: torch.device) -> dict[str, int]:
+    """By uuid, the numbers of the other devices that this process sees."""
+    indices = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    return {str(torch.cuda.get_device_properties(index).uuid): index for index in indices}
+
+
+def _adds_atomically(source: int, target: int) -> bool:
+    """Whether atomic additions of a device to another one's memory are atomic there: over NVLink, seldom over PCIe.
+
+    torch has no name for it, so the driver is asked. It numbers devices as torch does. ``False`` if it cannot say.
+    """
+    driver = _driver()
+    if driver is None:
+        return False
+    devices, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
+    for device, number in zip(devices, (source, target), strict=True):
+        if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
+            return False
+    asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, *devices)
+    return bool(asked == 0 and answer.value == 1)
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

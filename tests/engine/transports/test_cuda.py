@@ -304,6 +304,15 @@ def test_training_on_it_equals_one_process():
     assert "'head.weight' was changed inside `forward`" in messages[1]
 
 
+def test_sums_are_staged_over_links_without_atomics():
+    def opens(rank: int, rendezvous: Any) -> int:
+        atomics = {} if rank == 1 else {f"uuid{peer}": True for peer in range(WORLD)}
+        return Protocol(fake_cuda(rank, WORLD, rendezvous, atomics=atomics), UNITS, timeout=5)._spec.sources
+
+    with pytest.warns(UserWarning, match="additions from the GPU of rank 1 to the memory of that of rank 0"):
+        assert in_threads(opens) == [WORLD] * WORLD
+
+
 # -- opening ----------------------------------------------------------------------------------------------
 
 

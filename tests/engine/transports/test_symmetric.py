@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 from lightning_odc import _compat
+from lightning_odc.engine.transports import symmetric
 from lightning_odc.engine.transports.symmetric import SymmetricDevice
 
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
@@ -70,6 +74,7 @@ def test_facts(cuda, monkeypatch):
     facts = SymmetricDevice(GPU, None).facts()
     assert (facts.name, facts.uuid, facts.free, facts.backend) == ("NVIDIA H200", "a", 1030, "CUDA")
     assert (facts.shares_device, facts.expandable, facts.reaches) == (True, True, {"b": True})
+    assert facts.atomics == {"b": False}  # there is no driver to ask
     assert facts.socket.startswith("/somewhere/symm_mem-")
     assert facts.stack.startswith(f"torch {torch.__version__}, CUDA ")
 
@@ -84,6 +89,55 @@ def test_windows_are_zeroed_before_others_can_look_and_given_back(cuda):
     device.close()
     assert cuda == ["empty_cache", "synchronize", "synchronize"]
     assert device._own is None and device._handle is None
+
+
+class Driver:
+    """Two GPUs of which the first adds atomically to the second's memory, but not the other way round."""
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = 10 + number
+        return 0 if number < 2 else 101
+
+    def cuDeviceGetP2PAttribute(self, answer: Any, attribute: int, source: Any, target: Any) -> int:
+        assert attribute == 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED in cuda.h
+        answer._obj.value = (source.value, target.value) == (10, 11)
+        return 0
+
+
+def test_the_driver_says_whose_additions_are_atomic(monkeypatch):
+    monkeypatch.setattr(symmetric, "_driver", Driver)
+    assert [symmetric._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))] == [True, False, False]
+    monkeypatch.setattr(symmetric, "_driver", lambda: None)
+    assert not symmetric._adds_atomically(0, 1)
+
+
+def test_windows_of_a_device_that_failed_are_not_freed(cuda, monkeypatch):
+    """torch waits for the device when it frees them, and ends the process if that fails."""
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device = SymmetricDevice(GPU, "group")
+    device.create(64)
+    device.attach()
+    freed = weakref.ref(device._handle)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr(symmetric, "_abandoned", [])
+    device.close()
+    device.close()
+    assert freed() is not None and len(symmetric._abandoned) == 1
+    assert device._own is None and device._handle is None
+
+
+def test_no_multicast_object_is_made(monkeypatch):
+    seen: list[str | None] = []
+    memory = SimpleNamespace(rendezvous=lambda own, group: seen.append(os.environ.get(MULTICAST)))
+    monkeypatch.setattr(_compat, "_symmetric_memory", lambda: memory)
+    _compat.symmetric_rendezvous(torch.zeros(1), "group")
+    assert MULTICAST not in os.environ
+    monkeypatch.setenv(MULTICAST, "0")
+    _compat.symmetric_rendezvous(torch.zeros(1), "group")
+    assert (seen, os.environ[MULTICAST]) == (["1", "1"], "0")
 
 
 def test_streams_marks_and_work(cuda):
