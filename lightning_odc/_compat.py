@@ -23,6 +23,7 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
@@ -144,6 +145,17 @@ def save_sharded(state: dict[str, Any], path: Path) -> None:
 def checkpoint_name(name: str) -> str:
     """The name of a parameter in checkpoints: wrappers for activation checkpointing or compiling leave no trace."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def sharded_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """This rank's shard ``local`` as a part of something sharded like ``parameter``, on any device.
+
+    Why: ``DTensor.from_local`` takes 0.1 ms and more, for every gradient of every step, and would move a shard that
+    ``cpu_offload`` keeps elsewhere to the device of the mesh. ``fully_shard`` makes its parameters in this way (torch
+    2.9 to 2.13).
+    """
+    made: Any = DTensor
+    return cast(DTensor, made(local, parameter._spec, requires_grad=False))
 
 
 def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:

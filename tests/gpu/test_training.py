@@ -72,7 +72,7 @@ def train(
     world = len(rendezvous()(None))
     shard_model(
         model,
-        mesh_for("cuda", world),
+        mesh_for(device.type, world),
         mixed_precision=MixedPrecisionPolicy(param_dtype=dtype),
         reshard_after_forward=reshard,
         cpu_offload=offload,
@@ -151,10 +151,10 @@ def test_optimizers_clipping_offload_and_bf16():
     assert_same(runs["bf16"]["parameters"], one_process(), 2 * STEPS * LR)
 
 
-def _edits(rank: int) -> str:
+def edits(rank: int) -> str:
     device = start(rank)
     model = Net().to(device)
-    shard_model(model, mesh_for("cuda", 2))
+    shard_model(model, mesh_for(device.type, 2))
     own = engine(rank, device)
     own.attach(model)
     if rank == 1:
@@ -176,7 +176,7 @@ def _edits(rank: int) -> str:
 
 
 def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
-    for message in run_ranks(_edits):
+    for message in run_ranks(edits):
         assert "'head.weight' changed after it was published" in message
 
 

@@ -26,7 +26,9 @@ LIKE_THE_DEFAULT = offloading_backend(None).replace("nccl", "gloo")
 def _offloaded(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's shard, in host memory, of a tensor on a mesh of GPUs, as ``CPUOffloadPolicy`` leaves them."""
     alike = DTensor.from_local(local.to("meta"), mesh, [Shard(0)], run_check=False)
-    return cast(Any, DTensor)(local, alike._spec, requires_grad=False)  # `from_local` would move it to the mesh
+    return cast(Any, DTensor)(
+        local, alike._spec, requires_grad=False
+    )  # `from_local` would move it to the mesh
 
 
 def _clips_and_saves(rank: int, backend: str) -> Any:
@@ -78,9 +80,7 @@ def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
         options = {"parallel_devices": GPUS, "cpu_offload": True, "process_group_backend": own}
         assert _started_with(monkeypatch, **options) == own
     with pytest.raises(ValueError, match=r'Write process_group_backend="cpu:gloo,cuda:nccl"'):
-        ODCStrategy(
-            parallel_devices=GPUS, cpu_offload=True, process_group_backend="nccl"
-        ).setup_environment()
+        ODCStrategy(parallel_devices=GPUS, cpu_offload=True, process_group_backend="nccl").setup_environment()
     assert callable(_compat._lightning_distributed._destroy_dist_connection)
 
 

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.host import boot_id
@@ -152,6 +152,11 @@ class FakeDevice(Device):
 
         self.ask(atomically)
 
+    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        begin, size = HEADER_BYTES + offset, rows.size(1) * dtype.itemsize
+        for owner, region in self._regions.items():
+            self.add(region.memory[begin : begin + size].view(dtype), rows[owner])
+
     def _owner_of(self, view: Tensor) -> int:
         start = view.untyped_storage().data_ptr()
         return next(r for r, region in self._regions.items() if region.memory.data_ptr() == start)
@@ -161,7 +166,7 @@ class FakeDevice(Device):
     def facts(self) -> DeviceFacts:
         return self._facts
 
-    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
+    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
         return self._why_not
 
     def create(self, size: int) -> None:

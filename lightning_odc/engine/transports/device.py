@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_odc.engine.transports.base import UnitSpec
 
 
 class Mark(Protocol):
@@ -64,8 +66,11 @@ class Device(ABC):
         """What there is."""
 
     @abstractmethod
-    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
-        """Why several ranks cannot add into one accumulator of these dtypes; empty if they can."""
+    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
+        """Why several ranks cannot add into one accumulator of these units; empty if they can.
+
+        Afterwards `add_rows` is ready for them: nothing is compiled in the first backward pass.
+        """
 
     @abstractmethod
     def create(self, size: int) -> None:
@@ -104,4 +109,14 @@ class Device(ABC):
         """Add to a part of any rank's window, on the current stream.
 
         No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
+        """
+
+    @abstractmethod
+    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        """The same for all windows at once: row ``r`` from byte ``offset`` of rank ``r``'s window on, in ``dtype``.
+
+        Args:
+            offset: Bytes from the begin of each window.
+            dtype: Dtype of the sums.
+            rows: Addends in any floating dtype, shape ``[world_size, numel]``, each row contiguous.
         """

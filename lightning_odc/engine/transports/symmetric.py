@@ -10,13 +10,14 @@ import ctypes
 import importlib.util
 import os
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_odc import _compat
+from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
@@ -41,6 +42,8 @@ class SymmetricDevice(Device):
         self._group = group
         self._own: Tensor | None = None
         self._handle: Any = None
+        self._windows: list[Tensor] = []
+        self._addresses: Tensor | None = None  # of the windows, for the kernel
         self._has_kernel = importlib.util.find_spec("triton") is not None
 
     def facts(self) -> DeviceFacts:
@@ -64,29 +67,36 @@ class SymmetricDevice(Device):
             atomics={uuid: _adds_atomically(self._device.index or 0, i) for uuid, i in others.items()},
         )
 
-    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
+    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
         if not self._has_kernel:
             return "atomic additions need Triton, pip install 'lightning-odc[gpu]'"
-        for dtype in sorted(dtypes, key=str):
-            try:
-                works = self._probe(dtype)
-            except Exception as error:  # of Triton, of its compiler, or of the driver
-                self._has_kernel = False
-                return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"
-            if not works:
-                return f"there are no atomic additions for accumulators in {dtype}"
+        try:
+            from lightning_odc.engine.transports import kernels
+
+            others = {unit.grad_dtype for unit in units} - kernels.ATOMIC_DTYPES
+            if others:
+                return f"there are no atomic additions for accumulators in {min(others, key=str)}"
+            # By what tells compiled forms of the kernel apart, one unit of each: see `_add_rows`.
+            forms = {
+                (_gradients_in(u), u.grad_dtype, u.grad_numel % 16, u.grad_numel >> 31): u for u in units
+            }
+            for unit in forms.values():
+                self._probe(_gradients_in(unit), unit.grad_dtype, unit.grad_numel)
+        except Exception as error:  # of Triton, of its compiler, or of the driver
+            self._has_kernel = False
+            return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"
         return ""
 
-    def _probe(self, dtype: torch.dtype) -> bool:
+    def _probe(self, dtype: torch.dtype, summed_in: torch.dtype, row: int) -> None:
+        """Let the kernel add gradients of this dtype, of which one owner's are so many, and look at the sums."""
         from lightning_odc.engine.transports import kernels
 
-        if dtype not in kernels.ATOMIC_DTYPES:
-            return False
-        target = torch.ones(_PROBED, dtype=dtype, device=self._device)
-        kernels.atomic_add(target, torch.ones(_PROBED, dtype=torch.bfloat16, device=self._device))
+        target = torch.ones(_PROBED, dtype=summed_in, device=self._device)
+        addresses = torch.tensor([target.data_ptr()], device=self._device)
+        rows = torch.ones(_PROBED, dtype=dtype, device=self._device).as_strided((1, _PROBED), (row, 1))
+        kernels.add_rows(addresses, 0, summed_in, rows)
         if not bool((target == 2).all()):
-            raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {dtype}")
-        return True
+            raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {summed_in}")
 
     def create(self, size: int) -> None:
         torch.cuda.empty_cache()  # what is cached counts as free
@@ -98,10 +108,14 @@ class SymmetricDevice(Device):
         assert self._own is not None, "there is no window yet"
         self._handle = _compat.symmetric_rendezvous(self._own, self._group)
         rank, size = self._handle.rank, self._own.numel()
-        return [
+        self._windows = [
             self._own if peer == rank else self._handle.get_buffer(peer, (size,), torch.uint8)
             for peer in range(self._handle.world_size)
         ]
+        if self._has_kernel:
+            addresses = [window.data_ptr() for window in self._windows]
+            self._addresses = torch.tensor(addresses, device=self._own.device)
+        return list(self._windows)
 
     def close(self) -> None:
         if self._own is not None:
@@ -109,7 +123,8 @@ class SymmetricDevice(Device):
                 torch.cuda.synchronize(self._device)  # views of peers' memory end here
             except RuntimeError:
                 _abandoned.append((self._own, self._handle))
-        self._handle = self._own = None
+        self._windows.clear()
+        self._handle = self._own = self._addresses = None
 
     def enter_thread(self) -> None:
         # Else a new thread may make a context on the first GPU, with its memory.
@@ -130,13 +145,47 @@ class SymmetricDevice(Device):
         target.copy_(source, non_blocking=True)
 
     def add(self, target: Tensor, values: Tensor) -> None:
-        if self._has_kernel:
+        if self._addresses is not None and self._is_atomic(target.dtype):
             from lightning_odc.engine.transports import kernels
 
-            if target.dtype in kernels.ATOMIC_DTYPES:
-                kernels.atomic_add(target, values)
-                return
-        target.add_(values)
+            owner, offset = self._place_of(target)
+            rows = values.expand(len(self._windows), -1)  # of which the owner's is taken
+            kernels.add_rows(self._addresses, offset, target.dtype, rows, first=owner, owners=1)
+        else:
+            target.add_(values)
+
+    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        own, world = self._handle.rank, len(self._windows)
+        if self._addresses is not None and self._is_atomic(dtype):
+            from lightning_odc.engine.transports import kernels
+
+            kernels.add_rows(self._addresses, offset, dtype, rows, first=own)
+            return
+        size = rows.size(1) * dtype.itemsize
+        for owner in ((own + step) % world for step in range(world)):
+            self._windows[owner][offset : offset + size].view(dtype).add_(rows[owner])
+
+    def _is_atomic(self, dtype: torch.dtype) -> bool:
+        if not self._has_kernel:
+            return False
+        from lightning_odc.engine.transports import kernels
+
+        return dtype in kernels.ATOMIC_DTYPES
+
+    def _place_of(self, target: Tensor) -> tuple[int, int]:
+        """In whose window a view lies, and at which byte of it."""
+        address = target.data_ptr()
+        offsets = [address - window.data_ptr() for window in self._windows]
+        return next(
+            (owner, offset)
+            for owner, offset in enumerate(offsets)
+            if 0 <= offset < self._windows[owner].numel()
+        )
+
+
+def _gradients_in(unit: UnitSpec) -> torch.dtype:
+    """The dtype of a unit's gradients as ``fully_shard`` passes them on, unless the user told it another one."""
+    return unit.shard_dtype if unit.shard_dtype.is_floating_point else unit.grad_dtype
 
 
 def _stack() -> str:
