@@ -236,7 +236,7 @@ def host_waits(engine: OnDemandEngine, device: torch.device, world_size: int) ->
         world_size: number of ranks.
     """
     model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)]).to(device)
-    shard_model(model, mesh_for("cuda", world_size))
+    shard_model(model, mesh_for(device.type, world_size))
     engine.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = torch.randn(64, 512, device=device)

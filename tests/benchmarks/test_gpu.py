@@ -6,17 +6,21 @@ import json
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from benchmarks.gpu.__main__ import fractions, main, summarize
-from benchmarks.gpu.measure import MIB, synchronizing_calls, time_primitives
+from benchmarks.gpu.measure import MIB, host_waits, synchronizing_calls, time_primitives
 from benchmarks.gpu.report import bench_tables, write
 from benchmarks.gpu.sweep import ALL, BLOCKS, OWNERS, sweep
 from lightning_odc.engine.transports.base import Transport
 from tests.engine.transports.test_contract import in_threads
+from tests.engine.transports.test_cuda import engine_on_a_fake_device
 from tests.support.fake_device import fake_cuda
+from tests.support.models import init_gloo
+from tests.support.ranks import run_ranks
 
 MACHINE = {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
 SECONDS = {
@@ -130,6 +134,18 @@ def test_synchronizing_calls_by_thread():
         call("cudaDeviceSynchronize", 7, 31.0),  # the profiler's own
     ]
     assert synchronizing_calls([*marks, *calls, {"ph": "M", "name": "process_name"}]) == (1, 2)
+
+
+def _waits(rank: int) -> dict[str, float]:
+    init_gloo(rank)
+    with patch.object(torch.cuda, "synchronize", lambda: None):
+        return host_waits(engine_on_a_fake_device(rank), torch.device("cpu"), 2)
+
+
+def test_waits_of_the_host_are_counted():
+    for found in run_ranks(_waits):
+        assert found["waits per minibatch"] == 1
+        assert found["synchronizing calls per minibatch"] == 0  # the fake device has no CUDA to call
 
 
 def _bench(**changes: Any) -> dict[str, Any]:
