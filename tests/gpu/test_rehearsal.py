@@ -42,6 +42,11 @@ def test_edits_on_the_fake_device():
         assert "'head.weight' changed after it was published" in message
 
 
+def test_a_trainer_on_cpus(tmp_path):
+    found = run_ranks(test_training.with_a_trainer, "32-true", str(tmp_path), True)
+    assert found == [["ODCStrategy", 4, True]] * 2
+
+
 def _probes(rank: int) -> tuple[list[str], str]:
     sys.stdout = said = io.StringIO()
     one = probe.Probe(f"rank {rank}")

@@ -87,6 +87,7 @@ class FakeDevice(Device):
         self._regions: dict[int, Region] = {}
         self._here = threading.local()
         self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]
+        self.adds_plainly = False
         self.asked = {"copy": 0, "add": 0, "mark": 0}
 
     # -- streams ------------------------------------------------------------------------------------------
@@ -168,6 +169,9 @@ class FakeDevice(Device):
 
     def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
         return self._why_not
+
+    def add_plainly(self) -> None:
+        self.adds_plainly = True
 
     def create(self, size: int) -> None:
         self._regions[self._rank] = own = Region.create(HEADER_BYTES + size)

@@ -73,7 +73,10 @@ class CudaTransport(Transport):
             for rank, (reason, _) in zip(self._job_ranks, answers, strict=True)
             if reason
         ]
-        return found[0] if found else preflight.why_not_atomic([facts for _, facts in answers])
+        over_links = preflight.why_not_atomic([facts for _, facts in answers])
+        if over_links:
+            self._device.add_plainly()
+        return found[0] if found else over_links
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec

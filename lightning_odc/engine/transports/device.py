@@ -73,6 +73,13 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def add_plainly(self) -> None:
+        """From now on add by reading and writing, since a link between the devices does not add atomically.
+
+        What an atomic addition over such a link does is not defined, not even where nothing else adds to its place.
+        """
+
+    @abstractmethod
     def create(self, size: int) -> None:
         """Make this rank's window of ``size`` zero bytes."""
 

@@ -302,12 +302,14 @@ def test_training_on_it_equals_one_process():
 
 
 def test_sums_are_staged_over_links_without_atomics():
-    def opens(rank: int, rendezvous: Any) -> int:
+    def opens(rank: int, rendezvous: Any) -> tuple[int, bool]:
         atomics = {} if rank == 1 else {f"uuid{peer}": True for peer in range(WORLD)}
-        return Protocol(fake_cuda(rank, WORLD, rendezvous, atomics=atomics), UNITS, timeout=5)._spec.sources
+        device = FakeDevice(rank, rendezvous, atomics=atomics)
+        transport = CudaTransport(rank, WORLD, rendezvous, device)
+        return Protocol(transport, UNITS, timeout=5)._spec.sources, device.adds_plainly
 
     with pytest.warns(UserWarning, match="additions from the GPU of rank 1 to the memory of that of rank 0"):
-        assert in_threads(opens) == [WORLD] * WORLD
+        assert in_threads(opens) == [(WORLD, True)] * WORLD
 
 
 # -- opening ----------------------------------------------------------------------------------------------

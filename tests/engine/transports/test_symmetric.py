@@ -199,8 +199,9 @@ def with_windows(device: SymmetricDevice) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_rows_are_added_to_all_windows(monkeypatch, has_kernel):
-    device = kernels(monkeypatch, adds_in_host_memory)
-    device._has_kernel = has_kernel
+    device = kernels(monkeypatch, adds_in_host_memory if has_kernel else lambda *_, **__: None)
+    if not has_kernel:
+        device.add_plainly()
     first, own = with_windows(device)
     device.add_rows(8, torch.float32, torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
     assert (first[:5].tolist(), own[:5].tolist()) == ([0, 0, 1, 2, 0], [0, 0, 3, 4, 0])
