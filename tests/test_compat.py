@@ -379,6 +379,8 @@ def test_gpus_are_asked_for_their_facts_by_public_names():
         "mem_get_info",
         "memory_reserved",
         "memory_allocated",
+        "max_memory_allocated",
+        "reset_peak_memory_stats",
         "can_device_access_peer",
         "empty_cache",
     ):

@@ -31,6 +31,7 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
         [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
                         (1, 16), (1, 24), together (2, 24)      pads to a multiple of 8
                         (1, 32), (1, 32), together (2, 32)      pads to 32
+                        (1, 12), (1, 12), together (2, 12)      pads to 12, and cuts
                         (1, 10), (1, 17), together (1, 27)      packs
                         a list of (10,), (17,)                  keeps apart
                         an error                                stacks what is equally long
@@ -66,7 +67,8 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     axis = _row_axis(*shapes)
     if axis is None:
         return Collation("packed")
-    options = _paddings([shape[axis] for shape in shapes], lengths[list(ends)])
+    cuts = "input_ids" in path or (alone[0] == alone[1] and shapes[0][axis] >= lengths[short])
+    options = _paddings([shape[axis] for shape in shapes], lengths[list(ends)], cuts)
     if not options:
         return None
     return _settled(options, lambda index: shapes_of(index)[path][axis], lengths)
@@ -108,11 +110,17 @@ def _joins(short: Shape, long: Shape, both: Shape) -> bool:
     return any(one + other == sum_ and min(one, other) > 1 for one, other, sum_ in sizes)
 
 
-def _paddings(columns: Sequence[int], lengths: LengthArray) -> list[Collation]:
-    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may."""
+def _paddings(columns: Sequence[int], lengths: LengthArray, cuts: bool) -> list[Collation]:
+    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may.
+
+    Args:
+        columns: Tokens of the rows of the short sample, the long one, and both.
+        lengths: ``[2]`` tokens of the two samples.
+        cuts: Whether equal rows that are shorter than the long sample are its beginning, and not something else.
+    """
     short, long, both = columns
     if short == long and lengths[0] < lengths[1]:  # no sample is outside these two
-        return [Collation("padded", fixed=both)] if both >= lengths[1] else []  # else it is something else
+        return [Collation("padded", fixed=both)] if cuts or both >= lengths[1] else []
     padded = [Collation("padded", multiple) for multiple in _MULTIPLES]
     return [one for one in padded if one.row_lengths(lengths).tolist() == [short, long]] or [
         Collation("padded")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import random
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
@@ -18,7 +15,7 @@ from lightning_odc.balance import COLLECTIVE_SAFE, Planner, collective_cost, mic
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.checks import is_stream
 from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, measure
-from lightning_odc.data.rng import isolated_rng
+from lightning_odc.data.rng import isolated_rng, with_own_rng
 
 _ORDERS = (SequentialSampler, RandomSampler, DistributedSampler)
 _SECONDS = 0.4
@@ -147,27 +144,10 @@ def _glance(dataloader: DataLoader[Any], enough: int, length_of: LengthFunction)
 
 
 def _read(dataset: Any, indices: list[int], length_of: LengthFunction) -> LengthArray:
-    end, copied, found = time.monotonic() + _SECONDS, _copied(dataset), list[int]()
+    end, copied, found = time.monotonic() + _SECONDS, with_own_rng(dataset), list[int]()
     with isolated_rng():
         for index in indices:
             found.append(length_of(copied[index]))
             if time.monotonic() > end:
                 break
     return checked(found)
-
-
-def _copied(value: Any) -> Any:
-    """A data set with random generators of its own, and the same samples; so are the data sets in it."""
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-        return copy.deepcopy(value)
-    if not isinstance(value, Dataset):
-        return [_copied(part) for part in value] if _holds_datasets(value) else value
-    twin = copy.copy(value)
-    vars(twin).update({name: _copied(part) for name, part in vars(twin).items()})
-    return twin
-
-
-def _holds_datasets(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(part, Dataset) for part in value)

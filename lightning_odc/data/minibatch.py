@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_odc.data.lagged_cost import LaggedCost
+    from lightning_odc.data.memory_cap import LaggedCap
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -63,6 +64,7 @@ class Origin:
     Attributes:
         number: The number of the minibatch, counted from the beginning of training.
         cost: The cost that learns how long the microbatches took, if there is one.
+        cap: The cap that learns how much memory they took, if there is one.
     """
 
     def __init__(self, details: list[Detail], by_labels: bool = False) -> None:
@@ -70,11 +72,14 @@ class Origin:
         self.by_labels = by_labels
         self.number = 0
         self.cost: LaggedCost | None = None
+        self.cap: LaggedCap | None = None
 
-    def counted(self, cost: LaggedCost | None) -> Origin:
-        """The same, for a minibatch that is handed out now; with a cost that learns from it."""
+    def counted(self, cost: LaggedCost | None, cap: LaggedCap | None = None) -> Origin:
+        """The same, for a minibatch that is handed out now; with what learns from it."""
         if cost is not None:
             self.number, self.cost = cost.begin(), cost
+        if cap is not None:
+            self.number, self.cap = cap.begin(), cap
         return self
 
 

@@ -48,6 +48,7 @@ from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import terms_of
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
+from lightning_odc.data.memory_cap import LaggedCap, MemoryCap
 
 IndexArray = npt.NDArray[np.int64]
 Weighting = Literal["auto", "token", "next_token", "sample"] | Callable[[LengthArray], npt.NDArray[Any]]
@@ -64,12 +65,14 @@ class Facts:
         prior: What ``cost="auto"`` begins with.
         dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
         measured: Whether somebody measures how long microbatches take.
+        follows_memory: Whether the caps follow the memory that somebody measures.
     """
 
     collation: Collation = PACKED
     prior: Cost = field(default_factory=default_prior)
     dense: bool | None = None
     measured: bool = False
+    follows_memory: bool = False
 
 
 NOTHING_KNOWN = Facts()
@@ -140,6 +143,11 @@ class Recipe:
     def by_labels(self) -> bool:
         """Whether labels, where microbatches have them, count instead of the planned weights."""
         return isinstance(self.weighting, str) and self.weighting == "auto"
+
+    @property
+    def batches(self) -> int:
+        """Batches of the user's own loader in a minibatch; 1 if there is no such loader."""
+        return self.minibatch_size // (self.batch_size or self.minibatch_size)
 
     @property
     def equal_counts(self) -> bool:
@@ -305,13 +313,23 @@ class Schedule:
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
         return self._minibatches[within]
 
-    def plan(self, epoch: int, step: int, learnt: LearntCost | None = None) -> MinibatchPlan:
+    def lagged_cap(self) -> LaggedCap:
+        """Caps that follow measured memory, beginning with those of the planner."""
+        planner, longest = self.planner, int(self.collation.row_lengths(self.lengths.values).max())
+        cap = planner.max_tokens
+        assert isinstance(cap, int)
+        return LaggedCap(MemoryCap(self.num_replicas, cap, longest, planner.policy == "lb_mini"))
+
+    def plan(
+        self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
+    ) -> MinibatchPlan:
         """Who does what in a minibatch.
 
         Args:
             epoch: The epoch it belongs to.
             step: Its number in the epoch.
             learnt: The cost, if it is one that learns.
+            caps: The most tokens in a microbatch, if they follow what is measured.
 
         Raises:
             IndexError: the epoch has no such minibatch.
@@ -322,7 +340,8 @@ class Schedule:
             )
         indices = self.samples(epoch, step)
         lengths, name = self.lengths.values[indices], self.recipe.name(epoch, step, self.lengths)
-        return MinibatchPlan.of(self.recipe, self.planner, indices, lengths, name, learnt, turn=epoch + step)
+        planner = self.planner if caps is None else replace(self.planner, max_tokens=caps)
+        return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
         """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.

@@ -8,18 +8,17 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.strategy.model_cost import ModelCost
 
 
-def brief(loader: BalancedDataLoader, model: ModelCost, batches: int) -> str:
+def brief(loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "") -> str:
     """What a user wants to know of balanced training before it begins.
 
     Args:
         loader: The training loader, as it will be read.
         model: What the model said.
         batches: Batches of the user's loader that make up a minibatch.
+        reason: The reason for the policy, where it is not the usual one.
     """
     found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
-    return (
-        f"Found: {found}.\nChosen: {_choices(loader, batches)}.\nExpected: {_expectation(loader, batches)}."
-    )
+    return f"Found: {found}.\nChosen: {_choices(loader, batches, reason)}.\nExpected: {_expectation(loader, batches)}."
 
 
 def _samples(loader: BalancedDataLoader) -> str:
@@ -39,8 +38,9 @@ def _collation(loader: BalancedDataLoader) -> str:
     return loader.collation.describe()
 
 
-def _choices(loader: BalancedDataLoader, batches: int) -> str:
+def _choices(loader: BalancedDataLoader, batches: int, reason: str) -> str:
     recipe = loader.recipe
+    because = f" ({reason})" if reason else ""
     folded = f" ({batches} accumulated batches of {recipe.minibatch_size // batches})" if batches > 1 else ""
     cost = f'cost="{recipe.cost}"' if isinstance(recipe.cost, str) else f"cost={type(recipe.cost).__name__}"
     if recipe.is_auto:
@@ -52,9 +52,9 @@ def _choices(loader: BalancedDataLoader, batches: int) -> str:
     most = (
         "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
     )
-    return (
-        f'policy "{recipe.policy}"; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
-    )
+    if loader.follows_memory:
+        most += ", until measured memory says more or less"
+    return f'policy "{recipe.policy}"{because}; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
 
 
 def _tokens(caps: int | Sequence[int]) -> str:

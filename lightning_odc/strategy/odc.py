@@ -88,7 +88,7 @@ class ODCStrategy(ShardedStrategy):
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
             waits least, and leaves data alone whose lengths are unknown; ``strategy="odc_balanced"`` means it.
         max_tokens: The most tokens in a microbatch, padding included; or one number for each rank, where devices have
-            unlike memory. By default as many as the largest batch of the loader has, in its first epoch.
+            unlike memory. By default those of the loader's largest batch; ``"auto"`` begins there and follows memory.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"auto"``, what the model says until
             measured times refute it; ``"quadratic"``, ``"fitted"``, ...
         length_fn: The function that returns the length of a sample, where the data set does not tell.
