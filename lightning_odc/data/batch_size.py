@@ -132,9 +132,10 @@ class PaddingWatch:
         if self._told or minibatch.origin is None:
             return
         for microbatch, detail in zip(minibatch, minibatch.origin.details, strict=True):
+            tokens = [length[0] if isinstance(length, list) else length for length in detail.lengths]
             found = token_count(microbatch)
-            if found is not None and found > (self._max_tokens or sum(detail.lengths)):
-                self._compare(found, _token_tensor(microbatch), detail.lengths)
+            if found is not None and found > (self._max_tokens or sum(tokens)):
+                self._compare(found, _token_tensor(microbatch), tokens)
 
     def _compare(self, found: int, tokens: Tensor | None, lengths: list[int]) -> None:
         rows, longest, planned = len(lengths), max(lengths), sum(lengths)

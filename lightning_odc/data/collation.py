@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_odc.balance.collation import Collation
+from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray
 
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -39,13 +40,14 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     Args:
         collate_fn: The function to try.
         sample: Returns a sample by its index.
-        lengths: ``[n]`` tokens of the samples.
+        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers. Of rows of numbers, the first one tells.
 
     Returns:
         ``None``: it is none of these, or it raises.
     """
     if not len(lengths):
         return None
+    several, lengths = lengths.ndim == 2, first_number(lengths)
 
     def shapes_of(*indices: int) -> Shapes:
         return _shapes(
@@ -61,7 +63,7 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
         together = shapes_of(short, long)
     except Exception:
         return Collation("stacked") if _runs(shapes_of, short, short) else None
-    if (path := _telling(alone, together)) is None:
+    if (path := _telling(alone, together, lengths[list(ends)].tolist() if several else None)) is None:
         return Collation("apart") if _is_apart(*alone, together) else None
     shapes = alone[0][path], alone[1][path], together[path]
     axis = _row_axis(*shapes)
@@ -82,10 +84,19 @@ def _runs(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def _telling(alone: tuple[Shapes, Shapes], together: Shapes) -> Path | None:
-    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not."""
+def _telling(alone: tuple[Shapes, Shapes], together: Shapes, tokens: list[int] | None) -> Path | None:
+    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not.
+
+    Where samples have several numbers, a tensor with the first ones, ``tokens``, in its shapes goes before all.
+    """
     common = [path for path in together if path in alone[0] and path in alone[1]]
-    for path in sorted(common, key=lambda path: ("input_ids" not in path, alone[0][path] == alone[1][path])):
+
+    def rank(path: Path) -> tuple[bool, ...]:
+        short, long = alone[0][path], alone[1][path]
+        is_other = tokens is not None and tokens not in map(list, zip(short, long, strict=False))
+        return is_other, "input_ids" not in path, short == long
+
+    for path in sorted(common, key=rank):
         shapes = alone[0][path], alone[1][path], together[path]
         if _row_axis(*shapes) is not None or _joins(*shapes):
             return path

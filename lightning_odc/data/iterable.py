@@ -26,7 +26,7 @@ from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
-from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked
+from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
 from lightning_odc.data.map_style import Collate, collate, torch_loader
 from lightning_odc.data.minibatch import Detail, Minibatch, Origin
 from lightning_odc.data.plan import Facts, MinibatchPlan, Recipe
@@ -174,7 +174,10 @@ class Stream(IterableDataset[Minibatch]):
     def _lengths_of(self, step: int, samples: list[Any]) -> LengthArray:
         """The lengths of samples, checked; ``step`` is the minibatch to name where one is wrong."""
         with _named_in_stream(step):
-            return checked([self.length_of(sample) for sample in samples], name="the stream's samples")
+            found = [plain(self.length_of(sample)) for sample in samples]
+            lengths = checked(found, name="the stream's samples")
+            check_longest(lengths, self.recipe.max_tokens)
+            return lengths
 
     def _minibatch(self, step: int, samples: list[Any], lengths: LengthArray, facts: Facts) -> Minibatch:
         """This rank's part of a minibatch of these samples."""

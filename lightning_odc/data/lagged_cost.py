@@ -21,7 +21,7 @@ from lightning_odc.balance import FittedCost, LearntCost
 from lightning_odc.balance.auto import AutoCost
 from lightning_odc.data.history import History
 
-Measurement = tuple[int, Sequence[int], float]
+Measurement = tuple[int, Sequence[Any], float]
 """Number of the minibatch, lengths of a microbatch's samples, and the seconds of own work that it took."""
 
 

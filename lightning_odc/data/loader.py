@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 
 from lightning_odc.balance import Cost, FittedCost
 from lightning_odc.balance.auto import default_prior
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import (
@@ -57,7 +58,7 @@ from lightning_odc.data.position import Position, Progress
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
-MaxTokens = int | Sequence[int] | Literal["auto"] | None
+MaxTokens = Caps | Literal["auto"]
 
 
 class Microbatch(NamedTuple):
@@ -84,12 +85,13 @@ class BalancedDataLoader:
     Args:
         dataset: map-style, or an ``IterableDataset`` that yields the same samples on every rank.
         minibatch_size: samples per rank and minibatch, on average over ranks.
-        lengths: one number per sample; by default they are found out, see :func:`find_lengths`.
-        length_fn: the length of a sample.
-        max_tokens: the most tokens in a microbatch, padding included; or one number for each rank, where devices have
-            unlike memory. By default as many as the longest sample has (of a stream: the longest of the minibatch).
-            ``"auto"``: to begin with; then as many as fit, by the memory that ``ODCStrategy`` measures on GPUs (not
-            with ``unroll`` or a stream).
+        lengths: one number per sample, or a row of as many numbers for each, for example text tokens and image patches;
+            by default they are found out, see :func:`find_lengths`.
+        length_fn: the length of a sample, or a tuple of numbers.
+        max_tokens: the most tokens in a microbatch, padding included; or a list with one number for each rank, where
+            devices have unlike memory. By default as many as the longest sample has (of a stream: the longest of the
+            minibatch). For rows of numbers a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
+            ``"auto"`` begins there and follows the memory that ``ODCStrategy`` measures on GPUs, not with ``unroll``.
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
             measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
@@ -276,11 +278,15 @@ class BalancedDataLoader:
     @property
     def follows_memory(self) -> bool:
         """Whether `max_tokens` changes with the memory that is measured."""
-        return self._facts.follows_memory
+        self._current()
+        return self._learning.cap is not None
 
     @property
-    def max_tokens(self) -> int | Sequence[int] | None:
-        """The most tokens in a microbatch, or one number for each rank; ``None``: the longest sample of a minibatch."""
+    def max_tokens(self) -> Caps:
+        """The most tokens in a microbatch, or a list by rank; ``None``: the longest sample of a minibatch.
+
+        A cap is a tuple where samples have rows of numbers.
+        """
         return self._current().max_tokens
 
     def planned_gain(self, batches: int = 1) -> Gain | None:
@@ -392,9 +398,9 @@ class BalancedDataLoader:
         world = current_world(*self._world)
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
-            caps = None if self._facts.follows_memory else self._reading[1].max_tokens
-            own = caps if caps is None or isinstance(caps, int) else caps[world[1]]
-            self._padding = PaddingWatch(own)
+            caps = None if self._learning.cap is not None else self._reading[1].max_tokens
+            own: Any = caps[world[1]] if isinstance(caps, list) else caps
+            self._padding = PaddingWatch(own[0] if isinstance(own, tuple) else own)
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:
@@ -424,7 +430,8 @@ class BalancedDataLoader:
         facts = replace(self._facts, collation=self._collation or PACKED)
         schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
         cost = self.recipe.lagged_cost(num_replicas, facts)
-        cap = schedule.lagged_cap() if facts.follows_memory else None
+        follows = facts.follows_memory and isinstance(schedule.planner.max_tokens, int)
+        cap = schedule.lagged_cap() if follows else None
         self._learning = Learning(cost, cap)
         return MapReading(schedule, rank, reader, self.unroll, cost, cap)
 
@@ -433,9 +440,8 @@ class BalancedDataLoader:
         """The recipe that plans follow: with ``unroll``, nothing counts the labels of a microbatch."""
         if not (self.unroll and self.recipe.by_labels):
             return self.recipe
-        return replace(
-            self.recipe, weighting="next_token" if self._packs or packs(self._unpacked) else "token"
-        )
+        packs_rows = self._packs or packs(self._unpacked)
+        return replace(self.recipe, weighting="next_token" if packs_rows else "token")
 
     def _read_ahead(self) -> int:
         """How many minibatches are planned before the one that is asked for has run."""

@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_odc.balance import LearntCost
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.collation import find_collation
@@ -91,7 +92,7 @@ class MapReading:
         return len(self.schedule)
 
     @property
-    def max_tokens(self) -> int | Sequence[int] | None:
+    def max_tokens(self) -> Caps:
         """The most tokens in a microbatch, by what is known now."""
         return self.schedule.planner.max_tokens if self._cap is None else self._cap.cap.value
 

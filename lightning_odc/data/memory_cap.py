@@ -111,9 +111,9 @@ class MemoryCap:
             self.caps, self._uses = caps, [[] for _ in caps]
 
     @property
-    def value(self) -> int | tuple[int, ...]:
+    def value(self) -> int | list[int]:
         """The cap of all ranks; or one for each, where they differ."""
-        return self.caps[0] if len(set(self.caps)) == 1 else tuple(self.caps)
+        return self.caps[0] if len(set(self.caps)) == 1 else list(self.caps)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learnt, as numbers and lists."""
@@ -131,7 +131,7 @@ class MemoryCap:
         self._uses = [[MemoryUse(*use) for use in uses] for uses in state["uses"]]
 
 
-class LaggedCap(History["int | tuple[int, ...]"]):
+class LaggedCap(History["int | list[int]"]):
     """A `MemoryCap`, as each plan may use it; see Note [Plans of what everybody knows].
 
     Args:
@@ -157,7 +157,7 @@ class LaggedCap(History["int | tuple[int, ...]"]):
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as numbers and lists."""
-        known = [[last, list(value) if isinstance(value, tuple) else value] for last, value in self.known]
+        known = [list(one) for one in self.known]
         return {"begun": self.begun, "known": known, "cap": self.cap.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,6 +168,4 @@ class LaggedCap(History["int | tuple[int, ...]"]):
         """
         self.cap.load_state_dict(state["cap"])
         self.begun = state["begun"]
-        self.known = [
-            (last, tuple(value) if isinstance(value, list) else value) for last, value in state["known"]
-        ]
+        self.known = [(last, value) for last, value in state["known"]]

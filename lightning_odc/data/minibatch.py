@@ -30,11 +30,12 @@ class Detail(NamedTuple):
     """What a loader knows about a microbatch besides its content.
 
     Attributes:
-        lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them.
+        lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them. Where
+            samples have several numbers each, lists of them, tokens first.
         seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
     """
 
-    lengths: list[int]
+    lengths: list[Any]
     seed: tuple[int, ...]
 
 

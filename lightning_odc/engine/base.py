@@ -386,6 +386,9 @@ class Engine(Traced, ABC):
         """Memory of this rank's window."""
         return 0
 
+    def leave_room(self, growth: float) -> None:
+        """Keep less gathered: a minibatch may take this times as much memory as the largest one so far."""
+
     @property
     def kept_bytes(self) -> int:
         """Memory for what stays gathered in this minibatch, beside what a single unit takes while it runs."""

@@ -65,8 +65,8 @@ class Memory(Protocol):
 
     share: float
 
-    def reach(self) -> int:
-        """What this rank could take at most, what it holds included."""
+    def usable(self) -> int:
+        """What this rank could hold in all."""
         ...
 
     def used(self) -> int:
@@ -74,7 +74,7 @@ class Memory(Protocol):
         ...
 
     def peak(self) -> int:
-        """The most that it held so far."""
+        """The most that it held so far, or since somebody began to count anew."""
         ...
 
 
@@ -91,7 +91,7 @@ class HostMemory:
         self._ranks = ranks
         self._asked, self._free = -math.inf, 0
 
-    def reach(self) -> int:
+    def usable(self) -> int:
         if time.monotonic() > self._asked + _SECONDS:  # to ask all control groups takes a millisecond
             self._asked, self._free = time.monotonic(), available_memory() // self._ranks
         return self.used() + self._free
@@ -103,8 +103,8 @@ class HostMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class DeviceMemory:
-    """Memory of a CUDA device, through torch's allocator.
+class CudaMemory:
+    """Memory of a CUDA device, by torch's allocator. It knows what was asked for without waiting for the device.
 
     Args:
         device: of this rank.
@@ -115,8 +115,14 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def reach(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+    def begin(self) -> int:
+        """Count `peak` from here on; returns what is held now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self.used()
+
+    def usable(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
 
     def used(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -189,6 +195,7 @@ class Keeping:
 
     Attributes:
         bytes: what is kept of all units, or will be when they have run.
+        growth: times as much memory may a minibatch take as the largest one so far.
 
     Args:
         budget: Bytes that may be kept, or ``"auto"``: what is left beside training, with a margin.
@@ -201,7 +208,8 @@ class Keeping:
         self._kept: list[_Kept] = []
         self._hooks: list[RemovableHandle] = []
         self._needed = self._peak = 0  # by training itself; at all
-        self._reach = self._minibatches = self.bytes = 0
+        self._usable = self._minibatches = self.bytes = 0
+        self.growth = 1.0
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
         """Look after these units, each with the object through which it is gathered."""
@@ -266,7 +274,7 @@ class Keeping:
         """Give back what is kept, the largest first, where memory has become tight."""
         if self._budget != "auto" or not self.bytes:
             return
-        short = self._memory.used() - int(self._reach * (1 - _TIGHT))
+        short = self._memory.used() - int(self._usable * (1 - _TIGHT))
         for kept in sorted(self._kept, key=lambda kept: kept.size, reverse=True):
             if short <= 0:
                 break
@@ -290,5 +298,5 @@ class Keeping:
             return 0
         if self._budget != "auto":
             return self._budget
-        self._reach = self._memory.reach()
-        return max(int(self._memory.share * (self._reach - self._needed)), 0)
+        self._usable = self._memory.usable()
+        return max(int(self._memory.share * (self._usable - self.growth * self._needed)), 0)

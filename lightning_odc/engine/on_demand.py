@@ -378,12 +378,24 @@ class OnDemandEngine(Engine):
         scale = 1.0 / denominator(records, self.weight_unit)
         count = sum(len(unit.slots) for unit in self._units)
         used_anywhere = iter(any_flags([record.used for record in records], count))
-        for unit, window in zip(self._units, self.protocol.windows, strict=True):
+        for unit, window, total in zip(self._units, self.protocol.windows, self._totals(), strict=True):
             flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
-            unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
+            unit.add_to_grads(total, scale, flags)
             window.clear()
             for slot in compress(unit.slots, flags):
                 self._late_hooks.call(slot.home)
+
+    def _totals(self) -> Iterator[Tensor]:
+        """By unit, the sums for this rank's shards, where these are: one after the other, for lack of memory."""
+        protocol = self.protocol
+        totals = (protocol.total(unit.index) for unit in self._units)
+        if not any(unit.is_offloaded for unit in self._units):
+            return totals
+        # All copies to the host are asked for before it waits for the first.
+        copies = [unit.at_home(total) for unit, total in zip(self._units, totals, strict=True)]
+        protocol.finished = False
+        protocol.finish()
+        return iter(copies)
 
     def publish(self) -> None:
         with self._timed(), self.traced("publish"):
@@ -425,6 +437,9 @@ class OnDemandEngine(Engine):
     @property
     def window_bytes(self) -> int:
         return self.protocol.window_bytes
+
+    def leave_room(self, growth: float) -> None:
+        self._keeping.growth = growth
 
     @property
     def kept_bytes(self) -> int:

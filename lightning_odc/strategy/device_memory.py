@@ -9,6 +9,8 @@ import torch
 
 from lightning_odc.data.memory_cap import LaggedCap
 from lightning_odc.data.minibatch import Detail, Minibatch
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.keeping import CudaMemory
 
 
 class DeviceMemory(Protocol):
@@ -24,28 +26,6 @@ class DeviceMemory(Protocol):
         """What this process could hold in all."""
 
 
-class CudaMemory:
-    """Of torch's allocator. It knows what was asked for without waiting for the device.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def begin(self) -> int:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def usable(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
-
-
 def memory_of(device: torch.device) -> DeviceMemory | None:
     """The memory of a device; ``None`` for a CPU, whose memory other processes share."""
     return CudaMemory(device) if device.type == "cuda" else None
@@ -56,10 +36,12 @@ class MemoryMeter:
 
     Args:
         memory: The memory of this rank's device, if it can be asked.
+        engine: The engine. What it keeps is given back when microbatches need it, so that counts as free.
     """
 
-    def __init__(self, memory: DeviceMemory | None) -> None:
+    def __init__(self, memory: DeviceMemory | None, engine: Engine) -> None:
         self._memory = memory
+        self._engine = engine
         self._cap: LaggedCap | None = None
         self._number = self._base = self._tokens = 0
         self._is_open = False
@@ -72,10 +54,11 @@ class MemoryMeter:
         self._cap, self._number = origin.cap, origin.number
         if not self._is_open:  # the first of an optimizer step
             self._is_open, self._tokens, self._base = True, 0, self._memory.begin()
+            self._engine.leave_room(2.0)  # a cap at most doubles
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
-        if detail is not None:
+        if detail is not None and self._is_open:
             self._tokens = max(self._tokens, sum(detail.lengths))
 
     def take(self) -> list[int] | None:
@@ -85,7 +68,8 @@ class MemoryMeter:
         self._is_open = False
         if not self._tokens:
             return None
-        return [self._number, self._tokens, self._base, self._memory.peak(), self._memory.usable()]
+        peak = self._memory.peak() - self._engine.kept_bytes
+        return [self._number, self._tokens, self._base, peak, self._memory.usable()]
 
     def report(self, by_rank: Sequence[Sequence[int] | None]) -> None:
         """Tell the loader what all ranks measured."""

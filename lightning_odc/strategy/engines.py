@@ -17,7 +17,7 @@ from lightning_odc.engine.hybrid.engine import HybridEngine
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import Replicas
-from lightning_odc.engine.keeping import DeviceMemory, HostMemory, Keeping
+from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import make_transport
@@ -46,7 +46,7 @@ def make_engine(
     if strategy.communication == "collective":
         return CollectiveEngine(strategy.world_size, rendezvous)
     device = strategy.root_device
-    memory = DeviceMemory(device) if device.type == "cuda" else HostMemory(strategy.num_processes)
+    memory = CudaMemory(device) if device.type == "cuda" else HostMemory(strategy.num_processes)
     options = {
         "keeping": Keeping(memory_size(strategy.keep_gathered), memory),
         "timeout": timeout.total_seconds(),

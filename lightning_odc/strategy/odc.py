@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -82,19 +82,18 @@ class ODCStrategy(ShardedStrategy):
         transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
-        keep_gathered: The memory per rank for parameters that stay gathered until the minibatch ends, so that they are
-            read once: a number of bytes, or text such as ``"4GiB"``; 0 frees them at once, as FSDP does. ``"auto"`` is
-            what training leaves free, with a margin.
+        keep_gathered: The memory per rank for parameters that stay gathered, to be read once per minibatch: bytes, or
+            text such as ``"4GiB"``. 0 frees them at once, as FSDP does; ``"auto"`` uses what training leaves free.
         balance: ``"auto"``, or the policy that levels the work by name: ``"lb_mini"``, ``"lb_micro"``,
             ``"local_sort"``, ``"steal"``; ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] with one `Minibatch` per optimizer step, of
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
             waits least, and leaves data alone whose lengths are unknown; ``strategy="odc_balanced"`` means it.
-        max_tokens: The most tokens in a microbatch, padding included; or one number for each rank, where devices have
-            unlike memory. By default those of the loader's largest batch; ``"auto"`` begins there and follows memory.
+        max_tokens: The most tokens in a microbatch, padding included; a list has one cap for each rank, a tuple one for
+            each number of a sample. By default as in the loader's largest batch; ``"auto"`` follows memory from there.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"auto"``, what the model says until
             measured times refute it; ``"quadratic"``, ``"fitted"``, ...
-        length_fn: The function that returns the length of a sample, where the data set does not tell.
+        length_fn: The function that returns the length of a sample, or a tuple of numbers; by default the data tells.
         weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``: by default the labels of a
             microbatch are counted. Counts that ``training_step`` returns as ``num_items`` go before it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
@@ -137,7 +136,7 @@ class ODCStrategy(ShardedStrategy):
         balance: str | None = None,
         max_tokens: MaxTokens = None,
         cost: Any = "auto",
-        length_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int | Sequence[int]] | None = None,
         weighting: Any = "auto",
         packing: Packing = False,
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,

@@ -241,7 +241,7 @@ class Training:
         self._fp16 = fp16
         self._logbook = LogBook()
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
-        self._memory = device_memory.MemoryMeter(device_memory.memory_of(strategy.root_device))
+        self._memory = device_memory.MemoryMeter(device_memory.memory_of(strategy.root_device), engine)
         self._totals: list[Total] = []  # of values that were logged in this optimizer step
         self.leaves_out = CountsNothing()
         self._more = False  # another backward pass of this batch follows

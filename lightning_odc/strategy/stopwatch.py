@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_odc.data.lagged_cost import LaggedCost, Measurement
 from lightning_odc.data.minibatch import Detail, Minibatch
 
-_MOST_SAMPLES = 2000
+_MOST_LENGTHS = 2000
 """Of a rank, in one record: a record has 64 KiB, and so many lengths tell a cost all it can learn in one step."""
 
 
@@ -32,7 +34,7 @@ class Stopwatch:
         self._device = device
         self._cost: LaggedCost | None = None
         self._number = 0
-        self._measured: list[tuple[int, list[int], float]] = []
+        self._measured: list[tuple[int, list[Any], float]] = []
         self._measures = False
         self._is_set = False
 
@@ -62,11 +64,11 @@ class Stopwatch:
         self._measured.append((number, lengths, seconds + self._now() - begin))
 
     def take(self) -> list[Measurement]:
-        """What was measured since the last call, at most 2000 samples of it, evenly chosen. It is forgotten here."""
+        """What was measured since the last call, at most 2000 lengths of it, evenly chosen. It is forgotten here."""
         measured, self._measured = self._measured, []
         self._is_set = False
-        samples = sum(len(lengths) for _, lengths, _ in measured)
-        return [row for row in measured[:: max(-(-samples // _MOST_SAMPLES), 1)] if row[2] > 0]
+        count = sum(np.size(lengths) for _, lengths, _ in measured)
+        return [row for row in measured[:: max(-(-count // _MOST_LENGTHS), 1)] if row[2] > 0]
 
     def report(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
         """Tell the loader what all ranks measured."""

@@ -68,7 +68,7 @@ class Wanted:
             return self.balance
         if self.communication != "on_demand":
             return "lb_micro"
-        caps_differ = isinstance(self.options.get("max_tokens"), list | tuple)
+        caps_differ = isinstance(self.options.get("max_tokens"), list)
         is_bound = self.deterministic or not indexed or caps_differ or world_size == 1 or device_type != "cpu"
         return "lb_mini" if is_bound or prepared_in_workers else "steal"
 

@@ -316,3 +316,16 @@ def test_weights_of_unrolled_minibatches_follow_the_choice() -> None:
     assert sum(map(sum, plan.weights)) == 65 - 8, "a causal model predicts no first token"
     assert not decided_for(loader, dense=True)
     assert sum(map(sum, loader.plan(0).weights)) == 65
+
+
+def test_of_several_numbers_the_first_one_tells():
+    """Patches come first in the batch and are packed; texts are padded, and their tokens are the first number."""
+    samples = [(torch.zeros(patches, 4), torch.zeros(tokens)) for tokens, patches in ((3, 2), (9, 7), (5, 3))]
+
+    def collate(batch: list[Any]) -> dict[str, Tensor]:
+        patches, texts = zip(*batch, strict=True)
+        return {"patches": torch.cat(patches), "text": pad_sequence(texts, batch_first=True)}
+
+    rows = np.array([(len(text), len(patches)) for patches, text in samples])
+    assert find_collation(collate, samples.__getitem__, rows) == Collation("padded")
+    assert find_collation(collate, samples.__getitem__, rows[:, ::-1]) == Collation("packed")

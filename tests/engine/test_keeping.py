@@ -92,7 +92,7 @@ class FakeMemory:
     share: float = 0.5
     asked: int = 0
 
-    def reach(self) -> int:
+    def usable(self) -> int:
         return 1000 + self.room
 
     def peak(self) -> int:
@@ -155,7 +155,7 @@ def test_what_is_no_amount_of_memory_is_refused(given):
 
 def test_memory_of_the_host():
     memory = HostMemory(2)
-    assert 0 < memory.used() < memory.peak() + 2**25 < memory.reach()  # the kernel counts in steps
+    assert 0 < memory.used() < memory.peak() + 2**25 < memory.usable()  # the kernel counts in steps
 
 
 class Toggled(TokenModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ def test_a_meter_measures_what_a_loader_asks_for() -> None:
             self.seen = by_rank
 
     memory, cap = FakeMemory(), Cap()
-    meter = MemoryMeter(memory)
+    engine: Any = SimpleNamespace(kept_bytes=5, leave_room=lambda growth: None)
+    meter = MemoryMeter(memory, engine)
     minibatch = Minibatch([0, 1])
     meter.open(minibatch)
     assert meter.take() is None, "not asked for"
@@ -96,9 +98,9 @@ def test_a_meter_measures_what_a_loader_asks_for() -> None:
     for detail in minibatch.origin.details:
         meter.begin(detail)
     memory.tokens = 6
-    assert meter.take() == [7, 6, BASE, BASE + 60, USABLE]
+    assert meter.take() == [7, 6, BASE, BASE + 60 - 5, USABLE]
     assert meter.take() is None
     meter.report([[7, 6, 0, 0, 0], None])
     assert cap.seen == [[7, 6, 0, 0, 0], None]
-    assert MemoryMeter(None).take() is None
+    assert MemoryMeter(None, engine).take() is None
     assert device_memory.memory_of(torch.device("cpu")) is None
