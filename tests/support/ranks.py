@@ -161,6 +161,8 @@ def _serve(pipe: Connection) -> None:
 
     gc.freeze()  # a full collection would copy the memory that all processes share: 0.4 s
     faulthandler.enable()
+    # A daemon, so that it does not outlive the tests; but daemons may not start processes that load data.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     # The benchmarks' ranks come from the same server, which they start with Ctrl-C blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
