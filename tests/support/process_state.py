@@ -108,6 +108,7 @@ def _parts() -> list[Callable[[], object]]:
         partial(torch.set_anomaly_enabled, torch.is_anomaly_enabled()),
         *(partial(signal.signal, number, signal.getsignal(number)) for number in _SIGNALS),
         mask,
+        partial(signal.setitimer, signal.ITIMER_REAL, 0),
         *(partial(resource.setrlimit, number, resource.getrlimit(number)) for number in _LIMITS),
         _attributes(rank_zero_only),  # its rank
     ]

@@ -84,7 +84,7 @@ def try_ranks(
     # As `torchrun` does it: ranks that look for each other at one of them wait for its store, and then some more.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begin = time.monotonic()
-    ranks = [_Rank() if fresh or not _IDLE else _IDLE.pop(0) for _ in range(world_size)]
+    ranks = [_Rank() if fresh else _next_rank() for _ in range(world_size)]
     for number, rank in enumerate(ranks):
         rank.call(function, args, torchrun_environment(number, world_size, store.port))
     # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
@@ -130,6 +130,10 @@ class _Rank:
         self._process.start()
         theirs.close()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
         self._pipe.send_bytes(pickle.dumps((function, args, environment)))
 
@@ -154,6 +158,13 @@ class _Rank:
 
 #: Those that wait for their next function.
 _IDLE: list[_Rank] = []
+
+
+def _next_rank() -> _Rank:
+    while _IDLE:
+        if (rank := _IDLE.pop(0)).is_alive:
+            return rank
+    return _Rank()
 
 
 def _serve(pipe: Connection) -> None:
