@@ -96,7 +96,7 @@ def _state(rank: int) -> list[Any]:
         [random.random(), np.random.rand(), torch.rand(()).item()],
         [torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()],
         [logger.level, len(logger.handlers), len(caught), len(warnings.filters), SAID],
-        callable(lightning_odc.Minibatch),
+        [callable(lightning_odc.Minibatch), callable(lightning_odc.ODCStrategy.setup)],
         torch.distributed.is_initialized(),
     ]
 
@@ -115,6 +115,7 @@ def _changes_everything(rank: int) -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     lightning_odc.Minibatch = None
+    lightning_odc.ODCStrategy.setup = None
     SAID.append(1)
     return os.getpid()
 

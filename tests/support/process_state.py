@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from tests.support.descriptors import descriptors, windows
 
-#: Modules whose attributes tests may set, and those of the modules in them.
+#: Modules whose attributes tests may set, and those of modules and of our classes in them.
 _PATCHED = {"lightning_odc", "os", "sys", "tempfile", "tests"}
 _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _LIMITS = {number for name, number in vars(resource).items() if name.startswith("RLIMIT_")}
@@ -148,8 +148,15 @@ def _logger(logger: logging.Logger) -> Callable[[], None]:
     return put_back
 
 
-def _patched() -> list[Any]:
-    return [module for name, module in sys.modules.items() if name.partition(".")[0] in _PATCHED]
+def _patched() -> Iterator[Any]:
+    """The modules that tests patch, and our classes in them."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _PATCHED:
+            yield module
+            own = (value for value in vars(module).values() if isinstance(value, type))
+            yield from (
+                value for value in own if value.__module__ == name and name.startswith("lightning_odc")
+            )
 
 
 def _loggers() -> list[logging.Logger]:
