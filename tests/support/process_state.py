@@ -23,8 +23,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from tests.support.descriptors import descriptors, windows
 
-#: Modules whose attributes tests may set, and those of modules and of our classes in them.
-_PATCHED = {"lightning_odc", "os", "sys", "tempfile", "tests"}
+#: Others' modules whose attributes tests set.
+_PATCHED = {"os", "sys", "tempfile", "torch", "torch.cuda", "torch.distributed"}
 _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _LIMITS = {number for name, number in vars(resource).items() if name.startswith("RLIMIT_")}
 
@@ -151,7 +151,7 @@ def _logger(logger: logging.Logger) -> Callable[[], None]:
 def _patched() -> Iterator[Any]:
     """The modules that tests patch, and our classes in them."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _PATCHED:
+        if name in _PATCHED or name.startswith(("lightning_odc", "tests")):
             yield module
             own = (value for value in vars(module).values() if isinstance(value, type))
             yield from (
