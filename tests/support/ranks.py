@@ -83,8 +83,8 @@ def try_ranks(
     start_server()
     # As `torchrun` does it: ranks that look for each other at one of them wait for its store, and then some more.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    begin = time.monotonic()
     ranks = [_Rank() if fresh else _next_rank() for _ in range(world_size)]
+    begin = time.monotonic()  # what they are forked from may have had to import everything first
     for number, rank in enumerate(ranks):
         rank.call(function, args, torchrun_environment(number, world_size, store.port))
     # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
