@@ -41,6 +41,7 @@ GPU_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON)
 GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
 test-gpu: $(GPU_STAMP) ## run the tests that need a GPU, and keep what they say for the docs; PYTHON=python3 without .venv
+	timeout 90 $(GPU_PYTHON) -m tests.gpu.probe
 	timeout 480 $(GPU_PYTHON) -m pytest tests/gpu --gpu-report docs/data/gpu-tests.json $(ARGS)
 
 bench-gpu: $(GPU_STAMP) ## measure the CUDA transport, for the docs; PYTHON=python3 without .venv

@@ -5,8 +5,10 @@ Tested with lightning 2.5.0 to 2.6.6 and torch 2.9.1 to 2.13.0; ``tests/test_com
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +23,12 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 # Typed as Any: Lightning does not export these names, which is why they are here.
+_lightning_distributed: Any = importlib.import_module("lightning.fabric.utilities.distributed")
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
@@ -141,6 +145,17 @@ def save_sharded(state: dict[str, Any], path: Path) -> None:
 def checkpoint_name(name: str) -> str:
     """The name of a parameter in checkpoints: wrappers for activation checkpointing or compiling leave no trace."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def sharded_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """This rank's shard ``local`` as a part of something sharded like ``parameter``, on any device.
+
+    Why: ``DTensor.from_local`` takes 0.1 ms and more, for every gradient of every step, and would move a shard that
+    ``cpu_offload`` keeps elsewhere to the device of the mesh. ``fully_shard`` makes its parameters in this way (torch
+    2.9 to 2.13).
+    """
+    made: Any = DTensor
+    return cast(DTensor, made(local, parameter._spec, requires_grad=False))
 
 
 def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
@@ -265,8 +280,12 @@ def symmetric_rendezvous(own: torch.Tensor, group: Any) -> Any:
     """Map what every rank of ``group`` passes; the handle has ``rank``, ``world_size`` and ``get_buffer``.
 
     Views from ``handle.get_buffer(rank, sizes, dtype)`` do not keep the mapping alive, the handle does.
+
+    No multicast object is made meanwhile. Nothing here uses one, and on machines with NVSwitch making it is known to
+    fail (pytorch#150852) and to hang (pytorch#195596). torch looks at the variable in every rendezvous.
     """
-    return _symmetric_memory().rendezvous(own, group)
+    with _environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
+        return _symmetric_memory().rendezvous(own, group)
 
 
 def cuda_driver_version() -> str:
@@ -280,6 +299,30 @@ def cuda_driver_version() -> str:
 
 def _symmetric_memory() -> Any:
     return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A context in which a variable of the environment has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def set_process_group_backend(strategy: Any, backend: str) -> None:
+    """Let one of Lightning's strategies (2.5.0 to 2.6.6) start its process group with this backend.
+
+    Why: ``process_group_backend`` is an argument of the constructor, and which devices the strategy gets is known
+    later. Lightning destroys groups of NCCL when the program ends, and knows them by the name ``"nccl"`` alone.
+    """
+    strategy._process_group_backend = backend
+    if "nccl" in backend:
+        atexit.register(_lightning_distributed._destroy_dist_connection)
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:

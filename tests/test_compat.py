@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_odc import _compat
@@ -243,6 +244,34 @@ def test_transformers_reads_the_mark_of_fully_shard():
     run_ranks(_generates, world_size=1)
 
 
+def _sharded_alike(rank: int) -> list[bool]:
+    init_gloo(rank)
+    model = fully_shard(nn.Linear(3, 3))  # 2 rows on rank 0, 1 on rank 1
+    same = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        local = torch.full_like(parameter.to_local(), 2.0 + rank)
+        made = _compat.sharded_like(parameter, local)
+        one = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        names = ("shape", "placements", "device_mesh", "dtype", "requires_grad")
+        same += [getattr(made, name) == getattr(one, name) for name in names]
+        same += [
+            torch.equal(made.full_tensor(), one.full_tensor()),
+            made.to_local().data_ptr() == local.data_ptr(),
+        ]
+    return same
+
+
+def test_a_gradient_is_sharded_like_its_parameter():
+    assert run_ranks(_sharded_alike) == [[True] * 14] * 2
+
+
 def test_comms_of_a_module_are_those_that_were_set():
     class Module:
         """What `comms_of` looks at, in both of its shapes."""
@@ -350,6 +379,8 @@ def test_gpus_are_asked_for_their_facts_by_public_names():
         "mem_get_info",
         "memory_reserved",
         "memory_allocated",
+        "max_memory_allocated",
+        "reset_peak_memory_stats",
         "can_device_access_peer",
         "empty_cache",
     ):

@@ -1,30 +1,41 @@
-"""What one rank measures: reading and adding over the CUDA transport, beside a plain copy and a plain addition.
+"""What one rank measures: reading and adding over the CUDA transport, beside plain copies and additions.
 
-By a profile: what reading costs the multiprocessors, and how often the host waits.
+And by a profile: what reads are on the device, and where the host waits. The plain copy that reads are compared with
+comes over the same link, from a tensor of this process on the peer's GPU. Where ranks share a GPU there is no link.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import statistics
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.choice import make_transport
+from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 MIB = 2**20
 _WARM_UP, _ROUNDS = 3, 15
 _READS = 20
 _STEPS, _MICROBATCHES = 5, 3
-_SYNCHRONIZING = ("Synchronize",)  # cudaStreamSynchronize, cudaEventSynchronize, cudaDeviceSynchronize
+_SYNCHRONIZING = "Synchronize"  # cudaStreamSynchronize, cudaEventSynchronize, cudaDeviceSynchronize
+_MARK = "odc minibatch"
+#: All shards together, and all accumulators, are larger than the second-level cache of any GPU (60 MB on an H200): no
+#: round finds there what an earlier one has left.
+ROTATED_MIB = 256
 
 #: Seconds that a job takes on the device, one entry per round.
 TimeOf = Callable[[Callable[[], Any]], list[float]]
@@ -32,15 +43,21 @@ TimeOf = Callable[[Callable[[], Any]], list[float]]
 
 def measure(rank: int, world_size: int, mib: list[int]) -> dict[str, Any]:
     """Everything about one rank; the process group is up."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    there_are = torch.cuda.device_count()
+    shared = world_size > there_are
+    if shared:  # here, since the server that ranks are forked from has started before
+        os.environ[OVERLAP_VARIABLE] = "1"
+    device = torch.device("cuda", rank % there_are)
     torch.cuda.set_device(device)
     meet = process_group_rendezvous(dist.group.WORLD)
 
     def fresh() -> Transport:
         return make_transport(device, rank, world_size, meet, dist.group.WORLD)
 
+    peer = None if shared else torch.device("cuda", (rank + 1) % world_size)
     return {
-        "primitives": time_primitives(fresh, meet, mib),
+        "shared GPU": shared,
+        "primitives": time_primitives(fresh, meet, mib, peer=peer, together=not shared),
         "reading": reading(fresh(), meet, max(mib)),
         "waits": host_waits(OnDemandEngine(fresh, meet, timeout=120), device, world_size),
     }
@@ -64,29 +81,44 @@ def time_primitives(
     meet: Callable[[Any], list[Any]],
     mib: Iterable[int],
     time_of: TimeOf = device_seconds,
+    *,
+    peer: torch.device | None = None,
+    together: bool = True,
+    rotated_mib: int = ROTATED_MIB,
 ) -> list[dict[str, Any]]:
-    """One entry per size: median seconds of what this rank did, all ranks at once and this rank alone.
+    """One entry per size: median seconds of what this rank did, this rank alone and all ranks at once.
 
     Args:
-        fresh: makes a transport, one for every size.
-        meet: gives every rank's object to every rank.
-        mib: sizes of what is read from one owner, and of the accumulator that is added to, in MiB.
-        time_of: measures a job.
+        fresh: Makes a transport, one for every size.
+        meet: Gives every rank's object to every rank.
+        mib: Sizes of what is read from one owner, and of the accumulator that is added to, in MiB.
+        time_of: Measures a job.
+        peer: The next rank's device, if it is another one.
+        together: Measure all ranks at once, too. On one GPU that would show how contexts take turns.
+        rotated_mib: The size of what all rounds go over, in MiB.
     """
-    return [_time_size(fresh(), meet, size, time_of) for size in mib]
+    hows = ("alone", "together") if together else ("alone",)
+    return [_time_size(fresh(), meet, size, time_of, peer, hows, rotated_mib) for size in mib]
 
 
 def _time_size(
-    transport: Transport, meet: Callable[[Any], list[Any]], mib: int, time_of: TimeOf
+    transport: Transport,
+    meet: Callable[[Any], list[Any]],
+    mib: int,
+    time_of: TimeOf,
+    peer: torch.device | None,
+    hows: Sequence[str],
+    rotated_mib: int,
 ) -> dict[str, Any]:
     numel = mib * MIB // 4
     spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
-    transport.open(WindowSpec(units=(spec,), words=1))
-    jobs = _jobs(transport)
-    result: dict[str, Any] = {"mib": mib, "together": {}, "alone": {}}
+    transport.open(WindowSpec(units=(spec,) * max(rotated_mib // mib, 1), words=1))
+    jobs = _jobs(transport, max(rotated_mib // mib, 1), peer)
+    result: dict[str, Any] = {"mib": mib, **{how: {} for how in hows}}
     for name, job in jobs.items():
-        meet(None)
-        result["together"][name] = statistics.median(time_of(job))
+        if "together" in hows:
+            meet(None)
+            result["together"][name] = statistics.median(time_of(job))
         for rank in range(transport.world_size):
             meet(None)
             if rank == transport.rank:
@@ -98,27 +130,35 @@ def _time_size(
     return result
 
 
-def _jobs(transport: Transport) -> dict[str, Callable[[], Any]]:
-    """Every job moves or adds one whole fp32 shard."""
-    peer = (transport.rank + 1) % transport.world_size
-    like = transport.shard(transport.rank, 0)
-    here, there = torch.zeros_like(like), torch.zeros_like(like)
-    narrow = torch.ones_like(like, dtype=torch.bfloat16)
-    shard = transport.shard(peer, 0)
+def _jobs(transport: Transport, units: int, peer_device: torch.device | None) -> dict[str, Callable[[], Any]]:
+    """Every job moves or adds one whole fp32 shard, of another unit in every round; the last one, one per owner."""
+    world, own = transport.world_size, transport.rank
+    peer = (own + 1) % world
+    like = transport.shard(own, 0)
+    here, there = (torch.zeros(units, like.numel(), device=like.device) for _ in range(2))
+    narrow = torch.ones_like(there, dtype=torch.bfloat16)
+    rows = torch.ones(world, like.numel(), dtype=torch.bfloat16, device=like.device)
+    counter = itertools.count()
 
-    def add(owner: int, values: Tensor) -> Callable[[], Any]:
-        accumulator = transport.accumulator(owner, 0)
-        return lambda: transport.add(accumulator, values)
+    def each(job: Callable[[int], Any]) -> Callable[[], Any]:
+        return lambda: job(next(counter) % units)
 
-    return {
-        "copy": lambda: here.copy_(there),
-        "read from a peer": lambda: transport.read([shard], here),
-        "add in place": lambda: there.add_(here),
-        "add to a peer": add(peer, here),
-        "add bf16 in place": lambda: there.add_(narrow),
-        "add bf16 to a peer": add(peer, narrow),
-        "add to own": add(transport.rank, here),
+    jobs = {
+        "copy": each(lambda unit: here[unit].copy_(there[unit])),
+        "read from a peer": each(lambda unit: transport.read([transport.shard(peer, unit)], here[unit])),
+        "add in place": each(lambda unit: there[unit].add_(here[unit])),
+        "add to a peer": each(lambda unit: transport.add(transport.accumulator(peer, unit), here[unit])),
+        "add bf16 in place": each(lambda unit: there[unit].add_(narrow[unit])),
+        "add bf16 to a peer": each(
+            lambda unit: transport.add(transport.accumulator(peer, unit), narrow[unit])
+        ),
+        "add to own": each(lambda unit: transport.add(transport.accumulator(own, unit), here[unit])),
+        "add bf16 to all": each(lambda unit: transport.add_rows(unit, 0, 0, rows)),
     }
+    if peer_device is not None:
+        far = torch.zeros_like(there, device=peer_device)
+        jobs["copy over the link"] = each(lambda unit: here[unit].copy_(far[unit], non_blocking=True))
+    return jobs
 
 
 def reading(transport: Transport, meet: Callable[[Any], list[Any]], mib: int) -> dict[str, float]:
@@ -196,7 +236,7 @@ def host_waits(engine: OnDemandEngine, device: torch.device, world_size: int) ->
         world_size: number of ranks.
     """
     model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)]).to(device)
-    shard_model(model, mesh_for("cuda", world_size))
+    shard_model(model, mesh_for(device.type, world_size))
     engine.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = torch.randn(64, 512, device=device)
@@ -216,13 +256,41 @@ def host_waits(engine: OnDemandEngine, device: torch.device, world_size: int) ->
     before = engine.protocol.device_waits
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         for _ in range(_STEPS):
-            minibatch()
+            with record_function(_MARK):
+                minibatch()
     waits = (engine.protocol.device_waits - before) / _STEPS
-    calls = [e.name for e in record.events() if any(word in e.name for word in _SYNCHRONIZING)]
     engine.exchange("end", None)
     engine.close()
-    # The profiler ends with a synchronization of its own.
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        record.export_chrome_trace(str(file))
+        training, others = synchronizing_calls(json.loads(file.read_text())["traceEvents"])
     return {
         "waits per minibatch": waits,
-        "synchronizing calls per minibatch": max(len(calls) - 1, 0) / _STEPS,
+        "synchronizing calls per minibatch": training / _STEPS,
+        "synchronizing calls of other threads per minibatch": others / _STEPS,
     }
+
+
+def synchronizing_calls(events: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How often the thread that trains waited in a call of CUDA, and how often other threads did.
+
+    The announcer waits once per unit, beside the training. What the profiler itself waits for when it ends is left out.
+
+    Args:
+        events: Of a trace of ``torch.profiler``, in which minibatches are marked.
+    """
+    marks = [
+        event for event in events if event.get("name") == _MARK and event.get("cat") == "user_annotation"
+    ]
+    end = max((float(mark["ts"]) + float(mark["dur"]) for mark in marks), default=0.0)
+    threads = [
+        event["tid"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and _SYNCHRONIZING in event["name"]
+        and float(event["ts"]) <= end
+    ]
+    trains = {mark["tid"] for mark in marks}
+    own = sum(thread in trains for thread in threads)
+    return own, len(threads) - own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,24 @@ LENGTH_LIMIT = 2**40
 """Lengths are below it: far above any sample, and the sum of 8192 of them is still exact in float64."""
 
 
+MOST_NUMBERS = 8
+"""Numbers in the row of a sample: more of them are a mistake, for example the tokens themselves."""
+
+_ROW_LINE = 'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["patches"]))'
+
+
 def as_lengths(lengths: Any) -> Ints:
-    """``lengths`` as a one-dimensional int64 array of positive numbers of tokens.
+    """``lengths`` as an int64 array: one number of tokens per sample, ``[n]``, or a row of numbers, ``[n, d]``.
 
     Args:
-        lengths: anything that numpy reads as an array of numbers, ``[n]``, in tokens.
+        lengths: anything that numpy reads as an array of numbers, ``[n]`` in tokens; or ``[n, d]``, of which the first
+            number is positive and the others are not negative.
 
     Raises:
-        ValueError: not one-dimensional, empty, not whole numbers, or one that is not positive. The message names it.
+        ValueError: another shape, empty, not whole numbers, or one that is too small. The message names it.
     """
-    array = np.asarray(lengths)
-    if array.ndim != 1 or not array.size:
+    array = as_table(lengths, "lengths")
+    if array.ndim not in (1, 2) or not array.size:
         raise ValueError(
             f"lengths must be one row of tokens per sample with at least one sample, got shape {list(array.shape)}: "
             "plan_minibatch([812, 4096, 77], num_ranks=2)."
@@ -38,14 +44,58 @@ def as_lengths(lengths: Any) -> Ints:
         raise ValueError(
             f"lengths must be numbers of tokens, got {array.dtype}: lengths=[len(x) for x in samples]."
         )
-    good = (array >= 1) & (array < LENGTH_LIMIT) & (array == np.floor(array))  # NaN compares false
+    good = are_lengths(array)
     if not good.all():
         index = int(np.argmin(good))
         raise ValueError(
             f"the length of sample {index} is {array[index]}; lengths are positive whole numbers of tokens, below "
-            "2**40. Leave empty samples out of the data set."
+            f"2**40{among_others(array)}. Leave empty samples out of the data set."
         )
     return array.astype(np.int64)
+
+
+def as_table(lengths: Any, name: str, dtype: Any = None) -> npt.NDArray[Any]:
+    """What numpy makes of lengths; rows of one number become numbers.
+
+    Raises:
+        ValueError: rows of unequal width, empty ones, or ones with more than 8 numbers. The message names a sample.
+    """
+    try:
+        array = np.asarray(lengths, dtype=dtype)
+    except (TypeError, ValueError, OverflowError):
+        widths = [width(row) for row in lengths] if width(lengths) else []
+        other = next((index for index, width in enumerate(widths) if width != widths[0]), None)
+        if other is None:
+            raise
+        raise ValueError(
+            f"{name} must be one number per sample, or one row of as many numbers for each: sample 0 has "
+            f"{widths[0] or 1}, and sample {other} has {widths[other] or 1}: {_ROW_LINE}."
+        ) from None
+    if array.ndim == 2 and len(array) and not 1 <= array.shape[1] <= MOST_NUMBERS:
+        raise ValueError(
+            f"{name} must be one number per sample, or a row of 2 to {MOST_NUMBERS}, and every row has "
+            f"{array.shape[1]} numbers: {_ROW_LINE}."
+        )
+    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+
+
+def width(row: Any) -> int:
+    """How many numbers a row has; 0 for a number."""
+    return len(row) if isinstance(row, list | tuple) or bool(getattr(row, "shape", ())) else 0
+
+
+def are_lengths(array: npt.NDArray[Any]) -> Bools:
+    """``[n]``: which samples of ``[n]`` or ``[n, d]`` have lengths that are allowed."""
+    least = np.arange(array[0].size) == 0 if array.ndim == 2 else True  # the first number: 1; the others: 0
+    good = (array >= least) & (array < LENGTH_LIMIT) & (array == np.floor(array))  # NaN compares false
+    return good if array.ndim == 1 else good.all(1)
+
+
+def among_others(array: npt.NDArray[Any]) -> str:
+    """What else messages say of rows of numbers."""
+    if array.ndim == 1:
+        return ""
+    return "; in a row, only the numbers after the first may be 0, so put first what every sample has"
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -67,62 +117,3 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, choices))}.")
-
-
-Caps = int | Sequence[int] | None
-"""Most tokens of a microbatch: for all ranks, or one number per rank; by default the longest row."""
-
-
-def as_caps(max_tokens: Any, num_ranks: int) -> int | tuple[int, ...] | None:
-    """``max_tokens`` as a number, one number per rank, or None.
-
-    Raises:
-        ValueError: a cap is not a positive whole number, or there are not as many caps as ranks.
-    """
-    if max_tokens is None:
-        return None
-    if not isinstance(max_tokens, Sequence | np.ndarray) or isinstance(max_tokens, str):
-        return check_count("max_tokens", max_tokens)
-    caps = tuple(check_count("max_tokens", cap) for cap in max_tokens)
-    if len(caps) != num_ranks:
-        example = ((caps or (8192,)) * num_ranks)[:num_ranks]
-        raise ValueError(
-            f"max_tokens has {len(caps)} caps for {num_ranks} ranks: write one per rank, max_tokens={list(example)}, "
-            f"or one number for all, max_tokens={example[0]}."
-        )
-    return caps
-
-
-def check_caps(lengths: Ints, rows: Ints, max_tokens: int | tuple[int, ...] | None, num_ranks: int) -> Ints:
-    """``[num_ranks]`` token caps of a microbatch: ``max_tokens``, or the longest row.
-
-    Args:
-        lengths: ``[n]`` tokens of the samples.
-        rows: ``[n]`` tokens that each sample has alone in its microbatch.
-        max_tokens: what `as_caps` returns.
-        num_ranks: the number of ranks.
-
-    Raises:
-        ValueError: a sample alone is above the largest cap.
-    """
-    longest = int(rows.max())
-    caps = np.broadcast_to(np.asarray(longest if max_tokens is None else max_tokens), (num_ranks,))
-    if longest > caps.max():
-        raise ValueError(_does_not_fit(lengths, rows, max_tokens))
-    return caps
-
-
-def _does_not_fit(lengths: Ints, rows: Ints, max_tokens: Any) -> str:
-    index = int(rows.argmax())
-    length, longest = int(lengths[index]), int(rows[index])
-    padded = "" if length == longest else f", {'padded' if length < longest else 'cut'} to {longest}"
-    if not isinstance(max_tokens, tuple):
-        limit, line = f"max_tokens={max_tokens}", f"max_tokens={longest}"
-    else:
-        largest, caps = max(max_tokens), list(max_tokens)
-        limit = f"{largest}, the largest cap of max_tokens={caps}"
-        line = f"max_tokens={[longest if cap == largest else cap for cap in caps]}"
-    return (
-        f"sample {index} has {length} tokens{padded}, more than {limit}, and samples are never split: write {line}, "
-        "or shorten or leave out the longer samples."
-    )

@@ -20,6 +20,7 @@ import numpy as np
 from lightning_odc.balance.bins import packing_cost
 from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, pair_of, quadratic
 from lightning_odc.balance.fitted import FittedCost, LearntCost, Observation
+from lightning_odc.balance.numbers import first_number
 from lightning_odc.balance.transformer import TransformerCost
 
 _KEPT = 128  # predictions that are compared, the latest ones
@@ -82,10 +83,12 @@ class AutoCost:
             factor = ratios[len(ratios) // 2]
             self.is_refuted = self._errs_by_rank(factor) or self._errs_by_microbatch(factor)
 
-    def _prior_of(self, lengths: Sequence[int]) -> float:
+    def _prior_of(self, lengths: Sequence[Any]) -> float:
         """What the prior says of a microbatch, in its unit."""
-        alone = math.fsum(self.prior.samples(np.array(lengths, dtype=np.float64)).tolist())
-        return alone + packing_cost([list(range(len(lengths)))], lengths, self._overhead, self._pair)
+        array = np.array(lengths)
+        alone = math.fsum(self.prior.samples(array.astype(np.float64)).tolist())
+        sizes = first_number(array).tolist()
+        return alone + packing_cost([list(range(len(sizes)))], sizes, self._overhead, self._pair)
 
     def _errs_by_rank(self, factor: float) -> bool:
         """Whether the prior errs by much on one rank: then that rank is late in every minibatch."""

@@ -1,7 +1,8 @@
 """From the samples of a rank to microbatches: packing, aligning, pairing.
 
 *Packing* puts one rank's samples into microbatches under the token cap: as few and as even as possible. All functions
-return bins as lists of positions in ``sizes``. A sample is never split and always fits in a bin alone.
+return bins as lists of positions in ``sizes``. A sample is never split and always fits in a bin alone. Where samples
+have rows of numbers, ``sizes`` are the first ones and ``others`` the rest, which must fit as well.
 
 *Aligning* makes microbatches line up, since collectives wait for the largest ``m``-th microbatch of all ranks.
 Ranks of equal total cost can still wait for each other in every microbatch: one holds a sample that fills a microbatch
@@ -26,6 +27,7 @@ import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.balance.costs import Terms
+from lightning_odc.balance.numbers import Others, first_number
 from lightning_odc.balance.workload import Workload
 
 _MOST_EXACT = 24
@@ -34,7 +36,9 @@ _NODES = 600
 Bins = list[list[int]]
 
 
-def pack_bins(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0) -> Bins:
+def pack_bins(
+    sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0, others: Others | None = None
+) -> Bins:
     """As few bins as found, and then as even ones; or more of them, if that costs less.
 
     Args:
@@ -42,12 +46,14 @@ def pack_bins(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float
         cap: most tokens of a bin.
         overhead: cost of a bin.
         pair: cost of every two tokens of different samples in one bin.
+        others: the numbers after the first, if there are any.
 
     Returns:
-        Bins, none of them empty; none at all without samples. If ``pair`` is 0, their number is the smallest possible
-        for up to 24 samples unless a search of 600 steps does not settle it, and that of best-fit decreasing otherwise.
+        Bins, none of them empty; none at all without samples. If ``pair`` is 0 and samples have one number, their
+        number is the smallest possible for up to 24 samples unless a search of 600 steps does not settle it, and that
+        of best-fit decreasing otherwise.
     """
-    fewest = _pack_fewest(sizes, cap)
+    fewest = _pack_fewest(sizes, cap, others)
     if not pair or len(fewest) == len(sizes):
         return fewest
     falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])
@@ -55,7 +61,7 @@ def pack_bins(sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float
     counts = {
         min(max(count, len(fewest)), len(sizes)) for count in (*range(likely - 1, likely + 3), len(sizes))
     }
-    options = [spread(sizes, falling, sizes, cap, count) for count in sorted(counts)]
+    options = [spread(sizes, falling, sizes, cap, count, others) for count in sorted(counts)]
     return min(
         [fewest, *(bins for bins in options if bins)],
         key=lambda bins: packing_cost(bins, sizes, overhead, pair),
@@ -82,12 +88,15 @@ def bin_fraction(size: int, cap: int, overhead: float, pair: float) -> tuple[flo
     return size / full, overhead * size / full + pair * size * (full - size) / 2
 
 
-def _pack_fewest(sizes: Sequence[int], cap: int) -> Bins:
+def _pack_fewest(sizes: Sequence[int], cap: int, others: Others | None) -> Bins:
     """As few bins as found, and then as even ones: spread the sizes if they fit, else best fit."""
-    if sum(sizes) <= cap:
-        return [list(range(len(sizes)))] if sizes else []
-    falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])
+    everything = range(len(sizes))
+    if sum(sizes) <= cap and (others is None or others.fit(everything)):
+        return [list(everything)] if sizes else []
+    falling = sorted(everything, key=lambda position: -sizes[position])
     fewest = _fewest(sizes, falling, cap)
+    if others is not None:
+        return _pack_by_shares(sizes, cap, others, max(fewest, others.fewest()))
     bins = spread(sizes, falling, sizes, cap, fewest)
     if bins is None:
         bins = best_fit(sizes, falling, cap)
@@ -97,7 +106,20 @@ def _pack_fewest(sizes: Sequence[int], cap: int) -> Bins:
     return bins
 
 
-def pack_exact_count(sizes: Sequence[int], costs: Sequence[float], cap: int, count: int) -> Bins:
+def _pack_by_shares(sizes: Sequence[int], cap: int, others: Others, fewest: int) -> Bins:
+    """The same for rows of numbers: the sample that takes the largest share of a cap goes first."""
+    shares = [max(size / cap, share) for size, share in zip(sizes, others.shares, strict=True)]
+    falling = sorted(range(len(sizes)), key=lambda position: -shares[position])
+    bins = best_fit(sizes, falling, cap, others)
+    for count in range(fewest if len(sizes) <= _MOST_EXACT else len(bins), len(bins) + 1):
+        if even := spread(sizes, falling, shares, cap, count, others):
+            return even
+    return bins
+
+
+def pack_exact_count(
+    sizes: Sequence[int], costs: Sequence[float], cap: int, count: int, others: Others | None = None
+) -> Bins:
     """Exactly ``count`` bins under the cap, of even cost if possible.
 
     Args:
@@ -105,48 +127,63 @@ def pack_exact_count(sizes: Sequence[int], costs: Sequence[float], cap: int, cou
         costs: ``[k]``, what to even out.
         cap: most tokens of a bin.
         count: The number of bins, at least as many as `pack_bins` makes.
+        others: the numbers after the first, if there are any.
     """
     falling = sorted(range(len(sizes)), key=lambda position: -costs[position])
-    bins = spread(sizes, falling, costs, cap, count)
+    bins = spread(sizes, falling, costs, cap, count, others)
     if bins is None:
-        bins = pack_bins(sizes, cap)
+        bins = pack_bins(sizes, cap, others=others)
         while len(bins) < count:
             bins.append(_halve(bins, costs))
     return bins
 
 
 def spread(
-    sizes: Sequence[int], falling: Sequence[int], costs: Sequence[float], cap: int, count: int
+    sizes: Sequence[int],
+    falling: Sequence[int],
+    costs: Sequence[float],
+    cap: int,
+    count: int,
+    others: Others | None = None,
 ) -> Bins | None:
     """Each sample, in this order, into the bin of least cost that has room; None if one finds no room."""
     bins: Bins = [[] for _ in range(count)]
     loads, rooms = [0.0] * count, [cap] * count
+    beside = None if others is None else others.rooms(count)
     for position in falling:
         size, least, target = sizes[position], math.inf, -1
         for b in range(count):
-            if loads[b] < least and rooms[b] >= size:
+            if loads[b] < least and rooms[b] >= size and (beside is None or beside.have(b, position)):
                 least, target = loads[b], b
         if target < 0:
             return None
         bins[target].append(position)
         loads[target] += costs[position]
         rooms[target] -= size
+        if beside is not None:
+            beside.put(target, position)
     return bins
 
 
-def best_fit(sizes: Sequence[int], falling: Sequence[int], cap: int) -> Bins:
+def best_fit(sizes: Sequence[int], falling: Sequence[int], cap: int, others: Others | None = None) -> Bins:
     """Each sample, in this order, into the fullest bin that has room, or a new one."""
     bins: Bins = []
     rooms: list[int] = []
+    beside = None if others is None else others.rooms(len(sizes))
     for position in falling:
         size = sizes[position]
-        target = min((b for b in range(len(bins)) if rooms[b] >= size), key=rooms.__getitem__, default=None)
+        having_room = (b for b in range(len(bins)) if rooms[b] >= size)
+        if beside is not None:
+            having_room = (b for b in having_room if beside.have(b, position))
+        target = min(having_room, key=rooms.__getitem__, default=None)
         if target is None:
             target = len(bins)
             bins.append([])
             rooms.append(cap)
         bins[target].append(position)
         rooms[target] -= size
+        if beside is not None:
+            beside.put(target, position)
     return bins
 
 
@@ -229,6 +266,7 @@ class RankSamples:
         costs: ``[k]``.
         overhead: Cost of a microbatch.
         pair: Cost of every two tokens of different samples in one microbatch.
+        others: ``[k]`` numbers after the first, if there are any.
     """
 
     indices: Sequence[int]
@@ -236,13 +274,16 @@ class RankSamples:
     costs: Sequence[float]
     overhead: float = 0.0
     pair: float = 0.0
+    others: Others | None = None
 
     @classmethod
-    def of(cls, rank: int, indices: Ints, lengths: Ints, terms: Terms) -> RankSamples:
-        """From the lengths and costs of a minibatch."""
+    def of(cls, rank: int, indices: Ints, lengths: Ints, caps: Ints, terms: Terms) -> RankSamples:
+        """From the lengths, caps and costs of a minibatch."""
         costs = terms.rows[rank, indices].tolist()
         overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
-        return cls(indices.tolist(), lengths[indices].tolist(), costs, overhead, pair)
+        own = lengths[indices]
+        others = Others.of(own, caps[rank])
+        return cls(indices.tolist(), first_number(own).tolist(), costs, overhead, pair, others)
 
     def microbatches(self, bins: Bins) -> list[list[int]]:
         """Bins as lists of indices: the costliest microbatch first, in each the costliest sample first."""
@@ -272,7 +313,7 @@ def pack_equal_counts(ranks: Sequence[RankSamples], cap: int, lined_up: bool) ->
     Returns:
         Bins of positions; as few as possible, or as many as cost least if samples cost each other.
     """
-    fewest = max(len(pack_bins(own.sizes, cap)) for own in ranks)
+    fewest = max(len(pack_bins(own.sizes, cap, others=own.others)) for own in ranks)
     if not any(own.pair for own in ranks):
         return _even_in_cost(ranks, cap, fewest, lined_up)
     most = max(len(own.sizes) for own in ranks)
@@ -289,7 +330,9 @@ def _even_in_cost(ranks: Sequence[RankSamples], cap: int, count: int, lined_up: 
 
 def _exactly(own: RankSamples, even: Sequence[float], cap: int, count: int) -> Bins:
     """As many bins, even in this, or as many as there are samples."""
-    return pack_exact_count(own.sizes, even, cap, min(count, len(own.sizes))) if own.sizes else []
+    if not own.sizes:
+        return []
+    return pack_exact_count(own.sizes, even, cap, min(count, len(own.sizes)), own.others)
 
 
 def _collective_cost(ranks: Sequence[RankSamples], packed: list[Bins]) -> float:
@@ -343,6 +386,7 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
     count = len(profile)
     bins: Bins = [[] for _ in range(count)]
     loads, rooms, empty = [0.0] * count, [cap] * count, count
+    beside = None if own.others is None else own.others.rooms(count)
     falling = sorted(range(len(own.costs)), key=lambda position: -own.costs[position])
     for place, position in enumerate(falling):
         size, cost = own.sizes[position], own.costs[position]
@@ -350,6 +394,8 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
         least, target = (math.inf, math.inf), -1
         for b in range(count):
             if rooms[b] < size or (must_open and bins[b]):
+                continue
+            if beside is not None and not beside.have(b, position):
                 continue
             before, after, limit = loads[b], loads[b] + cost, profile[b]
             raised = 0.0 if after <= limit else after - max(before, limit)
@@ -361,6 +407,8 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
         bins[target].append(position)
         loads[target] += cost
         rooms[target] -= size
+        if beside is not None:
+            beside.put(target, position)
     return _falling(own, bins)
 
 
@@ -376,13 +424,20 @@ def _span(profile: Floats, loads: Floats) -> float:
     return math.fsum(np.maximum(profile, loads).tolist())
 
 
-def fitting_pairs(lengths: Ints, cap: int, count: int) -> list[tuple[int, int]]:
-    """So many disjoint pairs of samples that fit into one microbatch; none if there are not so many."""
+def fitting_pairs(lengths: Ints, cap: Ints, count: int) -> list[tuple[int, int]]:
+    """So many disjoint pairs of samples that fit into one microbatch; none if there are not so many.
+
+    Args:
+        lengths: ``[n]``, or ``[n, d]``; of rows of numbers, pairs may be overlooked.
+        cap: ``[]`` or ``[d]``.
+        count: The number of pairs.
+    """
     if 2 * count > len(lengths):
         return []
-    shortest = np.argsort(lengths, kind="stable")[: 2 * count]
+    largest = lengths if lengths.ndim == 1 else (lengths / cap).max(1)
+    shortest = np.argsort(largest, kind="stable")[: 2 * count]
     pairs = [(int(shortest[i]), int(shortest[-1 - i])) for i in range(count)]
-    return pairs if all(int(lengths[a] + lengths[b]) <= cap for a, b in pairs) else []
+    return pairs if all((lengths[a] + lengths[b] <= cap).all() for a, b in pairs) else []
 
 
 def partition_with_pairs(work: Workload, sizes: list[int], pairs: list[tuple[int, int]]) -> list[Ints]:

@@ -14,6 +14,9 @@ microbatch more, and the others an empty one.
 
 Blocks waste time where one sample is far longer than its neighbours. So for up to 256 samples ranks are also lined up
 one after another: beside one sample of 100 tokens, another rank runs three of 30.
+
+Where samples have rows of numbers, blocks are made of the first ones. The samples of a block are dealt out to its
+parts by the other numbers: largest first, there and back, so that parts have like sums.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ def padded_blocks(samples: PaddedSamples, starts: int) -> Plan:
     """
     best = _deal(samples, _blocks(samples))
     if starts and len(samples.sizes) <= _MOST_LINED_UP:
-        best = min([best, *_lined_up(samples, best)], key=lambda columns: _span(samples, columns))
+        options = [_costliest_first(samples, columns) for columns in (best, *_lined_up(samples, best))]
+        best = min(options, key=lambda columns: _span(samples, columns))
+    else:
+        best = _costliest_first(samples, best)
     return [[samples.named(own) for own in column] for column in best]
 
 
@@ -75,9 +81,36 @@ def _cut_rows(samples: PaddedSamples, members: Ints) -> tuple[float, list[Block]
     # If rows must have equal lengths, a block begins with a row in which all have the length of its longest.
     alike = np.minimum(np.searchsorted(rows[:, 0], samples.runs[longest]), here)
     firsts = np.maximum(here + 1 - most, alike)
+    if samples.others is not None:
+        firsts = np.maximum.accumulate(_where_parts_fit(samples, rows, firsts))
     total, cuts = cut(costs.tolist(), firsts.tolist(), float(samples.overhead.max()))
-    parts = (rows[own.start : own.stop].reshape(samples.num_ranks, -1) for own in cuts)
+    parts = (_parts(samples, rows[own.start : own.stop].ravel()) for own in cuts)
     return total, [block.tolist() for block in parts]
+
+
+def _parts(samples: PaddedSamples, members: Ints) -> Ints:
+    """``[num_ranks, k]``: the samples of a block, rising, as parts of ``k`` samples, each rising."""
+    if samples.others is None:
+        return members.reshape(samples.num_ranks, -1)
+    shares = samples.others[0].shares
+    falling = sorted(members.tolist(), key=lambda sample: -shares[sample])
+    rounds = np.array(falling).reshape(-1, samples.num_ranks)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return np.sort(rounds.T, axis=1)
+
+
+def _where_parts_fit(samples: PaddedSamples, rows: Ints, firsts: Ints) -> Ints:
+    """Where blocks that end at each row may begin so that the numbers after the first fit, from ``firsts`` on."""
+    assert samples.others is not None
+    others, found = samples.others[0], []
+    for last, first in enumerate(firsts.tolist()):
+        begin = last
+        while begin > first and all(
+            map(others.fit, _parts(samples, rows[begin - 1 : last + 1].ravel()).tolist())
+        ):
+            begin -= 1
+        found.append(begin)
+    return np.array(found)
 
 
 def _first_blocks(samples: PaddedSamples) -> list[Block]:
@@ -110,13 +143,26 @@ def _pairs_and_singles(samples: PaddedSamples, more: int) -> Block | None:
 
 def _fits(samples: PaddedSamples, block: Iterable[list[int]]) -> bool:
     return all(
-        len(own) * samples.sizes[own[-1]] <= samples.caps[0] and samples.runs[own[-1]] <= own[0]
+        len(own) * samples.sizes[own[-1]] <= samples.caps[0]
+        and samples.runs[own[-1]] <= own[0]
+        and (samples.others is None or samples.others[0].fit(own))
         for own in block
     )
 
 
 def _slowest_first(samples: PaddedSamples) -> Ints:
     return np.argsort(-samples.costs.sum(1), kind="stable")
+
+
+def _costliest_first(samples: PaddedSamples, columns: Columns) -> Columns:
+    """Each rank's microbatches by falling cost, where the length of the longest sample does not tell it."""
+    if samples.beside is None:
+        return columns
+    rows = [0 if samples.alike else rank for rank in range(len(columns))]
+    return [
+        sorted(column, key=lambda own: -_cost_on(samples, row, own))
+        for row, column in zip(rows, columns, strict=True)
+    ]
 
 
 def _cost_of(samples: PaddedSamples, block: Block) -> float:
@@ -126,7 +172,9 @@ def _cost_of(samples: PaddedSamples, block: Block) -> float:
 
 
 def _cost_on(samples: PaddedSamples, row: int, members: list[int]) -> float:
-    return len(members) * float(samples.costs[row, members[-1]]) if members else 0.0
+    if not members:
+        return 0.0
+    return len(members) * float(samples.costs[row, members[-1]]) + samples.beside_of(row, members)
 
 
 def _deal(samples: PaddedSamples, blocks: list[Block]) -> Columns:
@@ -163,7 +211,7 @@ def _lined_up(samples: PaddedSamples, dealt: Columns) -> list[Columns]:
     Ranks get equally many samples of level cost. Then each, those with the longest samples first, cuts its own such
     that the largest microbatches so far grow least: `_along`.
     """
-    work = Workload.of(samples.costs, samples.num_ranks)
+    work = Workload.of(samples.all_costs, samples.num_ranks)
     groups = [sorted(work.order[own].tolist(), reverse=True) for own in partition(work, True, starts=0)]
     fewest, likely = min(map(len, groups)), len(dealt[0])
     divisions = [groups]
@@ -207,7 +255,14 @@ def _along(samples: PaddedSamples, row: int, falling: list[int], profile: Floats
     rows = np.arange(count + 1) - np.arange(count)[:, None]  # [j, i] samples j .. i - 1
     fits = (rows > 0) & (rows * samples.sizes[own][:, None] <= samples.caps[0])
     fits &= samples.runs[own][:, None] <= np.append(count, own)
-    costs = np.where(fits, rows * samples.costs[row, own][:, None], np.inf)
+    costs = rows * samples.costs[row, own][:, None]
+    if samples.others is not None:
+        firsts = np.array([0, *samples.others[0].firsts(falling)])
+        fits &= np.arange(count)[:, None] >= firsts
+    if samples.beside is not None:
+        before = np.append(0.0, np.cumsum(samples.beside[row, own]))
+        costs = costs + before - before[:count, None]
+    costs = np.where(fits, costs, np.inf)
     least, begins = np.where(np.arange(count + 1), np.inf, 0.0), []
     for limit in profile:
         total = least[:count, None] + np.maximum(costs, limit)

@@ -6,6 +6,8 @@ A ``collate_fn`` that pads makes a table with one row per sample, each as long a
 samples with 100, 90 and 10 tokens computes ``3 x 100`` tokens, not 200. Each row costs what a sample of 100 tokens
 costs alone. Rows do not attend to each other, so the cost is ``3 * samples(100) + overhead``, and there is no pair
 cost. The planner therefore fills a microbatch with samples of like length.
+
+Of a row of numbers, the first one is padded. The others add up as they are, in size and in cost: see `terms_of`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lightning_odc.balance.arrays import Ints, check_choice, check_count
+from lightning_odc.balance.numbers import first_number
 
 CollationKind = Literal["packed", "apart", "padded", "stacked"]
 KINDS: tuple[str, ...] = get_args(CollationKind)
@@ -65,28 +68,34 @@ class Collation:
         return self.kind in ("padded", "stacked")
 
     def row_lengths(self, lengths: Any) -> Ints:
-        """``[n]`` tokens that each sample has if it is alone in its microbatch.
+        """``[n]`` tokens that each sample has if it is alone in its microbatch; ``[n, d]`` of rows of numbers.
 
         Args:
-            lengths: ``[n]`` tokens of the samples.
+            lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers.
         """
         array = np.asarray(lengths, dtype=np.int64)
+        if array.ndim == 2:
+            return np.column_stack([self.row_lengths(array[:, 0]), array[:, 1:]])
         if self.fixed is not None:
             return np.full_like(array, self.fixed)
         return array if self.multiple == 1 else -(-array // self.multiple) * self.multiple
 
-    def rows(self, lengths: Any) -> list[int]:
+    def rows(self, lengths: Any) -> list[Any]:
         """``[n]`` tokens of the rows, or of the segments of the one row, that the samples of one microbatch become.
 
         Args:
-            lengths: ``[n]`` tokens of the samples of the microbatch.
+            lengths: ``[n]`` tokens of the samples of the microbatch, or ``[n, d]`` numbers; then so is what is
+                returned.
         """
-        own: list[int] = self.row_lengths(lengths).tolist()
-        return [max(own)] * len(own) if self.is_table and own else own
+        own = np.array(self.row_lengths(lengths))
+        tokens = first_number(own)
+        if self.is_table and len(own):
+            tokens[:] = tokens.max()
+        return own.tolist()
 
     def tokens(self, lengths: Any) -> int:
         """The number of tokens that the model computes for one microbatch of samples of these lengths."""
-        return sum(self.rows(lengths))
+        return int(first_number(np.array(self.rows(lengths), dtype=np.int64)).sum())
 
     def describe(self) -> str:
         """What the collate_fn does, in plain words: ``pads to the longest sample, a multiple of 8``."""

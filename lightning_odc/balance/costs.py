@@ -22,6 +22,7 @@ import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.balance.numbers import first_and_rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +33,13 @@ class Terms:
         samples: ``[1, n]`` costs of samples if all ranks are alike in them, else ``[num_ranks, n]``.
         overhead: ``[num_ranks]``, of every microbatch.
         pair: ``[num_ranks]``, of every two tokens of different samples in one microbatch.
+        beside: of ``samples`` the part that padding leaves as it is, in the same shape; ``None``: nothing.
     """
 
     samples: Floats
     overhead: Floats
     pair: Floats
+    beside: Floats | None = None
 
     @property
     def rows(self) -> Floats:
@@ -56,13 +59,31 @@ class Terms:
 def terms_of(cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> Terms:
     """The costs of samples of these lengths, each alone in its microbatch, checked.
 
+    Args:
+        cost: the cost.
+        lengths: ``[n]``, or ``[n, d]``. Of a row of numbers, padding raises the first one only. So where samples are
+            padded, the cost is divided: what a sample would cost with the smallest other numbers of all grows with
+            padding, and what it costs beyond that does not.
+        num_ranks: how many ranks there are.
+        collation: what becomes of samples that share a microbatch.
+
     Raises:
         ValueError: a shape that does not fit, or a value that is no cost.
     """
-    samples = _samples(cost, collation.row_lengths(lengths), num_ranks)
+    rows = collation.row_lengths(lengths)
+    samples = _samples(cost, rows, num_ranks)
     overhead = _per_rank("overhead", cost.overhead, num_ranks)
     pair = pair_of(cost) if collation.kind == "packed" else np.zeros(())
-    return Terms(samples, overhead, _per_rank("pair", pair, num_ranks))
+    beside = _beside(cost, rows, samples) if rows.ndim == 2 and collation.is_table else None
+    return Terms(samples, overhead, _per_rank("pair", pair, num_ranks), beside)
+
+
+def _beside(cost: Cost, rows: Ints, samples: Floats) -> Floats:
+    """What samples cost beyond the smallest numbers after the first; at least nothing, at most all."""
+    least = rows.astype(np.float64)
+    least[:, 1:] = least[:, 1:].min(0)
+    padded = np.asarray(cost.samples(least), dtype=np.float64).reshape(samples.shape)
+    return samples - np.fmax(0.0, np.fmin(padded, samples))
 
 
 def bar(terms: Terms, rows: Ints, caps: Ints) -> Terms:
@@ -73,16 +94,19 @@ def bar(terms: Terms, rows: Ints, caps: Ints) -> Terms:
 
     Args:
         terms: the costs of ``n`` samples.
-        rows: ``[n]`` tokens of each sample alone; each fits on some rank.
-        caps: ``[num_ranks]``, most tokens of a microbatch on each rank.
+        rows: ``[n]`` or ``[n, d]``, of each sample alone; each fits on some rank.
+        caps: ``[num_ranks]`` or ``[num_ranks, d]``, most of a microbatch on each rank.
 
     Returns:
         The same terms if all caps are equal. Otherwise every rank has a row of its own.
     """
     if (caps == caps[0]).all():
         return terms
-    price = 4.0 * rows.size * float(terms.samples.max() + terms.overhead.max())
-    return replace(terms, samples=np.where(rows > caps[:, None], price, terms.rows))
+    price = 4.0 * len(rows) * float(terms.samples.max() + terms.overhead.max())
+    too_large = rows > caps[:, None]  # [num_ranks, n] or [num_ranks, n, d]
+    if rows.ndim == 2:
+        too_large = np.any(too_large, axis=2)
+    return replace(terms, samples=np.where(too_large, price, terms.rows))
 
 
 def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
@@ -90,7 +114,7 @@ def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
     if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
         raise ValueError(
             f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples on {num_ranks} ranks; it must give "
-            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ."
+            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ.{_right(lengths)}"
         )
     samples = samples.reshape(-1, len(lengths))
     good = ((samples > 0) & np.isfinite(samples)).all(0)
@@ -101,6 +125,16 @@ def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
             "positive and finite, for example cost=lambda lengths: lengths + 2e-5 * lengths**2."
         )
     return samples
+
+
+def _right(lengths: Ints | Floats) -> str:
+    """The line to write for a cost of samples with several numbers."""
+    if lengths.ndim == 1:
+        return ""
+    return (
+        f" Lengths have {lengths.shape[1]} numbers each, shape {list(lengths.shape)}: "
+        "cost=lambda lengths: lengths[:, 0] + 2 * lengths[:, 1]."
+    )
 
 
 def _per_rank(name: str, value: Floats, num_ranks: int) -> Floats:
@@ -136,11 +170,16 @@ class Cost(Protocol):
     """A microbatch costs ``samples(lengths).sum() + overhead``.
 
     Equal inputs must give equal outputs on all ranks, since every rank makes the plan for itself. A cost may also have
-    a property ``pair``, of the shape of ``overhead``: see Note [Dense attention].
+    a property ``pair``, of the shape of ``overhead``: see Note [Dense attention]. Where samples have rows of numbers,
+    it concerns the first ones.
     """
 
     def samples(self, lengths: Floats) -> Floats:
-        """Cost of each sample: ``[n]`` if all ranks are alike, or ``[num_ranks, n]``; positive and finite."""
+        """Cost of each sample: ``[n]`` if all ranks are alike, or ``[num_ranks, n]``; positive and finite.
+
+        Args:
+            lengths: ``[n]``, or ``[n, d]`` where samples have rows of ``d`` numbers.
+        """
 
     @property
     def overhead(self) -> Floats:
@@ -152,8 +191,8 @@ class PolynomialCost:
     """``quadratic * s^2 + linear * s`` per sample of ``s`` tokens, ``constant`` per microbatch.
 
     Attributes:
-        quadratic: attention, per token squared.
-        linear: everything else, per token.
+        quadratic: attention, per token squared; of a row of numbers, for the first one.
+        linear: everything else, per token; of a row of numbers, for their sum.
         constant: launches, gathers and whatever a microbatch costs even when it is short.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
@@ -172,7 +211,8 @@ class PolynomialCost:
             )
 
     def samples(self, lengths: Floats) -> Floats:
-        return (self.quadratic * lengths + self.linear) * lengths
+        first, rest = first_and_rest(lengths)
+        return (self.quadratic * first + self.linear) * first + self.linear * rest
 
     @property
     def overhead(self) -> Floats:
@@ -189,7 +229,8 @@ class FunctionCost:
     """Any function of the lengths.
 
     Attributes:
-        function: Maps lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
+        function: Maps lengths, float64 ``[n]`` or, of rows of numbers, ``[n, d]``, to costs, ``[n]`` or
+            ``[num_ranks, n]``.
         constant: cost of a microbatch besides its samples.
     """
 
@@ -197,7 +238,15 @@ class FunctionCost:
     constant: float = 0.0
 
     def samples(self, lengths: Floats) -> Floats:
-        return np.asarray(self.function(lengths), dtype=np.float64)
+        costs = np.asarray(self.function(lengths), dtype=np.float64)
+        if lengths.ndim == 2 and costs.shape == lengths.shape:
+            # A cost for each number? Two ranks that differ, with two samples of two numbers, look the same.
+            twice = np.shape(self.function(np.concatenate([lengths, lengths])))
+            if twice == (2 * len(lengths), lengths.shape[1]):
+                raise ValueError(
+                    f"the cost gave shape {list(costs.shape)}, a cost for each number.{_right(lengths)}"
+                )
+        return costs
 
     @property
     def overhead(self) -> Floats:
@@ -230,7 +279,10 @@ class SpeedCost:
 
 
 def tokens() -> PolynomialCost:
-    """A sample costs its number of tokens: right for short samples, where attention hardly counts."""
+    """A sample costs its number of tokens: right for short samples, where attention hardly counts.
+
+    A row of numbers costs their sum.
+    """
     return PolynomialCost()
 
 

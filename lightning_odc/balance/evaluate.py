@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Caps, Floats, Ints, Plan, as_caps, as_lengths, check_caps
+from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths
 from lightning_odc.balance.bins import packing_cost
+from lightning_odc.balance.caps import Caps, as_caps, check_caps
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import bar, resolve_cost, terms_of
+from lightning_odc.balance.costs import Terms, bar, resolve_cost, terms_of
+from lightning_odc.balance.numbers import first_number, fullest
 from lightning_odc.balance.padding import PaddedSamples
 from lightning_odc.balance.pool import padded_bound
 from lightning_odc.balance.workload import Workload, lower_bound
@@ -24,7 +26,7 @@ def microbatch_costs(
 
     Args:
         plan: The plan of one minibatch.
-        lengths: ``[n]`` tokens of the samples that the plan's indices name.
+        lengths: ``[n]`` tokens of the samples that the plan's indices name, or ``[n, d]`` numbers.
         cost: See `plan_minibatch`.
         collation: See `plan_minibatch`.
     """
@@ -33,8 +35,10 @@ def microbatch_costs(
 
     def of(rank: int, microbatch: list[int]) -> float:
         overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
-        return _together(terms.rows[rank, microbatch], array[microbatch], overhead, pair, collation)
+        alone, beside = terms.rows[rank, microbatch], beside_rows[rank, microbatch]
+        return _together(alone, beside, array[microbatch], overhead, pair, collation)
 
+    beside_rows = _beside(terms, terms.rows.shape)
     return [[of(rank, microbatch) for microbatch in microbatches] for rank, microbatches in enumerate(plan)]
 
 
@@ -52,17 +56,25 @@ def average_costs(
     lengths = np.concatenate(list(microbatches))
     terms = terms_of(resolve_cost(cost), lengths, num_ranks, collation)
     cuts = np.cumsum([len(sizes) for sizes in microbatches])[:-1]
-    parts = zip(np.split(terms.samples.mean(0), cuts), microbatches, strict=True)
+    beside = _beside(terms, terms.samples.shape).mean(0)
+    parts = zip(np.split(terms.samples.mean(0), cuts), np.split(beside, cuts), microbatches, strict=True)
     overhead, pair = float(terms.overhead.mean()), float(terms.pair.mean())
-    return [_together(alone, sizes, overhead, pair, collation) for alone, sizes in parts]
+    return [_together(alone, own, sizes, overhead, pair, collation) for alone, own, sizes in parts]
 
 
-def _together(alone: Floats, lengths: Ints, overhead: float, pair: float, collation: Collation) -> float:
-    """Cost of one microbatch, from the costs that its samples have alone."""
-    if collation.is_table and len(lengths):
-        longest = int(collation.row_lengths(lengths).argmax())
-        return len(lengths) * float(alone[longest]) + overhead
-    sizes = lengths.tolist()
+def _beside(terms: Terms, shape: tuple[int, ...]) -> Floats:
+    """See `Terms.beside`, in this shape."""
+    return np.broadcast_to(0.0 if terms.beside is None else terms.beside, shape)
+
+
+def _together(
+    alone: Floats, beside: Floats, lengths: Ints, overhead: float, pair: float, collation: Collation
+) -> float:
+    """Cost of one microbatch, from the costs that its samples have alone, and what of them padding does not raise."""
+    sizes = first_number(lengths).tolist()
+    if collation.is_table and sizes:
+        longest = int(first_number(collation.row_lengths(lengths)).argmax())
+        return len(sizes) * float(alone[longest] - beside[longest]) + float(beside.sum()) + overhead
     return math.fsum(alone.tolist()) + packing_cost([list(range(len(sizes)))], sizes, overhead, pair)
 
 
@@ -101,10 +113,10 @@ def least_cost(
     """A lower bound on `on_demand_cost` of any plan of these samples.
 
     Args:
-        lengths: ``[n]`` tokens of the minibatch's samples.
+        lengths: ``[n]`` tokens of the minibatch's samples, or ``[n, d]`` numbers.
         num_ranks: how many ranks share them.
         cost: See `plan_minibatch`.
-        max_tokens: most tokens of a microbatch, or one number per rank; by default the longest row.
+        max_tokens: most tokens of a microbatch, see `plan_minibatch`; by default the longest row.
         collation: See `plan_minibatch`.
     """
     array = as_lengths(lengths)
@@ -115,7 +127,8 @@ def least_cost(
         samples = PaddedSamples.of(array, caps, terms, collation, below=True)
         return padded_bound(samples, samples.pool()[0]) / samples.scale
     ranks = 1 if terms.are_alike else num_ranks
-    bins = terms.overhead[:ranks, None] * (array / caps[:ranks, None])
+    sizes, most = fullest(array, caps)
+    bins = terms.overhead[:ranks, None] * (sizes / most[:ranks, None])
     work = Workload.of(terms.samples + bins, num_ranks)
     alone = float((terms.samples + terms.overhead[:, None]).min(0).max())
     return max(lower_bound(work) / work.scale, alone)

@@ -46,10 +46,16 @@ def sums_of_sets(values: Floats) -> Floats:
     return sums
 
 
-def bins_of_sets(sizes: Ints, cap: int) -> Ints:
-    """``[2^n]``: how many bins under the cap each set needs at least."""
+def bins_of_sets(sizes: Ints, cap: Ints) -> Ints:
+    """``[2^n]``: how many bins under the cap each set needs at least.
+
+    Args:
+        sizes: ``[n]``, or ``[n, d]`` where samples have rows of numbers; each is at most the cap.
+        cap: ``[]`` or ``[d]``.
+    """
     pairs = _pairs(len(sizes))
-    fits: Bools = sums_of_sets(sizes.astype(np.float64)) <= cap
+    sums = sums_of_sets(np.atleast_2d(sizes.T).astype(np.float64))  # [d, 2^n]
+    fits: Bools = np.all(sums <= np.atleast_1d(cap)[:, None], axis=0)
     bins = np.zeros(len(fits), dtype=np.int64)
     packed = np.zeros(len(fits), dtype=np.bool_)
     packed[0] = True

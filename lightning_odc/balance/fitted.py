@@ -2,8 +2,9 @@
 
 Note [Fitting a cost]
 ~~~~~~~~~~~~~~~~~~~~~
-A microbatch of segments ``s_i`` on rank ``r`` takes ``a_r sum s_i^2 + b_r sum s_i + c_r`` seconds. Each rank keeps the
-sums of a least-squares problem in *relative* errors (rows divided by the measured seconds, so that long and short
+A microbatch of segments ``s_i`` on rank ``r`` takes ``a_r sum s_i^2 + b_r sum s_i + c_r`` seconds. Where samples have
+rows of numbers, ``s_i`` are the first ones, and the sum of each other number has a ``b_r`` of its own. Each rank keeps
+the sums of a least-squares problem in *relative* errors (rows divided by the measured seconds, so that long and short
 microbatches count alike), in which old measurements fade. What makes it safe to plan with:
 
 - *Few or alike microbatches* cannot tell three coefficients apart. So first all ranks together are fitted near a
@@ -32,9 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, as_lengths, check_count
+from lightning_odc.balance.arrays import Floats, Ints, as_lengths, check_count
 from lightning_odc.balance.costs import MICROBATCH, PolynomialCost, quadratic
-from lightning_odc.balance.regression import AllRanksFit, features
+from lightning_odc.balance.numbers import first_and_rest
+from lightning_odc.balance.regression import AllRanksFit, features, widened
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class LearntCost:
     """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
 
     Attributes:
-        coefficients: For every rank: seconds per squared token, per token, and per microbatch.
+        coefficients: For every rank: seconds per squared token, per token, and per microbatch. Where samples have rows
+            of numbers, one for each number stands between the first and the last.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 
@@ -52,11 +55,21 @@ class LearntCost:
     def samples(self, lengths: Floats) -> Floats:
         """Seconds ``[num_ranks, n]`` of samples, without the constant."""
         terms = np.array(self.coefficients)
-        return (terms[:, :1] * lengths + terms[:, 1:2]) * lengths
+        first, rest = first_and_rest(lengths)
+        linear = terms[:, 1:-1]
+        _check_width(linear.shape[1], lengths, is_fitted=linear.shape[1] > 1)
+        costs = (terms[:, :1] * first + linear[:, :1]) * first
+        if lengths.ndim == 1:
+            return costs
+        if linear.shape[1] == 1:  # nothing was learnt from rows of numbers so far
+            return costs + linear * rest
+        for number in range(1, lengths.shape[1]):
+            costs = costs + linear[:, number : number + 1] * lengths[:, number]
+        return costs
 
     @property
     def overhead(self) -> Floats:
-        return np.array(self.coefficients)[:, 2]
+        return np.array(self.coefficients)[:, -1]
 
     @property
     def pair(self) -> Floats:
@@ -64,8 +77,18 @@ class LearntCost:
         return 2 * np.array(self.coefficients)[:, 0] * self.dense
 
 
-Observation = tuple[int, Sequence[int], float]
-"""Rank, the lengths of a microbatch's segments in tokens, and the seconds it took."""
+def _check_width(known: int, lengths: Ints | Floats, is_fitted: bool) -> None:
+    """Refuse samples of another number of numbers than a cost has learnt from."""
+    found = 1 if lengths.ndim == 1 else lengths.shape[1]
+    if known != found and is_fitted:
+        raise ValueError(
+            f"this cost has learnt from samples of {known} numbers each, and these have {found}: begin with a new one, "
+            'cost="fitted", or FittedCost(num_ranks).'
+        )
+
+
+Observation = tuple[int, Sequence[Any], float]
+"""Rank, the lengths of a microbatch's segments in tokens (or rows of numbers), and the seconds it took."""
 
 _CLEARLY_BETTER = 0.8  # times the error of the other one
 
@@ -122,7 +145,7 @@ class FittedCost:
         if min(errors) < _CLEARLY_BETTER * errors[self._used]:
             self._used = errors.index(min(errors))
 
-    def _checked(self, rank: int, lengths: Sequence[int], seconds: float) -> list[int]:
+    def _checked(self, rank: int, lengths: Sequence[Any], seconds: float) -> Ints:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(
                 f"rank {rank} was observed, but FittedCost({self.num_ranks}) fits that many ranks."
@@ -131,7 +154,13 @@ class FittedCost:
             raise ValueError(
                 f"a microbatch of rank {rank} took {seconds} s; measured seconds are positive and finite."
             )
-        return as_lengths(lengths).tolist()
+        return self._as_wide(lengths)
+
+    def _as_wide(self, lengths: Sequence[Any]) -> Ints:
+        """Lengths with as many numbers as the fit knows, once it knows any."""
+        array = as_lengths(lengths)
+        _check_width(len(self._fit.prior) - 2, array, self.is_fitted)
+        return array
 
     @property
     def _fit(self) -> AllRanksFit:
@@ -149,13 +178,17 @@ class FittedCost:
 
     @property
     def coefficients(self) -> Floats:
-        """``[num_ranks, 3]``: seconds per squared token, per token, and per microbatch."""
+        """``[num_ranks, 3]``: seconds per squared token, per token, and per microbatch.
+
+        From rows of ``d`` numbers: ``[num_ranks, 2 + d]``, one for each number instead of the one per token.
+        """
         return np.array(self._fit.coefficients)
 
-    def predict(self, rank: int, lengths: Sequence[int]) -> float:
+    def predict(self, rank: int, lengths: Sequence[Any]) -> float:
         """Seconds that a microbatch of these segments will take on ``rank``."""
-        terms = features(as_lengths(lengths).tolist(), self.dense)
-        return math.fsum(map(mul, self._fit.ranks[rank].fit, terms))
+        terms = features(self._as_wide(lengths), self.dense)
+        fit = self._fit.ranks[rank].fit
+        return math.fsum(map(mul, fit if len(fit) == len(terms) else widened(fit, len(terms)), terms))
 
     def samples(self, lengths: Floats) -> Floats:
         """Seconds ``[num_ranks, n]`` of samples, without the constant."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from lightning_odc.balance.bins import bin_fraction, pack_bins, packing_cost
 from lightning_odc.balance.costs import Terms
 from lightning_odc.balance.descent import Descent, Estimate
 from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, bins_of_sets, sums_of_sets
+from lightning_odc.balance.numbers import Others, first_number, fullest
 from lightning_odc.balance.partition import TOLERANCE, partition
 from lightning_odc.balance.workload import Workload, lower_bound
 
@@ -34,8 +36,9 @@ def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: in
     microbatches that are full or three quarters full, and without parts.
 
     Args:
-        lengths: ``[n]`` tokens.
-        caps: ``[num_ranks]``, most tokens of a microbatch.
+        lengths: ``[n]`` tokens, or ``[n, d]``. Of rows of numbers, estimates look at the one that fills most
+            microbatches; the true loads look at all.
+        caps: ``[num_ranks]`` or ``[num_ranks, d]``, most of a microbatch.
         terms: the costs; see `bar` for caps that differ.
         starts: see `Planner`.
     """
@@ -65,39 +68,49 @@ def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: in
 
 def _loads_of_sets(lengths: Ints, caps: Ints, terms: Terms) -> Floats:
     """``[num_ranks, 2^n]``: what each rank takes for each set."""
-    bins = {cap: bins_of_sets(np.minimum(lengths, cap), cap) for cap in set(caps.tolist())}
-    return sums_of_sets(terms.rows) + terms.overhead[:, None] * np.array([bins[cap] for cap in caps.tolist()])
+    kinds, kind_of = np.unique(caps, axis=0, return_inverse=True)
+    bins = np.array([bins_of_sets(np.minimum(lengths, cap), cap) for cap in kinds])[kind_of.ravel()]
+    return sums_of_sets(terms.rows) + terms.overhead[:, None] * bins
 
 
 def _bin_costs(lengths: Ints, caps: Ints, terms: Terms) -> Floats:
     """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches, see `bin_fraction`."""
     ranks = 1 if terms.are_alike else len(caps)
-    costs = zip(caps.tolist()[:ranks], terms.overhead.tolist(), terms.pair.tolist(), strict=False)
-    return np.array([[bin_fraction(size, *cost)[1] for size in lengths.tolist()] for cost in costs])
+    sizes, most = _telling(lengths, caps, terms)
+    costs = zip(most.tolist()[:ranks], terms.overhead.tolist(), terms.pair.tolist(), strict=False)
+    return np.array([[bin_fraction(size, *cost)[1] for size in sizes.tolist()] for cost in costs])
+
+
+def _telling(lengths: Ints, caps: Ints, terms: Terms) -> tuple[Ints, Ints]:
+    """One number of each sample, and its caps: the first one if pairs of tokens cost, else the one that fills most."""
+    return (first_number(lengths), first_number(caps)) if terms.pair.any() else fullest(lengths, caps)
 
 
 def _estimate(lengths: Ints, caps: Ints, terms: Terms, bin_costs: Floats) -> Estimate:
     """Microbatches are estimated by the tokens that fill them, or, where filling them costs, by each sample's part."""
+    sizes, most = _telling(lengths, caps, terms)
     if terms.pair.any():
-        return Estimate(terms.rows + bin_costs, np.zeros_like(terms.overhead), lengths, caps)
-    return Estimate(terms.rows, terms.overhead, lengths, caps)
+        return Estimate(terms.rows + bin_costs, np.zeros_like(terms.overhead), sizes, most)
+    return Estimate(terms.rows, terms.overhead, sizes, most)
 
 
 class _PackedLoads:
     """Loads of ranks whose samples are packed one after another; a set of sizes is packed once."""
 
     def __init__(self, lengths: Ints, caps: Ints, terms: Terms) -> None:
-        self._lengths, self._caps = lengths, caps.tolist()
+        self._lengths, self._caps = lengths, caps
         self._rows, self._terms = terms.rows, terms
-        self._extras: dict[tuple[float, ...], float] = {}
+        self._extras: dict[tuple[Any, ...], float] = {}
 
     def of(self, rank: int, group: list[int]) -> float:
         overhead, pair = float(self._terms.overhead[rank]), float(self._terms.pair[rank])
-        cap = self._caps[rank]
         # A sample that does not fit fills a microbatch; its cost bars the exchange.
-        sizes = sorted(np.minimum(self._lengths[group], cap).tolist())
-        key = (cap, overhead, pair, *sizes)
+        cut = np.minimum(self._lengths[group], self._caps[rank])
+        order = sorted(cut.tolist())
+        key = (self._caps[rank].tobytes(), overhead, pair, *(order if cut.ndim == 1 else map(tuple, order)))
         if key not in self._extras:
-            bins = pack_bins(sizes, cap, overhead, pair)
+            rows = np.array(order, dtype=np.int64).reshape(cut.shape)
+            sizes, cap = first_number(rows).tolist(), int(self._caps[rank].flat[0])
+            bins = pack_bins(sizes, cap, overhead, pair, Others.of(rows, self._caps[rank]))
             self._extras[key] = packing_cost(bins, sizes, overhead, pair)
         return math.fsum([*self._rows[rank, group].tolist(), self._extras[key]])

@@ -9,10 +9,14 @@ them would make no row longer. So the least cost of the first ``i`` samples foll
 Example: rows of 10, 10, 30 and 40 tokens, a token costs 1 and a microbatch 15, no cap. ``least`` is 0, 25, 35, 80 for
 up to three samples. With the fourth, the last is alone, ``80 + 40 + 15 = 135``; or the last two are together,
 ``35 + 2 * 40 + 15 = 130``; or the last three, ``25 + 3 * 40 + 15 = 160``; or all, 175. So ``least[4]`` is 130.
+
+Where samples have rows of numbers, the first ones are sorted and padded. What samples cost by the others does not
+depend on the cut and is added to it. Their caps make microbatches begin later.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +27,7 @@ import numpy as np
 from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.balance.collation import Collation
 from lightning_odc.balance.costs import Terms
+from lightning_odc.balance.numbers import Others, first_number
 from lightning_odc.balance.workload import grid_scale
 
 
@@ -81,6 +86,8 @@ class PaddedSamples:
         caps: ``[num_ranks]``, most tokens of a microbatch.
         runs: ``[n]``, the first sample that may share a microbatch with each, whatever the caps.
         scale: grid points per unit of the caller's costs.
+        beside: ``[1 or num_ranks, n]`` whole numbers, what each sample costs besides its row; ``None``: nothing.
+        others: by rank, the numbers after the first, of samples as they are numbered here; ``None``: there are none.
     """
 
     order: Ints
@@ -90,6 +97,8 @@ class PaddedSamples:
     caps: Ints
     runs: Ints
     scale: float
+    beside: Floats | None = None
+    others: list[Others] | None = None
 
     @classmethod
     def of(
@@ -101,11 +110,15 @@ class PaddedSamples:
         smallest that follows: then no plan costs less than its costs here.
         """
         rows = collation.row_lengths(lengths)
-        order = np.argsort(rows, kind="stable")
-        sizes = rows[order]
+        order = np.argsort(first_number(rows), kind="stable")
+        sizes = first_number(rows)[order]
         ranks = 1 if terms.are_alike else len(caps)
         costs, overhead = terms.rows[:ranks, order], terms.overhead[:ranks]
         scale = grid_scale(float(max(costs.max(), overhead.max())) * (len(rows) + 1))
+        beside = None
+        if terms.beside is not None:
+            alone = np.broadcast_to(terms.beside, terms.rows.shape)[:ranks, order]
+            costs, beside = costs - alone, np.floor(alone * scale)
         if below:
             costs = np.minimum.accumulate(np.floor(costs * scale)[:, ::-1], axis=1)[:, ::-1]
             overhead = np.floor(overhead * scale)
@@ -113,7 +126,9 @@ class PaddedSamples:
             costs = np.maximum.accumulate(np.rint(costs * scale), axis=1)
             overhead = np.rint(overhead * scale) + 1  # of equal plans, the one with fewer microbatches
         runs = np.searchsorted(sizes, sizes) if collation.kind == "stacked" else np.zeros_like(sizes)
-        return cls(order, sizes, costs, overhead, caps, runs, scale)
+        # Without the caps of other numbers, no plan costs less.
+        others = None if below or rows.ndim == 1 else _others_by_rank(rows[order], caps)
+        return cls(order, sizes, costs, overhead, first_number(caps), runs, scale, beside, others)
 
     @property
     def num_ranks(self) -> int:
@@ -128,6 +143,15 @@ class PaddedSamples:
     def most(self) -> Ints:
         """``[1 or num_ranks, n]`` rows of a microbatch in which a sample is the longest; 1 where it does not fit."""
         return np.maximum(self.caps[: len(self.costs), None] // self.sizes, 1)
+
+    def beside_of(self, row: int, members: Sequence[int]) -> float:
+        """What samples cost besides their rows; ``row`` is that of ``costs``."""
+        return 0.0 if self.beside is None else float(self.beside[row, members].sum())
+
+    @property
+    def all_costs(self) -> Floats:
+        """``[1 or num_ranks, n]``, what each sample costs alone, without the overhead."""
+        return self.costs if self.beside is None else self.costs + self.beside
 
     def named(self, members: Iterable[int]) -> list[int]:
         """The caller's indices of the samples of one microbatch, the longest first."""
@@ -156,8 +180,19 @@ class PaddedSamples:
         cap_of = caps[np.minimum(np.searchsorted(caps, self.sizes), len(caps) - 1)]
         most = np.maximum(cap_of // self.sizes, 1)
         firsts = np.maximum(np.arange(1, len(most) + 1) - most, self.runs)
+        if self.others is not None:
+            loosest = [max(of_rank) for of_rank in zip(*(own.caps for own in self.others), strict=True)]
+            others = Others(self.others[0].numbers, loosest)
+            firsts = np.maximum(firsts, others.firsts(range(len(firsts))))
         firsts = np.maximum.accumulate(firsts)
-        return cut(self.costs.min(0).tolist(), firsts.tolist(), float(self.overhead.min()))
+        total, bins = cut(self.costs.min(0).tolist(), firsts.tolist(), float(self.overhead.min()))
+        return total if self.beside is None else total + float(self.beside.min(0).sum()), bins
+
+
+def _others_by_rank(rows: Ints, caps: Ints) -> list[Others]:
+    """The same numbers ``[n, d]`` on every rank, under its own caps ``[d]``."""
+    numbers = rows[:, 1:].tolist()
+    return [Others(numbers, own[1:]) for own in caps.tolist()]
 
 
 class RankLoads:
@@ -167,14 +202,23 @@ class RankLoads:
         self._samples = samples
         self._costs, self._most = samples.costs.tolist(), samples.most.tolist()
         self._overhead, self._runs = samples.overhead.tolist(), samples.runs.tolist()
+        self._beside = None if samples.beside is None else samples.beside.tolist()
         self._known: dict[tuple[int, ...], tuple[float, list[range]]] = {}
 
     def of(self, rank: int, group: list[int]) -> float:
         """The load of a rank with these samples."""
-        return self._cut(rank, sorted(group))[0]
+        load = self._cut(rank, sorted(group))[0]
+        return (
+            load
+            if self._beside is None
+            else load + math.fsum(self._beside[self._row(rank)][one] for one in group)
+        )
+
+    def _row(self, rank: int) -> int:
+        return 0 if self._samples.alike else rank
 
     def _cut(self, rank: int, rising: list[int]) -> tuple[float, list[range]]:
-        row = 0 if self._samples.alike else rank
+        row = self._row(rank)
         key = (row, *rising)
         if key not in self._known:
             costs, most = self._costs[row], self._most[row]
@@ -182,12 +226,15 @@ class RankLoads:
             if self._runs[-1]:  # rows must have equal lengths
                 runs = (bisect_left(rising, self._runs[sample]) for sample in rising)
                 firsts = list(map(max, firsts, runs))
+            if self._samples.others is not None:
+                firsts = list(map(max, firsts, self._samples.others[rank].firsts(rising)))
             self._known[key] = cut([costs[sample] for sample in rising], firsts, self._overhead[row])
         return self._known[key]
 
     def microbatches(self, rank: int, group: list[int]) -> list[list[int]]:
         """The caller's indices: the costliest microbatch first, in each the longest sample first."""
-        rising, costs = sorted(group), self._costs[0 if self._samples.alike else rank]
+        rising, row = sorted(group), self._row(rank)
+        costs, beside = self._costs[row], self._samples.beside_of
         bins = [[rising[place] for place in places] for places in self._cut(rank, rising)[1]]
-        falling = sorted(bins, key=lambda members: (-len(members) * costs[members[-1]], members[-1]))
+        falling = sorted(bins, key=lambda own: (-len(own) * costs[own[-1]] - beside(row, own), own[-1]))
         return [self._samples.named(members) for members in falling]

@@ -8,16 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from lightning_odc.balance.arrays import (
-    Caps,
-    Ints,
-    Plan,
-    as_caps,
-    as_lengths,
-    check_caps,
-    check_choice,
-    check_count,
-)
+from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
 from lightning_odc.balance.bins import (
     RankSamples,
     fitting_pairs,
@@ -26,8 +17,10 @@ from lightning_odc.balance.bins import (
     partition_with_pairs,
 )
 from lightning_odc.balance.blocks import padded_blocks
+from lightning_odc.balance.caps import Caps, as_caps, check_caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, Terms, bar, resolve_cost, terms_of
+from lightning_odc.balance.numbers import first_number, fullest
 from lightning_odc.balance.overheads import partition_with_overheads
 from lightning_odc.balance.padding import PaddedSamples
 from lightning_odc.balance.partition import STARTS, partition
@@ -46,8 +39,9 @@ class Planner:
 
     Args:
         num_ranks: how many ranks share a minibatch.
-        max_tokens: most tokens of a microbatch; by default the longest row of the lengths at hand. Or one number per
-            rank, for devices of unlike memory, under ``"lb_mini"`` and ``"steal"``.
+        max_tokens: most tokens of a microbatch; by default the longest row of the lengths at hand. Or a list with one
+            cap per rank, for devices of unlike memory, under ``"lb_mini"``. Where samples have rows of numbers, a cap
+            is a tuple with one for each number: ``(4096, 512)``, or ``[(4096, 512), (2048, 256)]`` on two ranks.
         policy: who gets which samples, and in which microbatches:
 
             - ``"local_sort"``: rank ``r`` gets samples ``r``, ``r + num_ranks``, ... and runs each alone, the longest
@@ -94,10 +88,12 @@ class Planner:
         if not isinstance(self.collation, Collation):
             raise ValueError(f"collation={self.collation!r} is unknown: write collation=Collation('padded').")
         caps = as_caps(self.max_tokens, self.num_ranks)
-        if isinstance(caps, tuple) and len(set(caps)) > 1 and self.policy != "lb_mini":
+        if isinstance(caps, list) and len(set(caps)) > 1 and self.policy != "lb_mini":
+            columns = np.atleast_2d(np.array(caps).T).min(1).tolist()  # the smallest cap of each number
+            least = tuple(columns) if len(columns) > 1 else columns[0]
             raise ValueError(
-                f"policy={self.policy!r} lets any rank run any microbatch, and max_tokens={list(caps)} allows some "
-                f'ranks more than others: write policy="lb_mini", or max_tokens={min(caps)}.'
+                f"policy={self.policy!r} lets any rank run any microbatch, and max_tokens={caps} allows some ranks "
+                f'more than others: write policy="lb_mini", or max_tokens={least}.'
             )
         object.__setattr__(self, "max_tokens", caps)
         object.__setattr__(self, "_cost", resolve_cost(self.cost))
@@ -106,22 +102,23 @@ class Planner:
         """The plan of one minibatch.
 
         Args:
-            lengths: ``[n]`` tokens of its samples.
+            lengths: ``[n]`` tokens of its samples, or ``[n, d]``: a row of numbers for each.
 
         Returns:
             For each rank its microbatches in the order to run them, each a list of indices into ``lengths``. Every
             sample is in exactly one microbatch.
 
         Raises:
-            ValueError: lengths that are not positive whole numbers in one row, a sample above ``max_tokens``, costs
-                that are not positive and finite, or a number of samples that a policy with equal counts cannot share.
+            ValueError: lengths that are not positive whole numbers, a sample above ``max_tokens``, caps of another
+                number of numbers, costs that are not positive and finite, or a number of samples that a policy with
+                equal counts cannot share.
         """
         array = as_lengths(lengths)
         rows, caps = self._rows_and_caps(array)
         self.check_feasible(len(array))
         terms = terms_of(self._cost, array, self.num_ranks, self.collation)
         if self.policy == "local_sort":
-            return self._local_sort(array)
+            return self._local_sort(array if array.ndim == 1 else terms.samples[0])
         if self.policy == "lb_micro":
             return self._lb_micro(array, caps, terms)
         return self._lb_mini(array, caps, bar(terms, rows, caps))
@@ -136,10 +133,11 @@ class Planner:
             ValueError: a sample that is above ``max_tokens``, on every rank.
         """
         caps = self._rows_and_caps(as_lengths(lengths))[1]
-        return replace(self, max_tokens=int(caps[0])) if self.max_tokens is None else self
+        most = tuple(caps[0].tolist()) if caps.ndim == 2 else int(caps[0])
+        return replace(self, max_tokens=most) if self.max_tokens is None else self
 
     def _rows_and_caps(self, lengths: Ints) -> tuple[Ints, Ints]:
-        """``[n]`` tokens of each sample alone, and ``[num_ranks]`` most tokens of a microbatch."""
+        """``[n]`` tokens of each sample alone, and ``[num_ranks]`` most tokens of a microbatch; or ``[.., d]``."""
         rows = self.collation.row_lengths(lengths)
         caps = as_caps(self.max_tokens, self.num_ranks)
         return rows, check_caps(lengths, rows, caps, self.num_ranks)
@@ -159,7 +157,7 @@ class Planner:
             "zero."
         )
 
-    def _local_sort(self, lengths: Ints) -> Plan:
+    def _local_sort(self, lengths: Ints | Floats) -> Plan:
         most = -(-len(lengths) // self.num_ranks)
         plan: Plan = []
         for rank in range(self.num_ranks):
@@ -171,21 +169,23 @@ class Planner:
     def _lb_micro(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
         if self.collation.is_table:
             return padded_blocks(PaddedSamples.of(lengths, caps, terms, self.collation), self.starts)
-        cap = int(caps[0])
-        likely = -(-int(lengths.sum()) // (cap * self.num_ranks))
+        sizes, most = fullest(lengths, caps)
+        likely = -(-int(sizes.sum()) // int(most.sum()))
         work = Workload.of(terms.samples, self.num_ranks, terms.overhead * likely)
         groups = [work.order[group] for group in partition(work, equal_counts=True, starts=self.starts)]
-        plan = self._pack_equal_counts(groups, lengths, cap, terms)
-        if _some_are_short(plan) and (pairs := fitting_pairs(lengths, cap, len(lengths) % self.num_ranks)):
+        plan = self._pack_equal_counts(groups, lengths, caps, terms)
+        if _some_are_short(plan) and (
+            pairs := fitting_pairs(lengths, caps[0], len(lengths) % self.num_ranks)
+        ):
             paired = partition_with_pairs(work, [len(group) for group in groups], pairs)
-            other = self._pack_equal_counts(paired, lengths, cap, terms)
+            other = self._pack_equal_counts(paired, lengths, caps, terms)
             plan = plan if _some_are_short(other) else other
         count = max(map(len, plan))
         return [microbatches + [[] for _ in range(count - len(microbatches))] for microbatches in plan]
 
-    def _pack_equal_counts(self, groups: list[Ints], lengths: Ints, cap: int, terms: Terms) -> Plan:
-        ranks = [RankSamples.of(rank, group, lengths, terms) for rank, group in enumerate(groups)]
-        packed = pack_equal_counts(ranks, cap, self.align)
+    def _pack_equal_counts(self, groups: list[Ints], lengths: Ints, caps: Ints, terms: Terms) -> Plan:
+        ranks = [RankSamples.of(rank, group, lengths, caps, terms) for rank, group in enumerate(groups)]
+        packed = pack_equal_counts(ranks, int(caps.flat[0]), self.align)
         return [own.microbatches(bins) for own, bins in zip(ranks, packed, strict=True)]
 
     def _lb_mini(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
@@ -196,10 +196,11 @@ class Planner:
         else:
             work = Workload.of(terms.samples, self.num_ranks)
             groups = [work.order[group] for group in partition(work, starts=self.starts)]
-        ranks = [RankSamples.of(rank, group, lengths, terms) for rank, group in enumerate(groups)]
+        ranks = [RankSamples.of(rank, group, lengths, caps, terms) for rank, group in enumerate(groups)]
+        most = first_number(caps).tolist()
         return [
-            own.microbatches(pack_bins(own.sizes, cap, own.overhead, own.pair))
-            for own, cap in zip(ranks, caps.tolist(), strict=True)
+            own.microbatches(pack_bins(own.sizes, cap, own.overhead, own.pair, own.others))
+            for own, cap in zip(ranks, most, strict=True)
         ]
 
 
@@ -218,9 +219,11 @@ def plan_minibatch(
     """The microbatches of every rank for one minibatch; equal inputs give equal plans on any machine.
 
     Args:
-        lengths: ``[n]`` tokens of the minibatch's samples, of all ranks together.
+        lengths: ``[n]`` tokens of the minibatch's samples, of all ranks together; or a row of numbers for each,
+            ``[n, d]``, for example text tokens and image patches.
         num_ranks: see `Planner`, as for all that follow.
-        max_tokens: most tokens of a microbatch, or one number per rank; by default the longest row.
+        max_tokens: most tokens of a microbatch, or a list with one cap per rank; by default the longest row. For rows
+            of numbers a cap is a tuple.
         policy: ``"local_sort"``, ``"lb_micro"``, ``"lb_mini"`` or ``"steal"``.
         cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: allow empty microbatches where a policy needs equal numbers of them.
@@ -237,6 +240,8 @@ def plan_minibatch(
     Example:
         >>> plan_minibatch([900, 500, 400, 100], num_ranks=2, cost="tokens")
         [[[0], [3]], [[1, 2]]]
+        >>> plan_minibatch([(60, 0), (10, 50), (40, 0), (10, 40)], 2, max_tokens=(100, 60), cost="tokens")
+        [[[1], [2]], [[0, 3]]]
     """
     planner = Planner(
         num_ranks,

@@ -33,7 +33,7 @@ _SHARES = (math.inf, 1.0, 0.5, 0.25)
 def partition_padded(samples: PaddedSamples, starts: int) -> Plan:
     """The microbatches of every rank, such that the largest load is small.
 
-    Up to 10 samples are shared out in the best possible way.
+    Up to 10 samples of one number each are shared out in the best possible way.
 
     Args:
         samples: the samples, and what their rows cost.
@@ -41,7 +41,8 @@ def partition_padded(samples: PaddedSamples, starts: int) -> Plan:
     """
     few = len(samples.sizes) <= _FEW_SAMPLES and starts > 0
     loads = RankLoads(samples)
-    if few and len(samples.sizes) <= MOST_SAMPLES and samples.num_ranks <= MOST_RANKS:
+    exactly = few and len(samples.sizes) <= MOST_SAMPLES and samples.num_ranks <= MOST_RANKS
+    if exactly and samples.others is None:
         of_sets = table_loads(samples.costs, samples.overhead, samples.most, samples.runs)
         groups = best_partition(np.broadcast_to(of_sets, (samples.num_ranks, of_sets.shape[1])))
     else:
@@ -57,8 +58,8 @@ def padded_bound(samples: PaddedSamples, pooled: float) -> float:
         pooled: what they cost together, see `PaddedSamples.pool`.
     """
     filled = samples.sizes / np.maximum(samples.caps[: len(samples.costs), None], samples.sizes)
-    work = Workload.of(samples.costs + samples.overhead[:, None] * filled, samples.num_ranks)
-    alone = float((samples.costs + samples.overhead[:, None]).min(0).max())
+    work = Workload.of(samples.all_costs + samples.overhead[:, None] * filled, samples.num_ranks)
+    alone = float((samples.all_costs + samples.overhead[:, None]).min(0).max())
     level = pooled / samples.num_ranks if samples.alike else 0.0
     return max(lower_bound(work) / work.scale, alone, level)
 
@@ -132,6 +133,8 @@ def _halved(samples: PaddedSamples, bins: list[range], limit: float) -> Things:
     """Microbatches of which none costs much more than the limit, if it has two samples."""
     ends, rows = [own[-1] for own in bins], np.array([len(own) for own in bins])
     costs = rows * samples.costs[:, ends].min(0) + samples.overhead.min()
+    if samples.beside is not None:
+        costs = costs + _beside_of(samples, bins).min(0)
     counts = np.clip(np.ceil(costs / limit), 1, rows).astype(np.int64).tolist()
     things: Things = []
     for own, count in zip(bins, counts, strict=True):
@@ -140,8 +143,19 @@ def _halved(samples: PaddedSamples, bins: list[range], limit: float) -> Things:
 
 
 def _work(samples: PaddedSamples, things: Things) -> Workload:
+    return Workload.of(_costs_of(samples, things), samples.num_ranks)
+
+
+def _costs_of(samples: PaddedSamples, things: Sequence[Sequence[int]]) -> Floats:
+    """``[1 or num_ranks, things]``, what each costs as a microbatch."""
     ends, rows = [own[-1] for own in things], np.array([len(own) for own in things])
-    return Workload.of(samples.costs[:, ends] * rows + samples.overhead[:, None], samples.num_ranks)
+    costs = samples.costs[:, ends] * rows + samples.overhead[:, None]
+    return costs if samples.beside is None else costs + _beside_of(samples, things)
+
+
+def _beside_of(samples: PaddedSamples, things: Sequence[Sequence[int]]) -> Floats:
+    """``[1 or num_ranks, things]``, what each costs besides its rows."""
+    return np.array([[samples.beside_of(row, own) for own in things] for row in range(len(samples.costs))])
 
 
 def _longest_first_load(work: Workload) -> float:
@@ -159,4 +173,4 @@ def _parts_of_bins(samples: PaddedSamples, bins: list[range]) -> Floats:
         rows = np.array([len(members) for members in own])
         ends = np.repeat([members[-1] for members in own], rows)
         parts[rank] = costs[ends] + overhead / np.repeat(rows, rows)
-    return parts
+    return parts if samples.beside is None else parts + samples.beside

@@ -1,24 +1,29 @@
 """Fitting costs to measured times: least squares, one rank's fit, that of all ranks; see Note [Fitting a cost].
 
-Three coefficients that are not negative come from the sums of a least-squares problem. They are plain floats, because
-the results must be equal on all processors; see Note [The same plan everywhere].
+Coefficients that are not negative come from the sums of a least-squares problem: three, and one more for each number
+after the first where samples have rows of numbers. They are plain floats, because the results must be equal on all
+processors; see Note [The same plan everywhere]. Below, ``k`` is how many they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from math import fsum
+from operator import mul
 from typing import Any
 
+import numpy as np
+
+from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.costs import PolynomialCost
+from lightning_odc.balance.numbers import first_number
 
 Vector = list[float]
 Matrix = list[list[float]]
 
-_SIZE = 3
 _LEAST_SHARE = 1e-3
 
 
@@ -26,25 +31,27 @@ def fit_near(products: Matrix, targets: Vector, pulls: Vector, near: Vector) -> 
     """Minimise the weighted squared errors of ``rows @ x`` from 1, with ``x >= 0``, drawn to ``near``.
 
     Args:
-        products: ``[3, 3]``, the weighted sum of ``row[i] * row[j]``.
-        targets: ``[3]``, the weighted sum of ``row[i]``.
-        pulls: ``[3]``, how strongly each coefficient is drawn; they decide what the rows leave open.
-        near: ``[3]``, not negative.
+        products: ``[k, k]``, the weighted sum of ``row[i] * row[j]``.
+        targets: ``[k]``, the weighted sum of ``row[i]``.
+        pulls: ``[k]``, how strongly each coefficient is drawn; they decide what the rows leave open.
+        near: ``[k]``, not negative.
 
     Returns:
-        ``[3]``; what would be zero is a thousandth of ``near``.
+        ``[k]``; what would be zero is a thousandth of ``near``.
     """
-    matrix = [[products[i][j] + (pulls[i] if i == j else 0.0) for j in range(_SIZE)] for i in range(_SIZE)]
-    vector = [targets[i] + pulls[i] * near[i] for i in range(_SIZE)]
+    terms = range(len(near))
+    matrix = [[products[i][j] + (pulls[i] if i == j else 0.0) for j in terms] for i in terms]
+    vector = [targets[i] + pulls[i] * near[i] for i in terms]
     best = _not_negative(matrix, vector)
     return [max(value, _LEAST_SHARE * anchor) for value, anchor in zip(best, near, strict=True)]
 
 
 def _not_negative(matrix: Matrix, vector: Vector) -> Vector:
     """The minimum of ``x @ matrix @ x / 2 - vector @ x`` over ``x >= 0``: the best over all sets of zeros."""
-    best, lowest = [0.0] * _SIZE, 0.0
-    for size in range(_SIZE, 0, -1):
-        for free in combinations(range(_SIZE), size):
+    count = len(vector)
+    best, lowest = [0.0] * count, 0.0
+    for size in range(count, 0, -1):
+        for free in combinations(range(count), size):
             found = _solve([[matrix[i][j] for j in free] for i in free], [vector[i] for i in free])
             if found is None or min(found) < 0:
                 continue
@@ -52,10 +59,10 @@ def _not_negative(matrix: Matrix, vector: Vector) -> Vector:
             value = -fsum(vector[i] * x for i, x in zip(free, found, strict=True))
             if value < lowest:
                 lowest = value
-                best = [0.0] * _SIZE
+                best = [0.0] * count
                 for i, x in zip(free, found, strict=True):
                     best[i] = x
-        if size == _SIZE and lowest < 0:
+        if size == count and lowest < 0:
             break  # the minimum over all x is not negative: no need to look further
     return best
 
@@ -85,16 +92,24 @@ _ERRORS_KEPT = 2.5  # times the usual error: the full weight
 _ERROR_MEMORY = 0.9
 _STRIKES = 3
 _KEPT_AFTER_CHANGE = 0.02
-_DIMENSIONS = range(3)
 
 
 @dataclass
 class Sums:
     """The least-squares problem of one rank, or of all together."""
 
-    products: Matrix = field(default_factory=lambda: [[0.0] * 3 for _ in _DIMENSIONS])
-    targets: Vector = field(default_factory=lambda: [0.0] * 3)
+    products: Matrix
+    targets: Vector
     weight: float = 0.0
+
+    @classmethod
+    def zero(cls, count: int) -> Sums:
+        """Without rows, for so many coefficients."""
+        return cls([[0.0] * count for _ in range(count)], [0.0] * count)
+
+    @property
+    def _terms(self) -> range:
+        return range(len(self.targets))
 
     def fade(self, factor: float) -> None:
         """Let everything so far count less."""
@@ -104,41 +119,41 @@ class Sums:
 
     def add(self, row: Vector, weight: float) -> None:
         """One row of relative features, whose target is 1."""
-        for i in _DIMENSIONS:
+        for i in self._terms:
             self.targets[i] += weight * row[i]
-            for j in _DIMENSIONS:
+            for j in self._terms:
                 self.products[i][j] += weight * row[i] * row[j]
         self.weight += weight
 
     def merge(self, other: Sums, slowness: float) -> None:
         """All rows of another problem, as if its rank were as fast as this one's."""
-        for i in _DIMENSIONS:
+        for i in self._terms:
             self.targets[i] += slowness * other.targets[i]
-            for j in _DIMENSIONS:
+            for j in self._terms:
                 self.products[i][j] += slowness * slowness * other.products[i][j]
         self.weight += other.weight
 
     def slowness(self, shape: Vector, worth_of_one: float) -> float:
         """The factor by which ``shape`` fits best, drawn to 1 as by so many measurements."""
         energy = math.fsum(
-            shape[i] * self.products[i][j] * shape[j] for i in _DIMENSIONS for j in _DIMENSIONS
+            shape[i] * self.products[i][j] * shape[j] for i in self._terms for j in self._terms
         )
-        match = math.fsum(self.targets[i] * shape[i] for i in _DIMENSIONS)
+        match = math.fsum(self.targets[i] * shape[i] for i in self._terms)
         return (match + worth_of_one) / (energy + worth_of_one)
 
 
 @dataclass
 class RankFit:
-    """One rank: its three coefficients, and how far off its measurements usually are."""
+    """One rank: its coefficients, and how far off its measurements usually are."""
 
     fit: Vector
-    sums: Sums = field(default_factory=Sums)
+    sums: Sums
     usual_error: float = _USUAL_ERROR
     strikes: int = 0
 
     def error(self, row: Vector) -> float:
         """By how much the fit is above what a row of relative features measured, relative to it."""
-        return math.fsum(self.fit[i] * row[i] for i in _DIMENSIONS) - 1
+        return math.fsum(map(mul, self.fit, row)) - 1
 
     def add(self, row: Vector, forgetting: float, fitted: bool) -> None:
         """One more measurement, in which all that were before fade."""
@@ -163,7 +178,7 @@ class RankFit:
         return 1.0
 
 
-_UNIT = 4096.0  # tokens; keeps the three columns of the problem at similar size
+_UNIT = 4096.0  # tokens; keeps the columns of the problem at similar size
 _PRIOR_WORTH = 0.1  # measurements
 _OTHERS_WORTH = 0.5  # what the other ranks say about one counts like this many of its own measurements
 _SILENT_FADE = 0.9  # so that a rank that was found slow and gets no samples is soon tried again
@@ -172,10 +187,26 @@ _PACKED_ERROR_WORTH = 4.0  # ... so many predictions
 _PACKED_ERROR_MEMORY = 0.95
 
 
-def features(sizes: Sequence[int], dense: bool) -> Vector:
-    """What the coefficients are multiplied with, in units of ``_UNIT`` tokens."""
+def features(lengths: Ints, dense: bool) -> Vector:
+    """What the coefficients are multiplied with, in units of ``_UNIT`` tokens.
+
+    Args:
+        lengths: ``[n]`` tokens of the samples of a microbatch, or ``[n, d]`` numbers.
+        dense: whether attention runs over all tokens of a microbatch.
+
+    Returns:
+        Squared tokens, the sum of each number, and 1.
+    """
+    sizes = first_number(lengths).tolist()
     squares = sum(sizes) ** 2 if dense else sum(size * size for size in sizes)
-    return [squares / (_UNIT * _UNIT), sum(sizes) / _UNIT, 1.0]
+    sums = [sum(number) / _UNIT for number in np.atleast_2d(lengths.T).tolist()]
+    return [squares / (_UNIT * _UNIT), *sums, 1.0]
+
+
+def widened(coefficients: Vector, count: int) -> Vector:
+    """Of one number, for so many coefficients: every number counts like the first one, without the square."""
+    square, linear, constant = coefficients
+    return [square, *[linear] * (count - 2), constant]
 
 
 @dataclass
@@ -202,13 +233,17 @@ class AllRanksFit:
     def near(cls, prior: PolynomialCost, num_ranks: int, dense: bool) -> AllRanksFit:
         """With nothing known but a prior."""
         start = [prior.quadratic * _UNIT * _UNIT, prior.linear * _UNIT, prior.constant]
-        return cls(dense, start, [RankFit(list(start)) for _ in range(num_ranks)])
+        return cls(dense, start, _unfitted(start, num_ranks))
 
-    def observe(self, measured: Sequence[tuple[int, list[int], float]], forgetting: float) -> None:
-        """Take in ranks, sizes and seconds of microbatches, and fit again."""
-        for rank, sizes, seconds in measured:
-            row = [feature / seconds for feature in features(sizes, self.dense)]
-            if self.is_fitted and len(sizes) > 1:
+    def observe(self, measured: Sequence[tuple[int, Ints, float]], forgetting: float) -> None:
+        """Take in ranks, lengths and seconds of microbatches, and fit again."""
+        for rank, lengths, seconds in measured:
+            row = [feature / seconds for feature in features(lengths, self.dense)]
+            if len(row) != len(self.prior):  # the first rows of numbers
+                assert not self.is_fitted
+                self.prior = widened(self.prior, len(row))
+                self.ranks = _unfitted(self.prior, len(self.ranks))
+            if self.is_fitted and len(lengths) > 1:
                 error = min(abs(self.ranks[rank].error(row)), 1.0)
                 self.mispredicted = _PACKED_ERROR_MEMORY * self.mispredicted + error
                 self.predicted = _PACKED_ERROR_MEMORY * self.predicted + 1
@@ -222,11 +257,11 @@ class AllRanksFit:
         """All ranks together near the prior, then each near that fit times its own slowness."""
         shape, slowness = self.prior, [1.0] * len(self.ranks)
         for _ in range(2):
-            everyone = Sums()
+            everyone = Sums.zero(len(self.prior))
             for rank, factor in zip(self.ranks, slowness, strict=True):
                 everyone.merge(rank.sums, factor)
             scale = everyone.slowness(shape, 0.0)
-            typical = [everyone.products[i][i] / everyone.weight for i in _DIMENSIONS]
+            typical = [everyone.products[i][i] / everyone.weight for i in range(len(self.prior))]
             pulls = [_PRIOR_WORTH * value for value in typical]
             shape = fit_near(everyone.products, everyone.targets, pulls, [scale * value for value in shape])
             slowness = [rank.sums.slowness(shape, _OTHERS_WORTH) for rank in self.ranks]
@@ -243,8 +278,11 @@ class AllRanksFit:
 
     @property
     def coefficients(self) -> tuple[tuple[float, ...], ...]:
-        """By rank: seconds per squared token, per token, and per microbatch."""
-        return tuple((a / (_UNIT * _UNIT), b / _UNIT, c) for a, b, c in (rank.fit for rank in self.ranks))
+        """By rank: seconds per squared token, per token (per each number), and per microbatch."""
+        return tuple(
+            (square / (_UNIT * _UNIT), *(each / _UNIT for each in linear), constant)
+            for square, *linear, constant in (rank.fit for rank in self.ranks)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as numbers, lists and dicts of them."""
@@ -255,3 +293,7 @@ class AllRanksFit:
         """From `state_dict`."""
         ranks = [RankFit(**{**rank, "sums": Sums(**rank["sums"])}) for rank in state["ranks"]]
         return cls(**{**state, "ranks": ranks})
+
+
+def _unfitted(start: Vector, num_ranks: int) -> list[RankFit]:
+    return [RankFit(list(start), Sums.zero(len(start))) for _ in range(num_ranks)]

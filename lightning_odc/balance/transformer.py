@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_odc.balance.arrays import Floats
 from lightning_odc.balance.costs import MICROBATCH, PolynomialCost
+from lightning_odc.balance.numbers import first_and_rest
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
 _ALIASES = {
@@ -32,7 +33,8 @@ class TransformerCost:
     """FLOPs of the forward and backward pass of each sample, attention causal and separate for each sample.
 
     A sample of ``s`` tokens costs ``per_token * s + per_pair * pairs``, where ``pairs`` counts a query and a key that
-    it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window.
+    it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window. Of a row of numbers,
+    the first one counts tokens; each of the others costs ``per_token``.
 
     Attributes:
         per_token: FLOPs of projections, feed-forward layers and the output head, for one token.
@@ -51,12 +53,13 @@ class TransformerCost:
     dense: bool = False
 
     def samples(self, lengths: Floats) -> Floats:
+        lengths, rest = first_and_rest(lengths)
         pairs = self.full_layers * (lengths * (lengths + 1) / 2)
         for window in sorted(set(self.windows)):
             inside = np.minimum(lengths, window)
             seen = inside * (inside + 1) / 2 + (lengths - inside) * window
             pairs = pairs + self.windows.count(window) * seen
-        return self.per_token * lengths + self.per_pair * pairs
+        return self.per_token * lengths + self.per_pair * pairs + self.per_token * rest
 
     @property
     def overhead(self) -> Floats:

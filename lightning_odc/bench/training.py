@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import with_speeds
 from lightning_odc.balance.arrays import Plan, as_lengths
+from lightning_odc.balance.costs import Cost, pair_of
 from lightning_odc.balance.evaluate import collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.planner import Planner
 from lightning_odc.bench.emulation import SleepingLayer, SleepingModel, collate_by
@@ -70,6 +71,8 @@ def fit(
     module: BenchModule
     if options.emulate:
         module = SleepingModel(slowness, by_hand)
+        if options.cost_of(combination) == AUTO:
+            callbacks = [*callbacks, KnownCost(emulated_cost(cast(str, options.model)))]
     else:
         assert options.model is not None
         config = find_config(options.model, int(cached_samples(options).lengths.max()))
@@ -78,6 +81,26 @@ def fit(
     trainer = _trainer(options, combination, world_size, [recorder, *callbacks])
     trainer.fit(module, ByHand(loader) if by_hand else loader)
     return recorder.totals
+
+
+class KnownCost(Callback):
+    """Tells the loader what a microbatch of emulated devices costs, as the config of a Hugging Face model would.
+
+    Args:
+        cost: The cost of a microbatch on a device that is not slow.
+    """
+
+    def __init__(self, cost: Cost) -> None:
+        self._cost = cost
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        loader.adapt(
+            prior=self._cost,
+            dense=bool(np.any(pair_of(self._cost))),
+            measured=cast(Any, trainer.strategy).communication != "collective",
+            minibatches_per_step=1,
+        )
 
 
 class ByHand:

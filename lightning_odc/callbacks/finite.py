@@ -24,7 +24,8 @@ class FiniteCheck(Callback):
     to the sum. It costs a pass over all of these values and a wait for the device each time: use it to find an error,
     not in every run. Units are what ``fully_shard`` made, under any strategy; without it, the model is one unit.
 
-    With ``precision="16-mixed"`` gradients are scaled and sometimes overflow: they are not looked at.
+    A microbatch that counts nothing is passed over: the mean loss of one without labels is NaN, and ``ODCStrategy``
+    leaves it out. With ``precision="16-mixed"`` gradients are scaled and sometimes overflow: they are not looked at.
 
     Args:
         outputs: Whether to look at what units return. Turn it off for a model whose layers return infinities on
@@ -39,9 +40,11 @@ class FiniteCheck(Callback):
         self._hooks: list[RemovableHandle | CallCounter] = []
         self._microbatch = self._batch = 0
         self._rank = 0
+        self._training: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._rank = trainer.global_rank
+        self._training = getattr(trainer.precision_plugin, "training", None)  # that of ODCStrategy
         self._hooks.append(CallCounter(pl_module, self._begin_microbatch))
         units = {name or "(root)": module for name, module in _units(pl_module).items()}
         for name, module in units.items():
@@ -57,6 +60,7 @@ class FiniteCheck(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._training = None
 
     def on_train_end(self, *_: Any) -> None:
         self.teardown()
@@ -95,6 +99,8 @@ class FiniteCheck(Callback):
     def _check(self, value: Tensor, what: str) -> None:
         value = value.detach()
         if not value.is_floating_point() or bool(torch.isfinite(value).all()):
+            return
+        if self._training is not None and self._training.leaves_out:
             return
         nans, all_of_them = int(torch.isnan(value).sum()), value.numel()
         infinities = int(torch.isinf(value).sum())

@@ -63,12 +63,15 @@ def _counted(count: Count, batch: Any) -> int | None:
 
 
 def _tokens(batch: Any) -> int | None:
-    tensor = _named(batch, "input_ids")
-    if tensor is None:
-        tensor = _first_tensor(batch)
+    tensor = _token_tensor(batch)
     if tensor is None or tensor.is_floating_point() or tensor.is_complex():
         return None
     return tensor.numel()
+
+
+def _token_tensor(batch: Any) -> Tensor | None:
+    tensor = _named(batch, "input_ids")
+    return _first_tensor(batch) if tensor is None else tensor
 
 
 def _samples(batch: Any) -> int | None:
@@ -129,13 +132,18 @@ class PaddingWatch:
         if self._told or minibatch.origin is None:
             return
         for microbatch, detail in zip(minibatch, minibatch.origin.details, strict=True):
-            self._compare(token_count(microbatch), detail.lengths)
+            tokens = [length[0] if isinstance(length, list) else length for length in detail.lengths]
+            found = token_count(microbatch)
+            if found is not None and found > (self._max_tokens or sum(tokens)):
+                self._compare(found, _token_tensor(microbatch), tokens)
 
-    def _compare(self, found: int | None, lengths: list[int]) -> None:
+    def _compare(self, found: int, tokens: Tensor | None, lengths: list[int]) -> None:
         rows, longest, planned = len(lengths), max(lengths), sum(lengths)
         most = self._max_tokens or planned
-        if found is None or found <= most or not rows * longest <= found < rows * (longest + _ROUNDED_UP):
-            return  # not a table of rows as long as the longest one
+        # A table may have rows that are shorter than the longest sample, where the collate_fn cuts it.
+        is_table = rows > 1 and tokens is not None and tokens.dim() == 2 and rows in tokens.shape
+        if not (is_table or rows * longest <= found) or found >= rows * (longest + _ROUNDED_UP):
+            return
         self._told = True
         warnings.warn(
             f"The collate_fn pads: {rows} samples of {planned} tokens together became a microbatch of {found}, more "

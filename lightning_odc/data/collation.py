@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_odc.balance.collation import Collation
+from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray
 
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -31,6 +32,7 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
         [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
                         (1, 16), (1, 24), together (2, 24)      pads to a multiple of 8
                         (1, 32), (1, 32), together (2, 32)      pads to 32
+                        (1, 12), (1, 12), together (2, 12)      pads to 12, and cuts
                         (1, 10), (1, 17), together (1, 27)      packs
                         a list of (10,), (17,)                  keeps apart
                         an error                                stacks what is equally long
@@ -38,13 +40,14 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     Args:
         collate_fn: The function to try.
         sample: Returns a sample by its index.
-        lengths: ``[n]`` tokens of the samples.
+        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers. Of rows of numbers, the first one tells.
 
     Returns:
         ``None``: it is none of these, or it raises.
     """
     if not len(lengths):
         return None
+    several, lengths = lengths.ndim == 2, first_number(lengths)
 
     def shapes_of(*indices: int) -> Shapes:
         return _shapes(
@@ -60,13 +63,14 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
         together = shapes_of(short, long)
     except Exception:
         return Collation("stacked") if _runs(shapes_of, short, short) else None
-    if (path := _telling(alone, together)) is None:
+    if (path := _telling(alone, together, lengths[list(ends)].tolist() if several else None)) is None:
         return Collation("apart") if _is_apart(*alone, together) else None
     shapes = alone[0][path], alone[1][path], together[path]
     axis = _row_axis(*shapes)
     if axis is None:
         return Collation("packed")
-    options = _paddings([shape[axis] for shape in shapes], lengths[list(ends)])
+    cuts = "input_ids" in path or (alone[0] == alone[1] and shapes[0][axis] >= lengths[short])
+    options = _paddings([shape[axis] for shape in shapes], lengths[list(ends)], cuts)
     if not options:
         return None
     return _settled(options, lambda index: shapes_of(index)[path][axis], lengths)
@@ -80,10 +84,19 @@ def _runs(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def _telling(alone: tuple[Shapes, Shapes], together: Shapes) -> Path | None:
-    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not."""
+def _telling(alone: tuple[Shapes, Shapes], together: Shapes, tokens: list[int] | None) -> Path | None:
+    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not.
+
+    Where samples have several numbers, a tensor with the first ones, ``tokens``, in its shapes goes before all.
+    """
     common = [path for path in together if path in alone[0] and path in alone[1]]
-    for path in sorted(common, key=lambda path: ("input_ids" not in path, alone[0][path] == alone[1][path])):
+
+    def rank(path: Path) -> tuple[bool, ...]:
+        short, long = alone[0][path], alone[1][path]
+        is_other = tokens is not None and tokens not in map(list, zip(short, long, strict=False))
+        return is_other, "input_ids" not in path, short == long
+
+    for path in sorted(common, key=rank):
         shapes = alone[0][path], alone[1][path], together[path]
         if _row_axis(*shapes) is not None or _joins(*shapes):
             return path
@@ -108,11 +121,17 @@ def _joins(short: Shape, long: Shape, both: Shape) -> bool:
     return any(one + other == sum_ and min(one, other) > 1 for one, other, sum_ in sizes)
 
 
-def _paddings(columns: Sequence[int], lengths: LengthArray) -> list[Collation]:
-    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may."""
+def _paddings(columns: Sequence[int], lengths: LengthArray, cuts: bool) -> list[Collation]:
+    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may.
+
+    Args:
+        columns: Tokens of the rows of the short sample, the long one, and both.
+        lengths: ``[2]`` tokens of the two samples.
+        cuts: Whether equal rows that are shorter than the long sample are its beginning, and not something else.
+    """
     short, long, both = columns
     if short == long and lengths[0] < lengths[1]:  # no sample is outside these two
-        return [Collation("padded", fixed=both)] if both >= lengths[1] else []  # else it is something else
+        return [Collation("padded", fixed=both)] if cuts or both >= lengths[1] else []
     padded = [Collation("padded", multiple) for multiple in _MULTIPLES]
     return [one for one in padded if one.row_lengths(lengths).tolist() == [short, long]] or [
         Collation("padded")

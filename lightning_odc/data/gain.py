@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import random
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
 from lightning_odc.balance import COLLECTIVE_SAFE, Planner, collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.collation import Collation
+from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.checks import is_stream
-from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, measure
-from lightning_odc.data.rng import isolated_rng
+from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, measure, plain
+from lightning_odc.data.rng import isolated_rng, with_own_rng
 
 _ORDERS = (SequentialSampler, RandomSampler, DistributedSampler)
 _SECONDS = 0.4
@@ -35,7 +33,7 @@ class Gain:
         balanced_idle: The same for balanced minibatches.
         balanced: The time of balanced minibatches, in the unit of the cost.
         factor: The time as batches come, over the time of balanced minibatches.
-        shortest: Tokens of the shortest sample that was looked at.
+        shortest: Tokens of the shortest sample that was looked at; of rows of numbers, by the first one.
         longest: Tokens of the longest one.
     """
 
@@ -56,7 +54,7 @@ def planned_gain(
     optimizer step, or at every microbatch under a policy for collectives.
 
     Args:
-        lengths: ``[n]`` tokens of samples in the order they come, at least one.
+        lengths: ``[n]`` tokens of samples in the order they come, at least one; or ``[n, d]`` numbers.
         batch_size: Samples of a batch on one rank.
         batches: Batches of an optimizer step.
         planner: What balances; its cost is that of both.
@@ -74,8 +72,8 @@ def planned_gain(
         planned = planner.plan(part)
         come.add(collective_cost(dealt, part, **come_as), microbatch_costs(dealt, part, **come_as))
         balanced.add(evaluate(planned, part, **balanced_as), microbatch_costs(planned, part, **balanced_as))
-    factor = come.time / balanced.time
-    return Gain(come.idle, balanced.idle, balanced.time, factor, int(lengths.min()), int(lengths.max()))
+    factor, tokens = come.time / balanced.time, first_number(lengths)
+    return Gain(come.idle, balanced.idle, balanced.time, factor, int(tokens.min()), int(tokens.max()))
 
 
 @dataclass
@@ -124,9 +122,9 @@ def gain_of(
         lengths = _glance(dataloader, enough, length_fn or measure)
     except Exception:  # a look that was not asked for may not end the training, whatever a data set raises
         return None
-    if len(lengths) < num_ranks or lengths.min() == lengths.max():
+    if len(lengths) < num_ranks or (lengths == lengths[0]).all():
         return None
-    return planned_gain(lengths, batch_size, batches, Planner(num_ranks, int(lengths.max())))
+    return planned_gain(lengths, batch_size, batches, Planner(num_ranks).capped_for(lengths))
 
 
 def _glance(dataloader: DataLoader[Any], enough: int, length_of: LengthFunction) -> LengthArray:
@@ -140,34 +138,17 @@ def _glance(dataloader: DataLoader[Any], enough: int, length_of: LengthFunction)
         dataset, order = dataset.dataset, np.asarray(dataset.indices)[order]
     known = getattr(dataset, "__dict__", {}).get("lengths")  # a property may be anything but cheap
     if known is not None and not callable(known):
-        return checked([known[int(index)] for index in order])
+        return checked([plain(known[int(index)]) for index in order])
     if dataloader.num_workers and not isinstance(dataset, list | tuple):
         return checked([])
     return _read(dataset, order.tolist(), length_of)
 
 
 def _read(dataset: Any, indices: list[int], length_of: LengthFunction) -> LengthArray:
-    end, copied, found = time.monotonic() + _SECONDS, _copied(dataset), list[int]()
+    end, copied, found = time.monotonic() + _SECONDS, with_own_rng(dataset), list[Any]()
     with isolated_rng():
         for index in indices:
-            found.append(length_of(copied[index]))
+            found.append(plain(length_of(copied[index])))
             if time.monotonic() > end:
                 break
     return checked(found)
-
-
-def _copied(value: Any) -> Any:
-    """A data set with random generators of its own, and the same samples; so are the data sets in it."""
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-        return copy.deepcopy(value)
-    if not isinstance(value, Dataset):
-        return [_copied(part) for part in value] if _holds_datasets(value) else value
-    twin = copy.copy(value)
-    vars(twin).update({name: _copied(part) for name, part in vars(twin).items()})
-    return twin
-
-
-def _holds_datasets(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(part, Dataset) for part in value)

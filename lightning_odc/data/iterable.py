@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
-from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked
+from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
 from lightning_odc.data.map_style import Collate, collate, torch_loader
 from lightning_odc.data.minibatch import Detail, Minibatch, Origin
 from lightning_odc.data.plan import Facts, MinibatchPlan, Recipe
@@ -45,7 +46,7 @@ class StreamReading:
     """
 
     def __init__(self, stream: Stream) -> None:
-        self.order = Order(stream.recipe.order, stream.samples_per_minibatch)
+        self.order = Order(stream.recipe.order, stream.samples_per_minibatch, stream.recipe.batches)
         self.max_tokens = stream.recipe.max_tokens
         self._stream = stream
 
@@ -132,6 +133,9 @@ class Stream(IterableDataset[Minibatch]):
                 facts = replace(facts, collation=self._collation(samples, lengths))
                 if self.cost is not None and facts.collation.kind != "packed":
                     self.cost.keep_apart()
+            if facts.collation.fixed is None:  # else the collate_fn cuts what is longer
+                with _named_in_stream(step):
+                    check_longest(lengths, self.recipe.max_tokens)
             if step >= self.first:
                 yield self._minibatch(step, samples, lengths, facts)
 
@@ -169,13 +173,11 @@ class Stream(IterableDataset[Minibatch]):
 
     def _lengths_of(self, step: int, samples: list[Any]) -> LengthArray:
         """The lengths of samples, checked; ``step`` is the minibatch to name where one is wrong."""
-        try:
-            lengths = checked([self.length_of(sample) for sample in samples], name="the stream's samples")
+        with _named_in_stream(step):
+            found = [plain(self.length_of(sample)) for sample in samples]
+            lengths = checked(found, name="the stream's samples")
             check_longest(lengths, self.recipe.max_tokens)
-        except ValueError as error:
-            error.add_note(f"In minibatch {step} of the stream; samples are counted from its beginning.")
-            raise
-        return lengths
+            return lengths
 
     def _minibatch(self, step: int, samples: list[Any], lengths: LengthArray, facts: Facts) -> Minibatch:
         """This rank's part of a minibatch of these samples."""
@@ -195,3 +197,13 @@ class Stream(IterableDataset[Minibatch]):
         minibatch = Minibatch(microbatches, plan.weights_of(self.rank, self.relative), plan.text)
         minibatch.origin = Origin(details, self.recipe.by_labels)
         return minibatch
+
+
+@contextmanager
+def _named_in_stream(step: int) -> Iterator[None]:
+    """Say of an error about samples in which minibatch they are."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(f"In minibatch {step} of the stream; samples are counted from its beginning.")
+        raise

@@ -19,8 +19,9 @@ from typing import Any
 
 from lightning_odc.balance import FittedCost, LearntCost
 from lightning_odc.balance.auto import AutoCost
+from lightning_odc.data.history import History
 
-Measurement = tuple[int, Sequence[int], float]
+Measurement = tuple[int, Sequence[Any], float]
 """Number of the minibatch, lengths of a microbatch's samples, and the seconds of own work that it took."""
 
 
@@ -28,27 +29,20 @@ _ALL_UP_TO = 32
 _THEN_EACH = 4
 
 
-class LaggedCost:
+class LaggedCost(History[LearntCost | None]):
     """A cost that learns, as each plan may use it; see Note [Plans of what everybody knows].
 
     Args:
         cost: The cost that learns.
-
-    Attributes:
-        lag: The number of minibatches that a plan is behind.
-        begun: The number of minibatches that were handed out so far.
     """
 
     def __init__(self, cost: FittedCost | AutoCost) -> None:
+        super().__init__(cost.snapshot())
         self.cost = cost
-        self.lag = 1
-        self.begun = 0
-        self._learnt: list[tuple[int, LearntCost | None]] = [(-1, cost.snapshot())]
 
     def cost_for(self, number: int) -> LearntCost | None:
         """What minibatch ``number`` is planned with; ``None``: with what is known without measurements."""
-        known = [learnt for last, learnt in self._learnt if last <= number - self.lag]
-        return known[-1] if known else self._learnt[0][1]
+        return self.at(number)
 
     def keep_apart(self) -> None:
         """See `AutoCost.keep_apart`; a `FittedCost` finds it out."""
@@ -58,11 +52,6 @@ class LaggedCost:
     def measures(self, number: int) -> bool:
         """Whether minibatch ``number`` is worth the measurement, which makes a GPU finish what it was given."""
         return isinstance(self.cost, FittedCost) or number < _ALL_UP_TO or number % _THEN_EACH == 0
-
-    def begin(self) -> int:
-        """The number of the minibatch that is handed out now."""
-        self.begun += 1
-        return self.begun - 1
 
     def observe(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
         """Take in what the ranks measured in an optimizer step; the same, in the same order, on all ranks."""
@@ -74,19 +63,14 @@ class LaggedCost:
                 for number, lengths, seconds in measured
                 if number == current
             )
-            self._learnt.append((current, self.cost.snapshot()))
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop what no plan will ask for again."""
-        old = [index for index, (last, _) in enumerate(self._learnt) if last <= self.begun - self.lag]
-        del self._learnt[: old[-1] if old else 0]
+            self.learn(current, self.cost.snapshot())
+        self.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as numbers, lists and dicts of them."""
         learnt = [
             [last, known and [*map(list, known.coefficients)], known and known.dense]
-            for last, known in self._learnt
+            for last, known in self.known
         ]
         return {"begun": self.begun, "learnt": learnt, "cost": self.cost.state_dict()}
 
@@ -98,7 +82,7 @@ class LaggedCost:
         """
         self.cost.load_state_dict(state["cost"])
         self.begun = state["begun"]
-        self._learnt = [
+        self.known = [
             (last, coefficients and LearntCost(tuple(map(tuple, coefficients)), dense))
             for last, coefficients, dense in state["learnt"]
         ]

@@ -90,10 +90,12 @@ def _read(path: Path, key: str, count: int) -> LengthArray | None:
         _warn(path, f"{problem}; it is written again")
         return None
     body = content[_DIGEST_BYTES:]
-    if content[:_DIGEST_BYTES] != _digest(key, body) or len(body) != 8 * count:
+    numbers, rest = divmod(len(body), 8 * count)  # of each sample
+    if content[:_DIGEST_BYTES] != _digest(key, body) or rest or not numbers:
         _warn(path, "its content is damaged or belongs to another data set; it is written again")
         return None
-    return np.frombuffer(body, dtype="<i8").astype(np.int64)
+    values = np.frombuffer(body, dtype="<i8").astype(np.int64)
+    return values if numbers == 1 else values.reshape(count, numbers)
 
 
 def _write(path: Path, key: str, values: LengthArray) -> None:
@@ -139,7 +141,7 @@ def cache_folder(directory: str | Path | Literal[False] | None) -> Path | None:
     return caches / "lightning-odc" / "lengths" if caches.is_absolute() else None
 
 
-def dataset_key(dataset: Any, length_of: Callable[[Any], int]) -> str:
+def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
     """Hexadecimal text that differs for data sets whose lengths should not be mistaken for each other's.
 
     It covers the class, the number of samples, a Hugging Face fingerprint if there is one, the function that
@@ -168,7 +170,7 @@ def _spread(count: int) -> list[int]:
     return sorted({0, count - 1, *some.tolist()})
 
 
-def _look(dataset: Any, index: int, length_of: Callable[[Any], int]) -> list[Any]:
+def _look(dataset: Any, index: int, length_of: Callable[[Any], Any]) -> list[Any]:
     with isolated_rng():
         seed_rng(index)
         sample = dataset[index]

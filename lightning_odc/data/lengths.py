@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from lightning_odc.balance.arrays import LENGTH_LIMIT
+from lightning_odc.balance.arrays import among_others, are_lengths, as_table
+from lightning_odc.balance.caps import as_caps, check_caps
 from lightning_odc.data.length_cache import dataset_key, remembered
 from lightning_odc.data.rng import isolated_rng
 
 LengthArray = npt.NDArray[np.int64]
-LengthFunction = Callable[[Any], int]
+"""``[n]``, or ``[n, d]`` where samples have rows of numbers."""
+LengthFunction = Callable[[Any], int | Sequence[int]]
+"""The length of a sample, or a row of numbers, as many for every sample: ``(text tokens, image patches)``."""
 Source = Literal["given", "attribute", "column", "length_fn", "samples"]
 
 _ROWS_AT_ONCE = 1000
@@ -46,7 +49,7 @@ class Lengths:
     """One length per sample of a data set.
 
     Attributes:
-        values: int64, at least 1 each.
+        values: int64, at least 1 each; or rows of numbers, ``[n, d]``, of which the first is at least 1.
         source: ``"given"``, ``"attribute"`` (``dataset.lengths``), ``"column"`` (of a Hugging Face data set),
             ``"length_fn"``, or ``"samples"`` (every sample was looked at).
     """
@@ -57,14 +60,15 @@ class Lengths:
     def __len__(self) -> int:
         return len(self.values)
 
-    def of(self, indices: list[int]) -> list[int]:
-        """The lengths of some samples."""
+    def of(self, indices: list[int]) -> list[Any]:
+        """The lengths of some samples: numbers, or lists of them."""
         return self.values[indices].tolist()
 
     @cached_property
     def digest(self) -> str:
         """Short text that differs when a length does."""
-        return hashlib.sha256(self.values.astype("<i8").tobytes()).hexdigest()[:12]
+        shape = b"" if self.values.ndim == 1 else repr(self.values.shape).encode()
+        return hashlib.sha256(shape + self.values.astype("<i8").tobytes()).hexdigest()[:12]
 
 
 def find_lengths(
@@ -82,8 +86,9 @@ def find_lengths(
 
     Args:
         dataset: a map-style data set.
-        lengths: one positive whole number per sample, in anything that numpy takes for an array.
-        length_fn: the length of a sample.
+        lengths: one positive whole number per sample, in anything that numpy takes for an array; or a row of numbers
+            for each.
+        length_fn: the length of a sample, or a row of numbers.
         cache_dir: The folder for scanned lengths, see :func:`remembered`; ``False``: they are not remembered.
 
     Raises:
@@ -124,7 +129,7 @@ def measure(sample: Any) -> int:
 
 
 def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> LengthArray:
-    """``lengths`` as an int64 array.
+    """``lengths`` as an int64 array, ``[n]``, or ``[n, d]`` where samples have rows of numbers.
 
     Args:
         lengths: anything that numpy takes for an array of numbers.
@@ -132,26 +137,37 @@ def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> Le
         name: what to call them in messages.
 
     Raises:
-        ValueError: a length is missing, not positive or not whole, or their number is not ``count``.
+        ValueError: a length is missing, not positive or not whole, their number is not ``count``, or rows have unequal
+            widths.
     """
     try:
-        values = np.asarray(lengths, dtype=np.float64)
+        values = as_table(lengths, name, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
+        if str(error).startswith(name):
+            raise
         raise ValueError(
             f"{name} must be one number per sample: lengths=[12, 7, ...]. numpy says: {error}"
         ) from None
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be one number per sample, got an array of shape {list(values.shape)}.")
+    if values.ndim not in (1, 2):
+        raise ValueError(
+            f"{name} must be one number per sample, or one row of numbers for each, got an array of shape "
+            f"{list(values.shape)}."
+        )
     if count is not None and len(values) != count:
         raise ValueError(
             f"{name} has {len(values)} entries, but the data set has {count} samples: give one for each."
         )
-    wrong = ~((values > 0) & (values < LENGTH_LIMIT) & (values == np.floor(values)))  # NaN compares false
+    wrong = ~are_lengths(values) if len(values) else np.zeros(0, dtype=np.bool_)
     if wrong.any():
         index = int(wrong.argmax())
+        own = (
+            f"{values[index]:g}"
+            if values.ndim == 1
+            else f"({', '.join(f'{one:g}' for one in values[index])})"
+        )
         raise ValueError(
-            f"{name}: sample {index} has length {values[index]:g} ({int(wrong.sum())} such samples in all). Lengths "
-            "are whole numbers of at least 1, below 2**40; leave empty samples out: "
+            f"{name}: sample {index} has length {own} ({int(wrong.sum())} such samples in all). Lengths are whole "
+            f"numbers of at least 1, below 2**40{among_others(values)}; leave empty samples out: "
             "torch.utils.data.Subset(dataset, indices)."
         )
     return values.astype(np.int64)
@@ -161,14 +177,21 @@ def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
     """Refuse a sample that fits no microbatch.
 
     Args:
-        lengths: ``[n]`` tokens of the samples.
-        max_tokens: The most tokens in a microbatch, or one number for each rank; ``None``: no limit.
+        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers.
+        max_tokens: The most tokens in a microbatch, or a list with one cap for each rank, of which each is a tuple
+            where samples have rows of numbers; ``None``: no limit.
 
     Raises:
-        ValueError: a sample is longer than ``max_tokens`` on every rank.
+        ValueError: a sample is longer than ``max_tokens`` on every rank, or has more or fewer numbers.
     """
-    most = None if max_tokens is None else int(np.max(max_tokens))
-    if most is None or not len(lengths) or lengths.max() <= most:
+    if max_tokens is None or not len(lengths):
+        return
+    num_ranks = len(max_tokens) if isinstance(max_tokens, list) else 1
+    if lengths.ndim == 2 or np.ndim(max_tokens) > isinstance(max_tokens, list):
+        check_caps(lengths, lengths, as_caps(max_tokens, num_ranks), num_ranks)
+        return
+    most = int(np.max(max_tokens))
+    if lengths.max() <= most:
         return
     index = int(lengths.argmax())
     raise ValueError(
@@ -188,6 +211,12 @@ def _known(dataset: Any) -> Lengths | None:
         found = [part for part in parts if part is not None]
         if not found or len(found) < len(parts):
             return None
+        if len({part.values.shape[1:] for part in found}) > 1:
+            widths = [np.size(part.values[:1]) for part in found]
+            raise ValueError(
+                f"the parts of a ConcatDataset have lengths of {widths} numbers: say how long samples are, "
+                'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["patches"])).'
+            )
         return Lengths(np.concatenate([part.values for part in found]), found[0].source)
     attribute = getattr(dataset, "lengths", None)
     if attribute is not None and not callable(attribute):
@@ -226,8 +255,13 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
     """Look at every sample, with a progress bar if it takes more than a moment."""
     indices = tqdm(range(len(dataset)), desc="Lengths of samples", unit="sample", delay=2, leave=False)
     with isolated_rng():
-        lengths = [length_of(dataset[index]) for index in indices]
+        lengths = [plain(length_of(dataset[index])) for index in indices]
     return checked(lengths, len(dataset), "the samples")
+
+
+def plain(length: Any) -> Any:
+    """A length as Python has numbers: what a tensor or array holds."""
+    return length.tolist() if isinstance(length, Tensor | np.ndarray) else length
 
 
 def _length(sample: Any) -> int | None:

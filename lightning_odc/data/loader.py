@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +26,7 @@ from torch.utils.data import default_collate
 
 from lightning_odc.balance import Cost, FittedCost
 from lightning_odc.balance.auto import default_prior
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import (
@@ -41,7 +41,7 @@ from lightning_odc.data.checks import (
 )
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.iterable import Stream, StreamReading
-from lightning_odc.data.lagged_cost import LaggedCost
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
 from lightning_odc.data.map_style import Collate, MapReading, SampleReader
 from lightning_odc.data.minibatch import Minibatch
@@ -58,7 +58,7 @@ from lightning_odc.data.position import Position, Progress
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
-MaxTokens = int | Sequence[int] | Literal["auto"] | None
+MaxTokens = Caps | Literal["auto"]
 
 
 class Microbatch(NamedTuple):
@@ -85,10 +85,13 @@ class BalancedDataLoader:
     Args:
         dataset: map-style, or an ``IterableDataset`` that yields the same samples on every rank.
         minibatch_size: samples per rank and minibatch, on average over ranks.
-        lengths: one number per sample; by default they are found out, see :func:`find_lengths`.
-        length_fn: the length of a sample.
-        max_tokens: the most tokens in a microbatch, padding included; or one number for each rank, where devices have
-            unlike memory. By default as many as the longest sample has (of a stream: the longest of the minibatch).
+        lengths: one number per sample, or a row of as many numbers for each, for example text tokens and image patches;
+            by default they are found out, see :func:`find_lengths`.
+        length_fn: the length of a sample, or a tuple of numbers.
+        max_tokens: the most tokens in a microbatch, padding included; or a list with one number for each rank, where
+            devices have unlike memory. By default as many as the longest sample has (of a stream: the longest of the
+            minibatch). For rows of numbers a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
+            ``"auto"`` begins there and follows the memory that ``ODCStrategy`` measures on GPUs, not with ``unroll``.
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
             measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
@@ -154,7 +157,7 @@ class BalancedDataLoader:
             None if max_tokens == "auto" else max_tokens,
             policy,
             cost,
-            _planned_weighting(weighting, packing is True or packs(collate_fn)) if unroll else weighting,
+            weighting,
             shuffle,
             seed,
             drop_last,
@@ -170,12 +173,15 @@ class BalancedDataLoader:
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
         self.packing: Packing = packing
+        self._packs = packing is True
+        self._packing_asked: tuple[bool, Facts] | None = None  # what the choice was made for
         self._world = num_replicas, rank
         self._cache_dir = cache_dir
         self._workers = workers
         self._progress = Progress()
         self._facts = NOTHING_KNOWN
-        self._lagged_cost: LaggedCost | None = None
+        self._wants_memory = max_tokens == "auto" and not unroll and not is_stream(dataset)
+        self._learning = Learning()
         self._reading: tuple[tuple[int, int], Reading] | None = None
         self._collation: Collation | None = None
         self._padding = PaddingWatch(None)
@@ -194,25 +200,49 @@ class BalancedDataLoader:
             return
         check_indexed(window, self.recipe)
         if self._given is not None:
-            check_longest(self.lengths.values, self.recipe.max_tokens)
+            self.lengths  # noqa: B018 - checked now
 
     @property
     def _collate(self) -> Collate:
-        return PackingCollator(self._unpacked) if self.packing is True else self._unpacked
+        return PackingCollator(self._unpacked) if self._packs else self._unpacked
 
-    def pack_if_it_pays(self) -> None:
-        """Decide what ``packing="auto"`` is: ``True`` if plans of packed samples take less time, by their cost."""
-        times = {}
-        for packing in (False, True):
-            self.packing, self._reading = packing, None
-            batches = self.recipe.minibatch_size // (self.recipe.batch_size or self.recipe.minibatch_size)
-            gain = self.planned_gain(batches)
-            can_run = gain is not None and (not packing or self.collation is not None)
-            times[packing] = gain.balanced if can_run and gain is not None else math.inf
-        self.packing, self._reading = times[True] < times[False], None
+    def choose_packing(self, keeps_apart: bool) -> bool:
+        """Decide what ``packing="auto"`` is for a model: packed where plans take less time, by the cost of `adapt`.
+
+        Args:
+            keeps_apart: Whether the model keeps packed samples apart.
+
+        Returns:
+            Whether samples are packed now, whatever ``packing`` is.
+        """
+        asked = keeps_apart, self._facts
+        if self.packing == "auto" and self._packing_asked != asked:
+            self._packing_asked = asked
+            packed = self._planned_time(packs=True) if keeps_apart else math.inf
+            self._packs = packed < self._planned_time(packs=False)
+            self._reading = None
+        return self._packs
+
+    def _planned_time(self, packs: bool) -> float:
+        """The time of balanced minibatches by their cost; infinity where it is not known, or samples do not pack."""
+        self._packs, self._reading = packs, None
+        try:
+            gain = self.planned_gain(self.recipe.batches)
+        except ValueError:
+            if not packs:
+                raise
+            return math.inf  # a sample that only fits where the user's own collate_fn cuts it
+        return math.inf if gain is None or (packs and self.collation is None) else gain.balanced
 
     def adapt(
-        self, *, prior: Cost | None, dense: bool | None, measured: bool, minibatches_per_step: int
+        self,
+        *,
+        prior: Cost | None,
+        dense: bool | None,
+        measured: bool,
+        minibatches_per_step: int,
+        measures_memory: bool = False,
+        begins: bool = True,
     ) -> None:
         """Take over what a strategy knows; the same on all ranks, and before the first minibatch.
 
@@ -221,10 +251,17 @@ class BalancedDataLoader:
             dense: Whether attention runs over all tokens of a microbatch, if the model tells.
             measured: Whether the strategy measures how long microbatches take.
             minibatches_per_step: The number of minibatches that share an optimizer step.
+            measures_memory: Whether the strategy measures how much memory microbatches take.
+            begins: Whether a fit begins, maybe of another model, of whose memory nothing is known.
         """
         self.minibatches_per_step = minibatches_per_step
-        facts = Facts(prior=prior or default_prior(), dense=dense, measured=measured)
-        if facts != self._facts:
+        facts = Facts(
+            prior=prior or default_prior(),
+            dense=dense,
+            measured=measured,
+            follows_memory=measures_memory and self._wants_memory,
+        )
+        if facts != self._facts or (begins and facts.follows_memory):
             self._facts, self._reading = facts, None
 
     @property
@@ -236,11 +273,20 @@ class BalancedDataLoader:
     def learns(self) -> bool:
         """Whether measured times change plans."""
         self._current()
-        return self._lagged_cost is not None
+        return self._learning.cost is not None
 
     @property
-    def max_tokens(self) -> int | Sequence[int] | None:
-        """The most tokens in a microbatch, or one number for each rank; ``None``: the longest sample of a minibatch."""
+    def follows_memory(self) -> bool:
+        """Whether `max_tokens` changes with the memory that is measured."""
+        self._current()
+        return self._learning.cap is not None
+
+    @property
+    def max_tokens(self) -> Caps:
+        """The most tokens in a microbatch, or a list by rank; ``None``: the longest sample of a minibatch.
+
+        A cap is a tuple where samples have rows of numbers.
+        """
         return self._current().max_tokens
 
     def planned_gain(self, batches: int = 1) -> Gain | None:
@@ -254,13 +300,13 @@ class BalancedDataLoader:
             return None
         schedule = reading.schedule
         size = self.recipe.batch_size or max(self.recipe.minibatch_size // batches, 1)
-        own = self._find_collation(self._unpacked) if self.packing is True else self._collation
+        own = self._find_collation(self._unpacked, self.lengths) if self._packs else self._collation
         return planned_gain(
             self.lengths.values[schedule.order(0)], size, batches, schedule.planner, own or PACKED
         )
 
-    def _find_collation(self, collate_fn: Collate) -> Collation | None:
-        return SampleReader(self._samples, collate_fn, self.recipe.seed, None).collation(self.lengths.values)
+    def _find_collation(self, collate_fn: Collate, lengths: Lengths) -> Collation | None:
+        return SampleReader(self._samples, collate_fn, self.recipe.seed, None).collation(lengths.values)
 
     @property
     def collation(self) -> Collation | None:
@@ -272,7 +318,12 @@ class BalancedDataLoader:
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out when first asked for."""
         found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
-        check_longest(found.values, self.recipe.max_tokens)
+        try:
+            check_longest(found.values, self.recipe.max_tokens)
+        except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan
+            collation = self._find_collation(self._collate, found)
+            if collation is None or collation.fixed is None:
+                raise
         return found
 
     # -- what it yields -----------------------------------------------------------------------------------
@@ -292,8 +343,7 @@ class BalancedDataLoader:
     def __iter__(self) -> Iterator[Minibatch | Microbatch]:
         reading = self._current()
         start = self._progress.begin(reading.order, _length(reading))
-        if self._lagged_cost is not None:
-            self._lagged_cost.lag = self.minibatches_per_step + self._read_ahead()
+        self._learning.begin(self.minibatches_per_step + self._read_ahead())
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
         arriving = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, alive))
@@ -330,8 +380,11 @@ class BalancedDataLoader:
         reading = self._current()
         if not isinstance(reading, MapReading):
             raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
-        learnt = None if self._lagged_cost is None else self._lagged_cost.cost.snapshot()
-        return reading.schedule.plan(self._progress.latest.epoch if epoch is None else epoch, step, learnt)
+        learnt = None if self._learning.cost is None else self._learning.cost.cost.snapshot()
+        caps = None if self._learning.cap is None else self._learning.cap.cap.value
+        return reading.schedule.plan(
+            self._progress.latest.epoch if epoch is None else epoch, step, learnt, caps
+        )
 
     def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
         """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
@@ -345,9 +398,9 @@ class BalancedDataLoader:
         world = current_world(*self._world)
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
-            caps = self._reading[1].max_tokens
-            own = caps if caps is None or isinstance(caps, int) else caps[world[1]]
-            self._padding = PaddingWatch(own)
+            caps = None if self._learning.cap is not None else self._reading[1].max_tokens
+            own: Any = caps[world[1]] if isinstance(caps, list) else caps
+            self._padding = PaddingWatch(own[0] if isinstance(own, tuple) else own)
         return self._reading[1]
 
     def _make_reading(self, num_replicas: int, rank: int) -> Reading:
@@ -355,12 +408,13 @@ class BalancedDataLoader:
             facts = replace(
                 self._facts, measured=self._facts.measured and not self._workers.get("num_workers")
             )
-            cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas, facts)
+            cost = self.recipe.lagged_cost(num_replicas, facts)
+            self._learning = Learning(cost)
             length_of = self._length_fn or measure
             return StreamReading(
                 Stream(
                     self._samples,
-                    self.recipe,
+                    self._planned_recipe,
                     length_of,
                     self._collate,
                     num_replicas,
@@ -374,9 +428,20 @@ class BalancedDataLoader:
         reader = SampleReader(self._samples, self._collate, self.recipe.seed, compared_by)
         self._collation = reader.collation(self.lengths.values)
         facts = replace(self._facts, collation=self._collation or PACKED)
-        schedule = Schedule(self.lengths, self.recipe, num_replicas, facts)
-        cost = self._lagged_cost = self.recipe.lagged_cost(num_replicas, facts)
-        return MapReading(schedule, rank, reader, self.unroll, cost)
+        schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
+        cost = self.recipe.lagged_cost(num_replicas, facts)
+        follows = facts.follows_memory and isinstance(schedule.planner.max_tokens, int)
+        cap = schedule.lagged_cap() if follows else None
+        self._learning = Learning(cost, cap)
+        return MapReading(schedule, rank, reader, self.unroll, cost, cap)
+
+    @property
+    def _planned_recipe(self) -> Recipe:
+        """The recipe that plans follow: with ``unroll``, nothing counts the labels of a microbatch."""
+        if not (self.unroll and self.recipe.by_labels):
+            return self.recipe
+        packs_rows = self._packs or packs(self._unpacked)
+        return replace(self.recipe, weighting="next_token" if packs_rows else "token")
 
     def _read_ahead(self) -> int:
         """How many minibatches are planned before the one that is asked for has run."""
@@ -391,9 +456,9 @@ class BalancedDataLoader:
         if not (self.recipe.learns or self.recipe.is_auto):
             return self.recipe.cost
         self._current()
-        if self._lagged_cost is None:
+        if self._learning.cost is None:
             return self._facts.prior
-        cost = self._lagged_cost.cost
+        cost = self._learning.cost.cost
         return cost if isinstance(cost, FittedCost) else cost.fitted if cost.is_refuted else cost.prior
 
     # -- where it is --------------------------------------------------------------------------------------
@@ -408,13 +473,12 @@ class BalancedDataLoader:
         return SimpleNamespace(sampler=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been yielded, whatever workers have read ahead, and what a `FittedCost` has learnt.
+        """What has been yielded, whatever workers have read ahead, and what was learnt from measurements.
 
         Plain numbers and text, the same on all ranks.
         """
         order = self._current().order if self._progress.latest.started else None
-        learnt = {} if self._lagged_cost is None else {"learning": self._lagged_cost.state_dict()}
-        return {**self._progress.state(order), **learnt}
+        return {**self._progress.state(order), **self._learning.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where the state was taken.
@@ -422,22 +486,11 @@ class BalancedDataLoader:
         The state is compared with the data set and the settings when the pass begins.
         """
         state = dict(state_dict)
-        learnt = state.pop("learning", None)
+        learnt: dict[str, Any] = {name: state.pop(name) for name in ("learning", "memory") if name in state}
         self._progress.load(state)
-        if learnt is not None:
+        if learnt:
             self._current()
-        if learnt is not None and self._lagged_cost is not None:
-            try:
-                self._lagged_cost.load_state_dict(learnt)
-            except ValueError as error:
-                warnings.warn(f"What the cost had learnt is not taken over: {error}", stacklevel=2)
-
-
-def _planned_weighting(weighting: Weighting, packs: bool) -> Weighting:
-    """What ``"auto"`` means where nothing counts the labels of a microbatch."""
-    if callable(weighting) or weighting != "auto":
-        return weighting
-    return "next_token" if packs else "token"
+        self._learning.load_state_dict(learnt)
 
 
 def _length(reading: Reading) -> int | None:

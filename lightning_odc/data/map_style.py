@@ -30,15 +30,17 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_odc.balance import LearntCost
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction
+from lightning_odc.data.memory_cap import LaggedCap
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Origin
 from lightning_odc.data.plan import MinibatchPlan, Schedule
 from lightning_odc.data.position import Order
-from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 
 Collate = Callable[[list[Any]], Any]
 
@@ -52,10 +54,10 @@ class MapReading:
         reader: Reads a part.
         relative: Weights are relative to their mean over the minibatch.
         cost: The cost, if it is one that learns.
+        cap: The caps, if they follow what is measured.
 
     Attributes:
         order: What a position in it refers to.
-        max_tokens: The most tokens in a microbatch.
     """
 
     def __init__(
@@ -65,16 +67,19 @@ class MapReading:
         reader: SampleReader,
         relative: bool,
         cost: LaggedCost | None,
+        cap: LaggedCap | None = None,
     ) -> None:
         recipe = schedule.recipe
         self.schedule = schedule
         self.order = Order(
-            f"{recipe.order}, lengths {schedule.lengths.digest}", schedule.samples_per_minibatch
+            f"{recipe.order}, lengths {schedule.lengths.digest}",
+            schedule.samples_per_minibatch,
+            recipe.batches,
         )
-        self.max_tokens = schedule.planner.max_tokens
         self._rank = rank
         self._relative = relative
         self._cost = cost
+        self._cap = cap
         self._reader = reader
         self._begin = 0, 0  # epoch and first minibatch of the next pass
         # By number: the minibatches that were handed out to be read and have not arrived.
@@ -85,6 +90,11 @@ class MapReading:
     def __len__(self) -> int:
         """Minibatches per epoch."""
         return len(self.schedule)
+
+    @property
+    def max_tokens(self) -> Caps:
+        """The most tokens in a microbatch, by what is known now."""
+        return self.schedule.planner.max_tokens if self._cap is None else self._cap.cap.value
 
     def count_microbatches(self, epoch: int) -> int:
         """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""
@@ -120,10 +130,11 @@ class MapReading:
     def _assignments(self, epoch: int, first: int) -> Iterator[Assignment]:
         """What this rank reads of each minibatch; runs ahead of training by what the ``DataLoader`` prefetches."""
         self._under_way.clear()
-        begun = 0 if self._cost is None else self._cost.begun
+        begun = max(0 if one is None else one.begun for one in (self._cost, self._cap))
         for step in range(first, len(self)):
             learnt = None if self._cost is None else self._cost.cost_for(begun + step - first)
-            plan = self.schedule.plan(epoch, step, learnt)
+            caps = None if self._cap is None else self._cap.at(begun + step - first)
+            plan = self.schedule.plan(epoch, step, learnt, caps)
             self._under_way[step] = plan, learnt
             own = plan.microbatches[self._rank]
             lengths = [self.schedule.lengths.of(m) for m in own] if self._reader.compares_lengths else None
@@ -134,7 +145,7 @@ class MapReading:
         """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
         plan, learnt = self._under_way.pop(step)
         details = self._details(epoch, plan.microbatches[self._rank])
-        minibatch.origin = Origin(details, self.schedule.recipe.by_labels).counted(self._cost)
+        minibatch.origin = Origin(details, self.schedule.recipe.by_labels).counted(self._cost, self._cap)
         if self.schedule.recipe.policy == "steal" and self.schedule.num_replicas > 1:
             of_all = [self._details(epoch, of_rank) for of_rank in plan.microbatches]
             fetch = partial(self._fetch, epoch, plan.microbatches)
@@ -211,9 +222,16 @@ class SampleReader:
         return Minibatch(microbatches, assignment.weights, assignment.plan)
 
     def collation(self, lengths: LengthArray) -> Collation | None:
-        """What the ``collate_fn`` makes of a microbatch; see `find_collation`."""
+        """What the ``collate_fn`` makes of a microbatch; see `find_collation`. The data set stays as it is.
+
+        Where ``worker_init_fn`` prepares the data set in workers, it may fail here. Then nothing is known.
+        """
+        try:
+            copied = SampleReader(with_own_rng(self._dataset), self._collate, self._seed, None)
+        except Exception:  # a data set that refuses copies; this look was not asked for
+            return None
         with isolated_rng():
-            return find_collation(self._collate, lambda index: self._samples(0, [index])[0], lengths)
+            return find_collation(self._collate, lambda index: copied._samples(0, [index])[0], lengths)
 
     def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
         """Read one microbatch; it seeds the global generators."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_odc.data.lagged_cost import LaggedCost
+    from lightning_odc.data.memory_cap import LaggedCap
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -29,11 +30,12 @@ class Detail(NamedTuple):
     """What a loader knows about a microbatch besides its content.
 
     Attributes:
-        lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them.
+        lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them. Where
+            samples have several numbers each, lists of them, tokens first.
         seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
     """
 
-    lengths: list[int]
+    lengths: list[Any]
     seed: tuple[int, ...]
 
 
@@ -63,6 +65,7 @@ class Origin:
     Attributes:
         number: The number of the minibatch, counted from the beginning of training.
         cost: The cost that learns how long the microbatches took, if there is one.
+        cap: The cap that learns how much memory they took, if there is one.
     """
 
     def __init__(self, details: list[Detail], by_labels: bool = False) -> None:
@@ -70,11 +73,14 @@ class Origin:
         self.by_labels = by_labels
         self.number = 0
         self.cost: LaggedCost | None = None
+        self.cap: LaggedCap | None = None
 
-    def counted(self, cost: LaggedCost | None) -> Origin:
-        """The same, for a minibatch that is handed out now; with a cost that learns from it."""
+    def counted(self, cost: LaggedCost | None, cap: LaggedCap | None = None) -> Origin:
+        """The same, for a minibatch that is handed out now; with what learns from it."""
         if cost is not None:
             self.number, self.cost = cost.begin(), cost
+        if cap is not None:
+            self.number, self.cap = cap.begin(), cap
         return self
 
 

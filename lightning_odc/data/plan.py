@@ -42,12 +42,15 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import Caps, check_choice, check_count
+from lightning_odc.balance.arrays import check_choice, check_count
 from lightning_odc.balance.auto import AutoCost, default_prior
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import terms_of
+from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
+from lightning_odc.data.memory_cap import LaggedCap, MemoryCap
 
 IndexArray = npt.NDArray[np.int64]
 Weighting = Literal["auto", "token", "next_token", "sample"] | Callable[[LengthArray], npt.NDArray[Any]]
@@ -64,12 +67,14 @@ class Facts:
         prior: What ``cost="auto"`` begins with.
         dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
         measured: Whether somebody measures how long microbatches take.
+        follows_memory: Whether the caps follow the memory that somebody measures.
     """
 
     collation: Collation = PACKED
     prior: Cost = field(default_factory=default_prior)
     dense: bool | None = None
     measured: bool = False
+    follows_memory: bool = False
 
 
 NOTHING_KNOWN = Facts()
@@ -81,14 +86,14 @@ class Recipe:
 
     Attributes:
         minibatch_size: samples per rank and minibatch, on average over ranks.
-        max_tokens: the most tokens in a microbatch, or one number for each rank; ``None``: as many as the longest
-            sample has in its row.
+        max_tokens: the most tokens in a microbatch, or a list with one cap for each rank; where samples have rows of
+            numbers, a cap is a tuple. ``None``: as many as the longest sample has in its row.
         policy: One of those of `lightning_odc.balance.Planner`.
         cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``,
             what the model says, until measured times refute it.
-        weighting: what a sample counts in the gradient: its tokens, those that a causal model predicts (one less),
-            one, or a function of the array of lengths. ``"auto"``: its tokens in the plan; where microbatches have
-            labels, those count instead, see Note [Labels are counted].
+        weighting: what a sample counts in the gradient: its tokens (the first of several numbers), those that a causal
+            model predicts (one less), one, or a function of the array of lengths. ``"auto"``: its tokens in the plan;
+            where microbatches have labels, those count instead, see Note [Labels are counted].
         shuffle: a new order every epoch.
         seed: The seed of the order.
         drop_last: leave out the samples that do not fill a last minibatch.
@@ -124,7 +129,7 @@ class Recipe:
             raise ValueError(
                 "regroup=True lets the minibatches of a window exchange samples: write window=16."
             )
-        self.planner(len(self.max_tokens) if isinstance(self.max_tokens, list | tuple) else 1)
+        self.planner(len(self.max_tokens) if isinstance(self.max_tokens, list) else 1)
 
     @property
     def learns(self) -> bool:
@@ -140,6 +145,11 @@ class Recipe:
     def by_labels(self) -> bool:
         """Whether labels, where microbatches have them, count instead of the planned weights."""
         return isinstance(self.weighting, str) and self.weighting == "auto"
+
+    @property
+    def batches(self) -> int:
+        """Batches of the user's own loader in a minibatch; 1 if there is no such loader."""
+        return self.minibatch_size // (self.batch_size or self.minibatch_size)
 
     @property
     def equal_counts(self) -> bool:
@@ -168,7 +178,8 @@ class Recipe:
     def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[IndexArray]:
         """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`.
 
-        Always by the quadratic cost: a cost that is learnt while training would regroup otherwise after a resume.
+        Always by the quadratic cost, which takes the sum of the numbers after the first: a cost that is learnt while
+        training would regroup otherwise after a resume.
         """
         size = self.minibatch_size * num_replicas
         if not self.regroup:
@@ -196,16 +207,25 @@ class Recipe:
         policy = cast(Policy, self.policy)
         return Planner(num_replicas, cap, policy, cost, allow_empty=True, collation=facts.collation)
 
-    def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> int:
-        """The most tokens in a batch of the user's own loader, which fits into memory; at least the longest sample."""
+    def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> Caps:
+        """The most tokens in a batch of the user's own loader, which fits into memory; at least the longest sample.
+
+        Of rows of numbers, a tuple with the most of each.
+        """
         rows = collation.row_lengths(lengths)
-        longest, size = int(rows.max()), self.batch_size or 1
-        whole = len(rows) // (size * num_replicas) * size * num_replicas
+        if rows.ndim == 1:
+            return self._largest_sum(rows, num_replicas, collation.is_table)
+        tokens = self._largest_sum(rows[:, 0], num_replicas, collation.is_table)
+        return tokens, *(self._largest_sum(number, num_replicas, False) for number in rows[:, 1:].T)
+
+    def _largest_sum(self, sizes: IndexArray, num_replicas: int, is_table: bool) -> int:
+        longest, size = max(int(sizes.max()), 1), self.batch_size or 1
+        whole = len(sizes) // (size * num_replicas) * size * num_replicas
         if size == 1 or not whole:
             return longest
-        dealt = rows[:whole].reshape(-1, size, num_replicas)  # [batches, samples, ranks]
-        tokens = size * dealt.max(1) if collation.is_table else dealt.sum(1)
-        return max(longest, int(tokens.max()))
+        dealt = sizes[:whole].reshape(-1, size, num_replicas)  # [batches, samples, ranks]
+        sums = size * dealt.max(1) if is_table else dealt.sum(1)
+        return max(longest, int(sums.max()))
 
     def lagged_cost(self, num_replicas: int, facts: Facts = NOTHING_KNOWN) -> LaggedCost | None:
         """The cost, if it is one that learns, for so many ranks.
@@ -230,14 +250,15 @@ class Recipe:
         """What each sample counts in the gradient."""
         if callable(self.weighting):
             weights = np.asarray(self.weighting(lengths), dtype=np.float64)
-            if weights.shape != lengths.shape:
+            if weights.shape != (len(lengths),):
                 raise ValueError(
-                    f"weighting(lengths) must return one weight per length, got {list(weights.shape)}."
+                    f"weighting(lengths) must return one weight per length, got {list(weights.shape)} for lengths of "
+                    f"shape {list(lengths.shape)}."
                 )
             return weights
         if self.weighting == "sample":
             return np.ones(len(lengths))
-        return lengths.astype(np.float64) - (self.weighting == "next_token")
+        return first_number(lengths).astype(np.float64) - (self.weighting == "next_token")
 
 
 class Schedule:
@@ -305,13 +326,23 @@ class Schedule:
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
         return self._minibatches[within]
 
-    def plan(self, epoch: int, step: int, learnt: LearntCost | None = None) -> MinibatchPlan:
+    def lagged_cap(self) -> LaggedCap:
+        """Caps that follow measured memory, beginning with those of the planner."""
+        planner, longest = self.planner, int(self.collation.row_lengths(self.lengths.values).max())
+        cap = planner.max_tokens
+        assert isinstance(cap, int)
+        return LaggedCap(MemoryCap(self.num_replicas, cap, longest, planner.policy == "lb_mini"))
+
+    def plan(
+        self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
+    ) -> MinibatchPlan:
         """Who does what in a minibatch.
 
         Args:
             epoch: The epoch it belongs to.
             step: Its number in the epoch.
             learnt: The cost, if it is one that learns.
+            caps: The most tokens in a microbatch, if they follow what is measured.
 
         Raises:
             IndexError: the epoch has no such minibatch.
@@ -322,7 +353,8 @@ class Schedule:
             )
         indices = self.samples(epoch, step)
         lengths, name = self.lengths.values[indices], self.recipe.name(epoch, step, self.lengths)
-        return MinibatchPlan.of(self.recipe, self.planner, indices, lengths, name, learnt, turn=epoch + step)
+        planner = self.planner if caps is None else replace(self.planner, max_tokens=caps)
+        return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
         """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
@@ -333,7 +365,7 @@ class Schedule:
         lengths = [self.lengths.values[microbatch] for microbatch in flat]
         cost = self.planner.cost if learnt is None else learnt
         costs = average_costs(lengths, cost, self.num_replicas, collation=self.collation)
-        scale = float(sum(sizes.sum() for sizes in lengths)) / sum(costs)
+        scale = float(sum(first_number(sizes).sum() for sizes in lengths)) / sum(costs)
         scaled = iter(costs)
         return [[next(scaled) * scale for _ in rank] for rank in plan.microbatches]
 
@@ -371,7 +403,7 @@ class MinibatchPlan:
             recipe: The weights of samples.
             planner: The recipe's planner.
             indices: ``[n]``, the samples in the data set.
-            lengths: ``[n]``, their lengths.
+            lengths: ``[n]``, their lengths, or ``[n, d]``.
             name: The beginning of the plan's text.
             learnt: The cost, if it is one that learns.
             turn: Epoch plus number of the minibatch, see Note [Ranks take turns].
@@ -382,7 +414,7 @@ class MinibatchPlan:
             first = turn % planner.num_ranks
             positions = positions[first:] + positions[:first]
         counts = recipe.sample_weights(lengths)
-        shortest = [int(indices[lengths.argmin()])]
+        shortest = [int(indices[lengths.reshape(len(lengths), -1).sum(1).argmin()])]
         microbatches = [[indices[m].tolist() if m else shortest for m in rank] for rank in positions]
         weights = [[float(counts[m].sum()) if m else 0.0 for m in rank] for rank in positions]
         digest = hashlib.sha256(repr((microbatches, weights)).encode()).hexdigest()[:12]
@@ -401,6 +433,6 @@ def _are_alike(planner: Planner, lengths: LengthArray) -> bool:
     """Whether ranks may swap their parts of a plan: these samples cost the same on all, and so do microbatches."""
     terms = terms_of(resolve_cost(planner.cost), lengths, planner.num_ranks)
     by_rank = (terms.samples, terms.overhead, terms.pair)
-    return np.ndim(cast(Any, planner.max_tokens)) == 0 and all(
+    return not isinstance(planner.max_tokens, list) and all(
         bool((values == values[0]).all()) for values in by_rank
     )

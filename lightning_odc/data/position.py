@@ -36,10 +36,12 @@ class Order:
     Attributes:
         order: Text that is equal where samples come in the same order.
         samples_per_minibatch: Samples of a minibatch on all ranks together.
+        batches: Batches of the user's loader in a minibatch, see Note [Folded accumulation].
     """
 
     order: str
     samples_per_minibatch: int
+    batches: int = 1
 
 
 class Progress:
@@ -80,7 +82,7 @@ class Progress:
             minibatches: Minibatches per epoch, if that is known; the end of an epoch is the beginning of the next one.
 
         Raises:
-            ValueError: a loaded position is in the middle of an epoch in which samples come in another order.
+            ValueError: a loaded position is in the middle of an epoch of other samples or steps, see `translated`.
         """
         if self._next is not None:
             self.latest, self._next = self._next, None
@@ -90,9 +92,9 @@ class Progress:
             self.latest = Position(self.latest.epoch + 1)
         saved, self._saved = self._saved, {}
         if saved and self.latest.started:
-            self.latest = translated(
-                self.latest, Order(saved["order"], saved["samples_per_minibatch"]), order
-            )
+            batches = saved.get("batches", order.batches)
+            before = Order(saved["order"], saved["samples_per_minibatch"], batches)
+            self.latest = translated(self.latest, before, order)
         return self.latest
 
     def reach(self, position: Position) -> None:
@@ -104,13 +106,20 @@ def translated(start: Position, saved: Order, now: Order) -> Position:
     """A saved position, in minibatches of the size there is now.
 
     Raises:
-        ValueError: the samples come in another order.
+        ValueError: the samples come in another order, or other numbers of batches share an optimizer step.
     """
     if saved.order != now.order:
         raise ValueError(
             "The loader's state was saved in the middle of an epoch in which samples come in another order "
             f"({saved.order}) than here ({now.order}). Use the same data set, seed, shuffle and window, or resume from "
             "a checkpoint saved at the end of an epoch."
+        )
+    if saved.batches != now.batches:
+        raise ValueError(
+            f"The checkpoint was saved in the middle of an epoch with accumulate_grad_batches={saved.batches}, and now "
+            f"it is {now.batches}: Lightning counts optimizer steps of another size. Write "
+            f"Trainer(accumulate_grad_batches={saved.batches}), or resume from a checkpoint saved at the end of an "
+            "epoch."
         )
     if saved == now:
         return start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from lightning_odc.data.minibatch import Detail
 
@@ -71,6 +73,26 @@ class PrivateRng:
                 yield
             finally:
                 self._inside = _states()
+
+
+def with_own_rng(value: Any) -> Any:
+    """A copy of a data set with random generators and attributes of its own, and the same samples.
+
+    Data sets inside it are copied likewise; what is no ``torch.utils.data.Dataset`` is returned as it is.
+    """
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+        return copy.deepcopy(value)
+    if not isinstance(value, Dataset):
+        return [with_own_rng(part) for part in value] if _holds_datasets(value) else value
+    twin = copy.copy(value)
+    vars(twin).update({name: with_own_rng(part) for name, part in vars(twin).items()})
+    return twin
+
+
+def _holds_datasets(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(part, Dataset) for part in value)
 
 
 def _states() -> tuple[Any, Any, torch.Tensor]:

@@ -56,7 +56,7 @@ class SettleRecord:
         plans: fingerprints of the plans of its minibatches, in the order in which they ran.
         is_last: it has no more batches in this epoch.
         logs: what the strategy logs: names and sums.
-        times: what the strategy measured: seconds of microbatches.
+        measured: what the strategy measured: seconds and memory of microbatches.
         note: the rank's `Engine.note`.
         used: which parameters received a gradient here, as `flags_to_hex` writes them.
     """
@@ -68,7 +68,7 @@ class SettleRecord:
     plans: list[str]
     is_last: bool
     logs: Any
-    times: Any
+    measured: Any
     note: Any
     used: str = "0x0"
 
@@ -136,7 +136,7 @@ class Ledger:
         if plan is not None:
             self.plans.append(plan)
 
-    def record(self, logs: Any, times: Any, note: Any, used: str = "0x0") -> SettleRecord:
+    def record(self, logs: Any, measured: Any, note: Any, used: str = "0x0") -> SettleRecord:
         """What a rank with these weights tells when it settles; the arguments are fields of the record."""
         return SettleRecord(
             batches=None if self.is_idle else _WEIGHTED if self.is_weighted else _PLAIN,
@@ -146,7 +146,7 @@ class Ledger:
             plans=self.plans,
             is_last=self.is_last,
             logs=logs,
-            times=times,
+            measured=measured,
             note=note,
             used=used,
         )
@@ -302,21 +302,22 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     @contextmanager
-    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         """Around every backward pass.
 
         Args:
             manual: the user calls ``zero_grad()``, not Lightning.
             more: Another one follows in the same batch for sure.
+            counts: Its gradients count; otherwise zeros are added for them, even where they are NaN.
         """
 
     @abstractmethod
-    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
+    def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         """End the step's gradients: meet, put the weighted mean gradient into ``.grad`` of every shard.
 
         Args:
             logs: JSON-serialisable values of this rank.
-            times: likewise.
+            measured: likewise.
 
         Returns:
             Every rank's record, in rank order.

@@ -48,6 +48,7 @@ class CollectiveEngine(Engine):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._root: RootUnit | None = None
         self._late_hooks = LateHooks()
+        self._reduce_scatter = StockReduceScatter()
         self._has_compared_kinds = world_size == 1
         self._signals = Signals()
 
@@ -63,7 +64,7 @@ class CollectiveEngine(Engine):
         self._model = model
         self._find_shards()
         gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
-        reduce_scatter = WithinContext(StockReduceScatter(), partial(self.traced, "reduce_scatter"))
+        reduce_scatter = WithinContext(self._reduce_scatter, partial(self.traced, "reduce_scatter"))
         set_comms(_units(model), gather, reduce_scatter)
         self._root = RootUnit(find_units(model), model)
 
@@ -91,7 +92,7 @@ class CollectiveEngine(Engine):
         """Nothing to report: collectives have their own flight recorder."""
 
     @contextmanager
-    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
 
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones. Hooks
@@ -101,6 +102,7 @@ class CollectiveEngine(Engine):
         if manual:
             self._root.gather()
         self._late_hooks.holding = self.ledger.is_weighted
+        self._reduce_scatter.sends_zeros = not counts
         if not self.ledger.is_weighted:
             yield
             self._root.check_reduced()
@@ -115,17 +117,19 @@ class CollectiveEngine(Engine):
         with torch.no_grad():
             for parameter, kept in zip(self._shards, before, strict=True):
                 new, parameter.grad = parameter.grad, kept
+                if not counts and self._world_size == 1 and new is not None:
+                    new.zero_()  # fully_shard may reduce nothing on a single rank
                 if new is not None:
                     self._sums[parameter] = (
                         self._sums[parameter].add_(new) if parameter in self._sums else new
                     )
 
     @torch.no_grad()
-    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
+    def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
-            record = ledger.record(logs, times, self.note)
+            record = ledger.record(logs, measured, self.note)
             self.settled = True
             self.notes = []
             if not ledger.is_weighted:

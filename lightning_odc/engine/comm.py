@@ -74,7 +74,14 @@ class StockGather(_Allocating):
 
 
 class StockReduceScatter(_Allocating):
-    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes."""
+    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes.
+
+    Attributes:
+        sends_zeros: Whether this rank's gradients are left out, whatever they are.
+    """
+
+    def __init__(self) -> None:
+        self.sends_zeros = False
 
     def __call__(
         self,
@@ -84,6 +91,8 @@ class StockReduceScatter(_Allocating):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if self.sends_zeros:
+            input_tensor.zero_()
         return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 

@@ -74,7 +74,7 @@ class HangReport:
 
     def tell(self, text: str) -> None:
         """Write a report, now."""
-        stack = self._stack()
+        stack = self._stacks()
         note = self._append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{stack}\n")
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()
@@ -95,10 +95,17 @@ class HangReport:
                 self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
                 told = waited
 
-    def _stack(self) -> str:
-        frame = sys._current_frames().get(self._watched)
-        return (
-            "" if frame is None else "Python stack of this rank:\n" + "".join(traceback.format_stack(frame))
+    def _stacks(self) -> str:
+        """What all threads do, the one that trains first: on GPUs backward passes run in threads of autograd's."""
+        names = {thread.ident: thread.name for thread in threading.enumerate() if thread is not self._thread}
+        frames = sys._current_frames()
+        own = () if self._thread is None else (self._thread.ident,)
+        order = [self._watched, *(ident for ident in frames if ident not in (self._watched, *own))]
+        return "".join(
+            f"Python stack of this rank, thread {names.get(ident, 'of another library')!r}:\n"
+            + "".join(traceback.format_stack(frames[ident]))
+            for ident in order
+            if ident in frames
         )
 
     def _append(self, text: str) -> str:

@@ -91,7 +91,7 @@ class OnDemandEngine(Engine):
         self._staleness = StalenessGuard([], [], deferred=False)
         self._gradients = True
         self._evaluating = False
-        self._in_backward = False
+        self._in_backward, self._counts = False, True
         self._hooks: list[RemovableHandle] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
@@ -249,7 +249,8 @@ class OnDemandEngine(Engine):
         segments = unit.take_fresh()
         if sum(segment.numel for segment in segments) * self.protocol.transport.world_size != chunks.numel():
             raise self._unexpected_gradient(unit)
-        window.accumulate(chunks, segments)
+        if self._counts:
+            window.accumulate(chunks, segments)
 
     def _unexpected_gradient(self, unit: Unit) -> ODCError:
         names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
@@ -311,7 +312,7 @@ class OnDemandEngine(Engine):
         self.stolen += work.stolen
 
     @contextmanager
-    def backward(self, *, manual: bool = False, more: bool = False) -> Iterator[None]:
+    def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         assert self._root is not None
         if manual:
             self.drop_emptied()
@@ -319,11 +320,11 @@ class OnDemandEngine(Engine):
         else:  # it is Lightning that empties them, before the last backward pass of a minibatch
             self._placeholders.forget()
         self._staleness.before_reshard()  # fully_shard frees the root unit at the end of it
-        self._in_backward = True
+        self._in_backward, self._counts = True, counts
         try:
             yield
         finally:
-            self._in_backward = False
+            self._in_backward, self._counts = False, True
         self._root.check_reduced()
         for unit in self._units:
             self._placeholders.lay(unit.used)
@@ -331,7 +332,7 @@ class OnDemandEngine(Engine):
             self._staleness.after_last_backward()
 
     @torch.no_grad()
-    def settle(self, logs: Any, times: Any = ()) -> list[SettleRecord]:
+    def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
         self._refuse_all_reduce_hooks()
         with self._timed(), self.traced("settle"):
@@ -339,15 +340,15 @@ class OnDemandEngine(Engine):
             self._staleness.before_settle(self.protocol.finish)
             emptied = self._placeholders.emptied()
             self._placeholders.lift()
-            records = self._end_version(logs, times)
+            records = self._end_version(logs, measured)
             self._take_gradients(records, emptied)
             self.settled = True
         return records
 
-    def _end_version(self, logs: Any, times: Any) -> list[SettleRecord]:
+    def _end_version(self, logs: Any, measured: Any) -> list[SettleRecord]:
         """Every rank's record of the step, in rank order."""
         used = [flag for unit in self._units for flag in unit.take_used()]
-        own = self._take_ledger().record(logs, times, self.note, flags_to_hex(used))
+        own = self._take_ledger().record(logs, measured, self.note, flags_to_hex(used))
         heard = self.protocol.end_version("optimizer step", own.as_list())
         records = [SettleRecord(*fields) for fields in heard]
         self.notes = [record.note for record in records]
@@ -358,12 +359,24 @@ class OnDemandEngine(Engine):
         scale = 1.0 / denominator(records, self.weight_unit)
         count = sum(len(unit.slots) for unit in self._units)
         used_anywhere = iter(any_flags([record.used for record in records], count))
-        for unit, window in zip(self._units, self.protocol.windows, strict=True):
+        for unit, window, total in zip(self._units, self.protocol.windows, self._totals(), strict=True):
             flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
-            unit.add_to_grads(self.protocol.total(unit.index), scale, flags)
+            unit.add_to_grads(total, scale, flags)
             window.clear()
             for slot in compress(unit.slots, flags):
                 self._late_hooks.call(slot.home)
+
+    def _totals(self) -> Iterator[Tensor]:
+        """By unit, the sums for this rank's shards, where these are: one after the other, for lack of memory."""
+        protocol = self.protocol
+        totals = (protocol.total(unit.index) for unit in self._units)
+        if not any(unit.is_offloaded for unit in self._units):
+            return totals
+        # All copies to the host are asked for before it waits for the first.
+        copies = [unit.at_home(total) for unit, total in zip(self._units, totals, strict=True)]
+        protocol.finished = False
+        protocol.finish()
+        return iter(copies)
 
     def publish(self) -> None:
         with self._timed(), self.traced("publish"):

@@ -55,8 +55,10 @@ stream that is current when the next announcement or meeting is, which for a tra
 from __future__ import annotations
 
 import json
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +74,12 @@ from lightning_odc.errors import DisagreementError
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
+_OPENING = (
+    "opens its window and maps those of its peers, which all ranks do together. Look at the other ranks' reports for "
+    "one that is elsewhere. On GPUs, torch's symmetric memory counts its rendezvous per process: anything else in the "
+    "process that uses it before, on some ranks only, makes the ranks wait for each other until the process group's "
+    "timeout."
+)
 
 
 class Protocol(RankState):
@@ -143,13 +151,27 @@ class Protocol(RankState):
 
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
-        self.transport.open(self._spec)
+        with self._reporting_while_opening():
+            self.transport.open(self._spec)
         self.peers.begin(Activity.COMPUTE)
         self.windows = [
             UnitWindow(self, index, spec, self._spec.sources) for index, spec in enumerate(self._units)
         ]
         if self._hang_report is not None:
             self._hang_report.start(self.peers.longest_wait, self._describe)
+
+    @contextmanager
+    def _reporting_while_opening(self) -> Iterator[None]:
+        """There are no control words yet to compare, so a rank counts the time that it takes itself."""
+        report, begin = self._hang_report, time.monotonic()
+        if report is not None:
+            where = f"  This is rank {self._job_rank}{report.place()}; it {_OPENING}"
+            report.start(lambda: time.monotonic() - begin, lambda: where)
+        try:
+            yield
+        finally:
+            if report is not None:
+                report.stop()
 
     def close(self) -> None:
         """Leave for good. Peers that still wait for this rank are told so."""

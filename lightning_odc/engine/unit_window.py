@@ -139,6 +139,7 @@ class UnitWindow:
             _Published(owner, transport.watch(owner, word), [self._shards[owner]]) for owner in own_first[1:]
         ]
         source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
+        self._source = source
         self._accumulators = [
             _Accumulator(
                 owner,
@@ -197,11 +198,14 @@ class UnitWindow:
         state = self._state
         self.check_not_ended()
         begin = time.monotonic_ns()
-        rows = chunks.split_with_sizes([chunks.numel() // self._world_size] * self._world_size)
-        waiting = self._add_where_free(self._accumulators, rows, segments)
-        while waiting:
-            self._await_any_lock(waiting)
-            waiting = self._add_where_free(waiting, rows, segments)
+        if self._transport.needs_locks:
+            self._add_under_locks(chunks, segments)
+        else:
+            rows = chunks.view(self._world_size, -1)
+            for part in segments:
+                self._transport.add_rows(
+                    self.index, self._source, part.target, rows.narrow(1, part.source, part.numel)
+                )
         state.traffic.adds += self._world_size - 1
         state.traffic.bytes_added += chunks.nbytes
         if state.lockstep:
@@ -269,6 +273,13 @@ class UnitWindow:
                 f"{rank(self._transport.rank)} still works on version {state.version}: the ranks took different "
                 "numbers of optimizer steps. Every rank must call the same optimizer steps in the same order."
             )
+
+    def _add_under_locks(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
+        rows = chunks.split_with_sizes([chunks.numel() // self._world_size] * self._world_size)
+        waiting = self._add_where_free(self._accumulators, rows, segments)
+        while waiting:
+            self._await_any_lock(waiting)
+            waiting = self._add_where_free(waiting, rows, segments)
 
     def _add_where_free(
         self, targets: Sequence[_Accumulator], rows: Sequence[Tensor], segments: Sequence[Segment]

@@ -162,7 +162,9 @@ class Unit:
                 local = local.to(slot.compute_dtype).view(torch.uint8)
             places.append(target.narrow(0, slot.shard_offset, local.numel()))
             values.append(local)
-        torch._foreach_copy_(places, values)
+        # With `cpu_offload` from pinned host memory: cast on the GPU, and not waited for here. The optimizer step that
+        # changes shards next comes after a meeting.
+        torch._foreach_copy_(places, values, non_blocking=True)
 
     def regroup(self, shards: Tensor, neighbours: int, target: Tensor) -> None:
         """Fill the all-gather buffer of a smaller mesh.
@@ -241,21 +243,38 @@ class Unit:
 
     @torch.no_grad()
     def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
-        """Add ``scale * total`` (1-D, ``grad_numel``) to ``.grad`` of the shards of the ``used`` parameters.
+        """Add ``scale * total`` to ``.grad`` of the shards of the ``used`` parameters.
 
-        Gradients are where their parameters are, which with ``cpu_offload`` is not where ``total`` is.
+        Args:
+            total: 1-D, ``grad_numel`` elements, on the device of the shards; see `at_home`.
+            scale: A factor.
+            used: By position in `slots`, which parameters received a gradient on any rank.
         """
-        total = total.to(self.slots[0].local.device)
+        empty: list[tuple[DTensor, Tensor]] = []
+        kept: list[tuple[DTensor, Tensor]] = []
         for slot, was_used in zip(self.slots, used, strict=True):
-            if not was_used or slot.grad_offset < 0:
-                continue
-            parameter, local = slot.sharded, slot.local
-            # Without the padding at its end.
-            gradient = total.narrow(0, slot.grad_offset, local.numel()).view(local.shape)
-            if parameter.grad is not None:
-                cast(DTensor, parameter.grad).to_local().add_(gradient, alpha=scale)
-                continue
-            parameter.grad = _sharded_like(parameter, (gradient * scale).to(local.dtype))
+            if was_used and slot.grad_offset >= 0:
+                parameter = slot.sharded
+                local = parameter.to_local()
+                # Without the padding at its end.
+                gradient = total.narrow(0, slot.grad_offset, local.numel()).view(local.shape)
+                (empty if parameter.grad is None else kept).append((parameter, gradient))
+        if kept:
+            there = [cast(DTensor, parameter.grad).to_local() for parameter, _ in kept]
+            torch._foreach_add_(there, [gradient for _, gradient in kept], alpha=scale)
+        if empty:
+            scaled = torch._foreach_mul([gradient for _, gradient in empty], scale)
+            for (parameter, _), gradient in zip(empty, scaled, strict=True):
+                parameter.grad = _compat.sharded_like(parameter, gradient.to(parameter.dtype))
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards are not on the device that computes: ``cpu_offload``."""
+        return self.slots[0].local.device.type != self.slots[0].home.device_mesh.device_type
+
+    def at_home(self, total: Tensor) -> Tensor:
+        """``total`` where the shards are, which with ``cpu_offload`` is host memory. There, read it after a wait."""
+        return total.to(self.slots[0].local.device, non_blocking=True)
 
     def describe(self) -> list[str]:
         """One line per parameter, for comparing ranks."""
@@ -316,27 +335,6 @@ def class_names(modules: Iterable[nn.Module]) -> str:
     kinds = {type(module) for module in modules}
     names = {f"nn.{k.__name__}" if k.__module__.startswith("torch.nn.") else k.__name__ for k in kinds}
     return "{" + ", ".join(sorted(names)) + "}"
-
-
-def _sharded_like(parameter: DTensor, local: Tensor) -> DTensor:
-    """This rank's shard ``local`` as a part of something sharded like ``parameter``."""
-    if local.device.type != parameter.device_mesh.device_type:  # `from_local` would move it there
-        return filled_like(parameter, local)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def filled_like(parameter: DTensor, local: Tensor) -> DTensor:
-    """The same, for shards that are not on the device of their mesh, as with ``cpu_offload``."""
-    whole = cast(DTensor, torch.empty_like(parameter.detach()))
-    whole.to_local().copy_(local)
-    return whole
 
 
 def _own_slice(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:

@@ -245,11 +245,11 @@ def _is_block(module: nn.Module) -> bool:
 def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
     """The 1-D mesh over all ranks.
 
-    A job of GPUs that chose gloo means it, as ranks that share one GPU do, which NCCL refuses: torch before 2.12 would
-    make a group of NCCL for the mesh.
+    A job of GPUs that chose gloo (``"gloo"`` or ``"cpu:gloo,cuda:gloo"``) means it, as ranks that share one GPU do,
+    which NCCL refuses: torch before 2.12 would make a group of NCCL for the mesh.
     """
     names = ("shard",)
-    if device_type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo":
+    if device_type == "cuda" and dist.is_initialized() and "cuda:gloo" in dist.get_backend_config():
         assert dist.group.WORLD is not None
         return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=names)

@@ -91,6 +91,29 @@ def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
 
 
+def offloading_backend(given: str | None) -> str:
+    """The backend of the process group where GPUs compute and shards are in host memory (``cpu_offload``).
+
+    The norm for clipping, the loss scale and full checkpoints are then sums and copies over tensors in host memory,
+    which NCCL does not know.
+
+    Args:
+        given: The user's, or that of a process group that is there already; ``None`` if it is for us to choose.
+
+    Raises:
+        ValueError: for one that has nothing for host memory.
+    """
+    if given is None:
+        return "cpu:gloo,cuda:nccl"
+    if given in ("gloo", "mpi") or "cpu:" in given:
+        return given
+    raise ValueError(
+        f'ODCStrategy(cpu_offload=True) on GPUs with a process group of "{given}" cannot clip gradients or save full '
+        'checkpoints: it has nothing for tensors in host memory. Write process_group_backend="cpu:gloo,cuda:nccl", or '
+        "leave it out."
+    )
+
+
 def check_nodes(sharding_strategy: str, num_nodes: int, communication: str) -> None:
     """Refuse to read shards of another host.
 

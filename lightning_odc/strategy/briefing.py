@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
+from lightning_odc.balance.caps import Caps
+from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.strategy.model_cost import ModelCost
 
 
-def brief(loader: BalancedDataLoader, model: ModelCost, batches: int) -> str:
+def brief(loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "") -> str:
     """What a user wants to know of balanced training before it begins.
 
     Args:
         loader: The training loader, as it will be read.
         model: What the model said.
         batches: Batches of the user's loader that make up a minibatch.
+        reason: The reason for the policy, where it is not the usual one.
     """
     found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
-    return (
-        f"Found: {found}.\nChosen: {_choices(loader, batches)}.\nExpected: {_expectation(loader, batches)}."
-    )
+    return f"Found: {found}.\nChosen: {_choices(loader, batches, reason)}.\nExpected: {_expectation(loader, batches)}."
 
 
 def _samples(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
         return "a stream of samples"
     values = loader.lengths.values
+    tokens, *others = np.atleast_2d(values.T)
+    further = [f"; number {place} of each {_spread(of)}" for place, of in enumerate(others, 2)]
+    return f"{len(values):,} samples {_spread(tokens, ' tokens')}{''.join(further)}"
+
+
+def _spread(values: LengthArray, unit: str = "") -> str:
     mean = float(values.mean())
-    spread = f"from {values.min():,} to {values.max():,} tokens, {mean:,.0f} on average"
-    return f"{len(values):,} samples {spread}"
+    return f"from {values.min():,} to {values.max():,}{unit}, {mean:,.0f} on average"
 
 
 def _collation(loader: BalancedDataLoader) -> str:
@@ -39,8 +45,9 @@ def _collation(loader: BalancedDataLoader) -> str:
     return loader.collation.describe()
 
 
-def _choices(loader: BalancedDataLoader, batches: int) -> str:
+def _choices(loader: BalancedDataLoader, batches: int, reason: str) -> str:
     recipe = loader.recipe
+    because = f" ({reason})" if reason else ""
     folded = f" ({batches} accumulated batches of {recipe.minibatch_size // batches})" if batches > 1 else ""
     cost = f'cost="{recipe.cost}"' if isinstance(recipe.cost, str) else f"cost={type(recipe.cost).__name__}"
     if recipe.is_auto:
@@ -49,16 +56,16 @@ def _choices(loader: BalancedDataLoader, batches: int) -> str:
             if loader.learns
             else ", what the model says"
         )
-    most = (
-        "" if loader.max_tokens is None else f"; at most {_tokens(loader.max_tokens)} tokens in a microbatch"
-    )
-    return (
-        f'policy "{recipe.policy}"; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
-    )
+    most = "" if loader.max_tokens is None else f"; at most {_caps(loader.max_tokens)} in a microbatch"
+    if loader.follows_memory:
+        most += ", until measured memory says more or less"
+    return f'policy "{recipe.policy}"{because}; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
 
 
-def _tokens(caps: int | Sequence[int]) -> str:
-    return f"{caps:,}" if isinstance(caps, int) else f"{list(caps)} (by rank)"
+def _caps(caps: Caps) -> str:
+    if isinstance(caps, int):
+        return f"{caps:,} tokens"
+    return f"{caps} tokens (by rank)" if isinstance(caps, list) else f"{caps} (by number)"
 
 
 def _expectation(loader: BalancedDataLoader, batches: int) -> str:

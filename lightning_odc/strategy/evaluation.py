@@ -10,6 +10,8 @@ computed. So it does not matter in which order a rank logged its names, how ofte
 torchmetrics objects synchronise themselves, by collectives. They are computed at the same point, in the same order, on
 all ranks: also on those that have not logged them.
 
+A value of a microbatch weighs what it does in training: its labels (Note [Labels are counted]), or ``num_items``.
+
 With stock collectives and plain batches Lightning's own way is left alone.
 """
 
@@ -25,12 +27,14 @@ import torch
 from torchmetrics import Metric
 
 from lightning_odc import _compat
+from lightning_odc.data.batch_size import label_count
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import totals
+from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.logbook import LogBook, flush, metric_of, ranks_of, replaced_log
 from lightning_odc.strategy.sharded import ShardedStrategy
-from lightning_odc.strategy.step import call_step
+from lightning_odc.strategy.step import call_step, counted_weight
 from lightning_odc.strategy.totals import METRIC, Total
 
 
@@ -53,6 +57,7 @@ class Evaluation:
         self._module = strategy.lightning_module
         self._engine = engine
         self._always = always
+        self._shifts_labels = causal_model(self._module) is not None
         self._had_minibatches = False
         self._logbook = LogBook()
         self._changes = ExitStack()
@@ -87,11 +92,13 @@ class Evaluation:
         """
         self._had_minibatches = True
         _compat.count_batch_once(self._module.trainer)
-        outputs = []
+        outputs, by_labels = [], minibatch.origin is not None and minibatch.origin.by_labels
         with self._logbook.recording(self._module):
             for microbatch, weight in minibatch.weighted():
+                # Counted before the step, which may take them out of the batch.
+                labels = label_count(microbatch, self._shifts_labels) if by_labels else None
                 outputs.append(call_step(self._strategy, self._engine, name, microbatch, *args, **kwargs))
-                self._logbook.weigh(weight)
+                self._logbook.weigh(counted_weight(outputs[-1], weight, labels))
         with self._locally():
             flush(self._logbook.take(), self._module)
         return outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -87,11 +87,11 @@ class ODCStrategy(ShardedStrategy):
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] with one `Minibatch` per optimizer step, of
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
             waits least, and leaves data alone whose lengths are unknown; ``strategy="odc_balanced"`` means it.
-        max_tokens: The most tokens in a microbatch, padding included; or one number for each rank, where devices have
-            unlike memory. By default as many as the largest batch of the loader has, in its first epoch.
+        max_tokens: The most tokens in a microbatch, padding included; a list has one cap for each rank, a tuple one for
+            each number of a sample. By default as in the loader's largest batch; ``"auto"`` follows memory from there.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"auto"``, what the model says until
             measured times refute it; ``"quadratic"``, ``"fitted"``, ...
-        length_fn: The function that returns the length of a sample, where the data set does not tell.
+        length_fn: The function that returns the length of a sample, or a tuple of numbers; by default the data tells.
         weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``: by default the labels of a
             microbatch are counted. Counts that ``training_step`` returns as ``num_items`` go before it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
@@ -133,7 +133,7 @@ class ODCStrategy(ShardedStrategy):
         balance: str | None = None,
         max_tokens: MaxTokens = None,
         cost: Any = "auto",
-        length_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int | Sequence[int]] | None = None,
         weighting: Any = "auto",
         packing: Packing = False,
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,

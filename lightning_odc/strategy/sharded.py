@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -134,6 +135,9 @@ class ShardedStrategy(FSDPStrategy):
     def setup_environment(self) -> None:
         arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
+        if self.cpu_offload.offload_params and self._device_type() != "cpu":
+            there = dist.get_backend_config() if dist.is_initialized() else self.process_group_backend
+            _compat.set_process_group_backend(self, arguments.offloading_backend(there))
         super().setup_environment()
         self._mesh = None
 

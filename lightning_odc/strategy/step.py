@@ -38,17 +38,17 @@ are no integer labels. Two samples, the prompts masked (``-`` stands for -100)::
     b  [[1, 2, 3]]              3       2                               counted: 1 La + 2 Lb
 
 The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. A microbatch
-without any label that counts has a NaN for a mean. It is left out; its backward pass carries zeros, since with
-collectives the others wait for it. ``"num_items"`` goes before all of that. A loss that is not a mean over labels (over
-samples, say) needs ``weighting="sample"`` or ``"num_items"``.
+without any label that counts has a NaN for a mean. It is left out; its backward pass runs, since with collectives the
+others wait for it, and the engine adds zeros: ``0 * NaN`` is NaN, and so are the gradients of ``sum / 0``.
+``"num_items"`` goes before all of that. A loss that is not a mean over labels (over samples, say) needs
+``weighting="sample"`` or ``"num_items"``.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -58,83 +58,17 @@ from torch import Tensor
 
 from lightning_odc import _compat
 from lightning_odc.data.batch_size import label_count
-from lightning_odc.data.lagged_cost import LaggedCost, Measurement
-from lightning_odc.data.minibatch import Detail, Minibatch, Task
+from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import DisagreementError, ODCError
+from lightning_odc.strategy import device_memory
 from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.logbook import LogBook, flush
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.stopwatch import Stopwatch
 from lightning_odc.strategy.totals import Total
-
-_MOST_SAMPLES = 2000
-"""Of a rank, in one record: a record has 64 KiB, and so many lengths tell a cost all it can learn in one step."""
-
-
-class Stopwatch:
-    """Measures how long microbatches take, for a cost that learns, if the loader has one.
-
-    The time of a microbatch is the wall time of its forward and backward pass, less the engine's measured waits. Data
-    loading, the optimizer and logging are not in it. What was measured travels with the record that ends an optimizer
-    step.
-
-    Args:
-        waits: Returns the seconds that this rank has waited for others so far.
-        device: The device whose work is waited for before the clock is read.
-    """
-
-    def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
-        self._waits = waits
-        self._device = device
-        self._cost: LaggedCost | None = None
-        self._number = 0
-        self._measured: list[tuple[int, list[int], float]] = []
-        self._measures = False
-        self._is_set = False
-
-    def open(self, minibatch: Minibatch) -> None:
-        """The microbatches of this minibatch come next."""
-        self._is_set = False
-        origin = minibatch.origin
-        if origin is not None and origin.cost is not None:
-            self._cost, self._number = origin.cost, origin.number
-            self._measures = origin.cost.measures(origin.number)
-
-    def begin(self, detail: Detail | None) -> None:
-        """What runs from now on works on this microbatch."""
-        self._is_set = self._measures and detail is not None
-        if self._is_set and detail is not None:
-            self._measured.append((self._number, detail.lengths, 0.0))
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around what belongs to the current microbatch."""
-        if not self._is_set:
-            yield
-            return
-        begin = self._now()
-        yield
-        number, lengths, seconds = self._measured.pop()
-        self._measured.append((number, lengths, seconds + self._now() - begin))
-
-    def take(self) -> list[Measurement]:
-        """What was measured since the last call, at most 2000 samples of it, evenly chosen. It is forgotten here."""
-        measured, self._measured = self._measured, []
-        self._is_set = False
-        samples = sum(len(lengths) for _, lengths, _ in measured)
-        return [row for row in measured[:: max(-(-samples // _MOST_SAMPLES), 1)] if row[2] > 0]
-
-    def report(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
-        """Tell the loader what all ranks measured."""
-        if self._cost is not None:
-            self._cost.observe(by_rank)
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.monotonic() - self._waits()
 
 
 @dataclass
@@ -152,6 +86,29 @@ class Contribution:
     weight: float | Tensor
     extras: dict[str, Any]
     counting: Counting
+
+
+class CountsNothing:
+    """Whether a microbatch counts nothing. The answer waits for the count of its labels, and for no other work.
+
+    Args:
+        labels: The number of labels that its mean loss is over, if it is counted.
+        weight: The planned weight.
+    """
+
+    def __init__(self, labels: Tensor | None = None, weight: float = 1.0) -> None:
+        self._weight = weight
+        self._labels = None if labels is None else labels.to("cpu", non_blocking=True)
+        self._arrival = (
+            None if labels is None or not labels.is_cuda else torch.cuda.current_stream().record_event()
+        )
+
+    def __bool__(self) -> bool:
+        if self._labels is None or not self._weight:
+            return not self._weight
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return not bool(self._labels)
 
 
 @dataclass
@@ -203,6 +160,20 @@ def contribution(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
     )
+
+
+def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float | Tensor:
+    """What the values of a microbatch count that is evaluated; as in training, and the step may return anything.
+
+    Args:
+        output: What the step returned.
+        weight: The planned weight.
+        labels: The number of labels, if they are counted; see Note [Labels are counted].
+    """
+    counts = float(weight > 0)
+    if isinstance(output, Mapping) and "num_items" in output:
+        return _checked(output["num_items"]) * counts
+    return weight if labels is None else labels * counts
 
 
 def _of_mean(
@@ -257,6 +228,9 @@ class Training:
         strategy: The strategy, set up.
         engine: The engine of its model.
         fp16: Whether the model computes in fp16.
+
+    Attributes:
+        leaves_out: Whether the microbatch at hand counts nothing, so that neither its loss nor its gradients do.
     """
 
     def __init__(self, strategy: ShardedStrategy, engine: Engine, fp16: bool) -> None:
@@ -267,7 +241,9 @@ class Training:
         self._fp16 = fp16
         self._logbook = LogBook()
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
+        self._memory = device_memory.MemoryMeter(device_memory.memory_of(strategy.root_device))
         self._totals: list[Total] = []  # of values that were logged in this optimizer step
+        self.leaves_out = CountsNothing()
         self._more = False  # another backward pass of this batch follows
         self._has_stepped = False  # an optimizer of Lightning
         self._has_settled = False  # in this batch
@@ -323,6 +299,7 @@ class Training:
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
         self._has_settled = False
+        self.leaves_out = CountsNothing()
         is_first = trainer.fit_loop.batch_idx % self._accumulated == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
@@ -332,6 +309,7 @@ class Training:
     def _run(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a rank's microbatches; see Note [The last backward belongs to Lightning]."""
         self._stopwatch.open(minibatch)
+        self._memory.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
         sums, by_labels = _Sums(), minibatch.origin is not None and minibatch.origin.by_labels
         pending: Tensor | None = None  # the loss of the microbatch before, not yet backpropagated
@@ -356,13 +334,17 @@ class Training:
 
     def _forward(self, task: Task, by_labels: bool, *args: Any, **kwargs: Any) -> Contribution | None:
         self._stopwatch.begin(task.detail)
+        self._memory.begin(task.detail)
         # Counted before the step, which may take them out of the batch.
         labels = label_count(task.microbatch, self._shifts_labels) if by_labels else None
+        self.leaves_out = CountsNothing(labels, task.weight)
         with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *args, **kwargs
             )
         item = contribution(output, task.weight, Counting.PLANNED, labels)
+        if item is not None and item.counting is Counting.EXACT:
+            self.leaves_out = CountsNothing(weight=task.weight)
         self._logbook.weigh(task.weight if item is None else item.weight)
         return item
 
@@ -378,7 +360,7 @@ class Training:
     def around_backward(self) -> Iterator[None]:
         """The context of every backward pass, without Lightning's hooks before and after it."""
         manual = not self._module.automatic_optimization
-        context = self._engine.backward(manual=manual, more=self._more)
+        context = self._engine.backward(manual=manual, more=self._more, counts=not self.leaves_out)
         with context, self._engine.traced("backward"), self._stopwatch.running():
             yield
 
@@ -400,9 +382,11 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        records = self._engine.settle(self._logbook.post(), self._stopwatch.take())
+        measured = [self._stopwatch.take(), self._memory.take()]
+        records = self._engine.settle(self._logbook.post(), measured)
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
-        self._stopwatch.report([record.times for record in records])
+        self._stopwatch.report([record.measured[0] for record in records])
+        self._memory.report([record.measured[1] for record in records])
 
     def _step_in_hooks(self) -> None:
         """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does.

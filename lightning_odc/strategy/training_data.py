@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
@@ -23,7 +24,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy import arguments
+from lightning_odc.strategy import arguments, device_memory
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief
 from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
@@ -49,7 +50,9 @@ class Wanted:
     communication: str
     deterministic: bool
 
-    def policy(self, world_size: int, indexed: bool, device_type: str) -> str:
+    def policy(
+        self, world_size: int, indexed: bool, device_type: str, prepared_in_workers: bool = False
+    ) -> str:
         """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here.
 
         Stealing makes a GPU's host wait after every microbatch, and times of GPUs hardly differ from the planned ones.
@@ -58,14 +61,16 @@ class Wanted:
             world_size: The number of ranks.
             indexed: Whether samples can be read by index.
             device_type: ``"cpu"`` or ``"cuda"``.
+            prepared_in_workers: Whether a function of the user's prepares the workers that read samples. Stealing
+                reads samples in the training process, which it does not prepare.
         """
         if self.balance is not None and self.balance != "auto":
             return self.balance
         if self.communication != "on_demand":
             return "lb_micro"
-        caps_differ = isinstance(self.options.get("max_tokens"), list | tuple)
+        caps_differ = isinstance(self.options.get("max_tokens"), list)
         is_bound = self.deterministic or not indexed or caps_differ or world_size == 1 or device_type != "cpu"
-        return "lb_mini" if is_bound else "steal"
+        return "lb_mini" if is_bound or prepared_in_workers else "steal"
 
 
 class TrainingData:
@@ -86,6 +91,7 @@ class TrainingData:
         self._wanted = wanted
         self.engine = engine
         self._looked = self._told = False
+        self._policy_reason = ""
         self._packing_trouble: str | None = None  # not known yet
         self._watch: RemovableHandle | None = None
 
@@ -112,19 +118,22 @@ class TrainingData:
     def _adapt(self, loader: BalancedDataLoader) -> None:
         """Tell the loader what the model says, and the user what is planned."""
         wanted, trainer = self._wanted, self._trainer
-        model = cost_of_model(trainer.lightning_module, trainer.strategy.root_device.type)
+        device = trainer.strategy.root_device
+        model = cost_of_model(trainer.lightning_module, device.type)
         loader.adapt(
             prior=model.cost,
             dense=model.dense,
             measured=wanted.communication != "collective" and not (wanted.deterministic or loader.unroll),
             minibatches_per_step=trainer.accumulate_grad_batches,
+            measures_memory=not wanted.deterministic and device_memory.memory_of(device) is not None,
+            begins=not self._told,
         )
         if loader.packing:
             self._settle_packing(loader)
         self._compare(loader)
         if not self._told:
             self._told = True
-            rank_zero_info(brief(loader, model, self.accumulation.batches))
+            rank_zero_info(brief(loader, model, self.accumulation.batches, self._policy_reason))
 
     def _compare(self, loader: BalancedDataLoader) -> None:
         """Find out before training that ranks would make different plans; streams are compared as they are read.
@@ -160,13 +169,11 @@ class TrainingData:
             self._packing_trouble = packing_trouble(strategy, self.engine)
         if self._packing_trouble and loader.packing is True:
             raise ValueError(f"packing=True: {self._packing_trouble}")
-        if loader.packing == "auto" and not self._packing_trouble:
-            loader.pack_if_it_pays()
-        elif self._packing_trouble:
-            loader.packing = False
+        if self._packing_trouble and not self._told:
             rank_zero_info(f'packing="auto" packs nothing: {self._packing_trouble}')
+        packs = loader.choose_packing(keeps_apart=not self._packing_trouble)
         model = causal_model(self._trainer.lightning_module)
-        if loader.packing and model is not None:
+        if packs and model is not None:
             self._watch = self._watch or watch_packed_calls(model)
 
     def release(self) -> None:
@@ -187,7 +194,7 @@ class TrainingData:
                 dataloader,
                 world_size,
                 self._trainer.global_rank,
-                wanted.policy(world_size, indexed, self._trainer.strategy.root_device.type),
+                self._policy(dataloader, indexed),
                 wanted.options,
                 self.accumulation.foldable,
             )
@@ -202,6 +209,15 @@ class TrainingData:
             ) from None
         self._fold(balanced, dataloader.dataset)
         return balanced
+
+    def _policy(self, dataloader: Any, indexed: bool) -> str:
+        """The policy for a loader; why it is not to steal where only the loader's workers speak against it."""
+        device_type = self._trainer.strategy.root_device.type
+        known = self._trainer.world_size, indexed, device_type
+        policy = self._wanted.policy(*known, prepares_workers(dataloader))
+        if policy != self._wanted.policy(*known):
+            self._policy_reason = "stealing reads samples in this process, where no worker_init_fn has run"
+        return policy
 
     def _reason_against(self, dataloader: Any, indexed: bool) -> str:
         """Why ``"auto"`` cannot balance this; empty if it can."""
@@ -264,6 +280,13 @@ class TrainingData:
                 f"{gain.idle:.0%} of the time, planned from lengths.\n"
                 f'Trainer(strategy="odc_balanced") levels the work: {gain.factor:.2f}x as fast, planned, not measured.'
             )
+
+
+def prepares_workers(dataloader: Any) -> bool:
+    """Whether a loader has workers that a function of the user's prepares; Lightning's only seeds them."""
+    function = getattr(dataloader, "worker_init_fn", None)
+    of_lightning = getattr(function, "func", function) is pl_worker_init_function
+    return bool(getattr(dataloader, "num_workers", 0)) and function is not None and not of_lightning
 
 
 def beginning(dataset: Any, length_of: Callable[[Any], int]) -> str | None:

@@ -280,7 +280,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [5.5, 3]}, r"sample 0 is 5.5"),
     ({"lengths": [float("inf")]}, r"sample 0 is inf"),
     ({"lengths": [5, 1e21]}, r"sample 1 is 1e\+21; .*, below 2\*\*40"),
-    ({"lengths": [[5, 3]]}, r"shape \[1, 2\].*plan_minibatch\(\[812"),
+    ({"lengths": [[[5, 3]]]}, r"shape \[1, 1, 2\].*plan_minibatch\(\[812"),
     ({"lengths": 5}, r"shape \[\]"),
     ({"lengths": []}, r"at least one sample"),
     ({"lengths": ["a", "b"]}, r"lengths=\[len\(x\) for x in samples\]"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,3 +269,15 @@ def test_samples_are_dealt_in_turns(
     loader = training.make_loader(options.filled(), Combination("collective", policy), 2, 0)
     planner = loader.recipe.planner(2, 9)
     assert planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0] == plan
+
+
+def test_emulated_devices_tell_their_cost_to_auto() -> None:
+    options = TrainOptions(emulate=True, lengths="equal", max_length=64).filled()
+    loader = training.make_loader(options, BALANCED._replace(policy="auto", cost="auto"), 2, 0)
+    trainer: Any = SimpleNamespace(
+        train_dataloader=loader, strategy=SimpleNamespace(communication="on_demand")
+    )
+    cost = models.emulated_cost("1.5b")
+    training.KnownCost(cost).on_train_start(trainer, None)  # type: ignore[arg-type]
+    assert loader.cost == cost
+    assert loader.learns

@@ -6,17 +6,21 @@ import json
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks.gpu import report
 from benchmarks.gpu.__main__ import fractions, main, summarize
-from benchmarks.gpu.measure import MIB, time_primitives
+from benchmarks.gpu.measure import MIB, host_waits, synchronizing_calls, time_primitives
 from benchmarks.gpu.report import bench_tables, write
+from benchmarks.gpu.sweep import ALL, BLOCKS, OWNERS, sweep
 from lightning_odc.engine.transports.base import Transport
 from tests.engine.transports.test_contract import in_threads
+from tests.engine.transports.test_cuda import engine_on_a_fake_device
 from tests.support.fake_device import fake_cuda
+from tests.support.models import init_gloo
+from tests.support.ranks import run_ranks
 
 MACHINE = {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
 SECONDS = {
@@ -27,6 +31,7 @@ SECONDS = {
     "add bf16 in place": 0.001,
     "add bf16 to a peer": 0.002,
     "add to own": 0.002,
+    "add bf16 to all": 0.004,
 }
 READING = {
     "reads": 20,
@@ -37,7 +42,11 @@ READING = {
     "product milliseconds": 1.0,
     "product milliseconds beside reads": 1.01,
 }
-WAITS = {"waits per minibatch": 1.0, "synchronizing calls per minibatch": 2.0}
+WAITS = {
+    "waits per minibatch": 1.0,
+    "synchronizing calls per minibatch": 2.0,
+    "synchronizing calls of other threads per minibatch": 7.0,
+}
 
 
 def _times(transport: Transport, meet: Callable[[Any], list[Any]]) -> Any:
@@ -46,48 +55,162 @@ def _times(transport: Transport, meet: Callable[[Any], list[Any]]) -> Any:
         job()
         return [time.perf_counter() - begin]
 
-    return time_primitives(lambda: fake_cuda(transport.rank, 2, meet), meet, [1], host_seconds)
+    def fresh() -> Transport:
+        return fake_cuda(transport.rank, 2, meet)
+
+    linked = time_primitives(fresh, meet, [1], host_seconds, peer=torch.device("cpu"), rotated_mib=2)
+    shared = time_primitives(fresh, meet, [1], host_seconds, together=False, rotated_mib=1)
+    return linked[0], shared[0]
 
 
 def test_every_job_runs_on_every_rank():
-    for ((entry),) in in_threads(_times, 2):
-        assert entry["mib"] == 1
-        assert entry["alone"].keys() == entry["together"].keys() == SECONDS.keys()
-        assert min(entry["alone"].values()) > 0
+    for linked, shared in in_threads(_times, 2):
+        assert linked["mib"] == shared["mib"] == 1
+        assert linked["alone"].keys() == linked["together"].keys() == {*SECONDS, "copy over the link"}
+        assert shared["alone"].keys() == SECONDS.keys() and "together" not in shared
+        assert min(linked["alone"].values()) > 0
 
 
 def test_fractions_are_of_the_slowest_rank():
     entry = {"mib": 64, "alone": SECONDS}
     slow = {"mib": 64, "alone": {**SECONDS, "read from a peer": 0.002}}
     found = fractions(entry, [entry, slow], "alone")
-    assert found["read / copy"] == 0.5
+    assert found["read / plain copy"] == 0.5
     assert found["add / add in place"] == 0.75
     assert found["read GiB/s"] == pytest.approx(64 * MIB / 0.002 / 2**30)
+    assert found["add bf16 to all GiB/s"] == pytest.approx(2 * 64 * MIB / 0.004 / 2**30)
     # The copy moved 128 MiB in 1 ms, the kernel 192 MiB in 2 ms.
     assert found["kernel / roofline"] == pytest.approx(0.75)
 
 
-def test_what_was_measured_as_text(tmp_path):
+def test_reads_are_compared_with_a_copy_over_the_same_link():
+    entry = {"mib": 64, "alone": {**SECONDS, "copy over the link": 0.0012}}
+    found = fractions(entry, [entry, entry], "alone")
+    assert found["read / plain copy"] == pytest.approx(0.0012 / 0.00125)
+    assert found["kernel / roofline"] == pytest.approx(0.75)  # which is of memory
+
+
+def _adds(windows: Any, offset: int, dtype: torch.dtype, rows: torch.Tensor, launch: Any) -> None:
+    places.append((offset, rows.data_ptr() % 16, launch))
+
+
+places: list[Any] = []
+
+
+def test_the_sweep_tries_every_launch_and_rotates():
+    places.clear()
+    found = sweep(
+        _adds,
+        lambda programs, block: (programs, block),
+        mib=1,
+        device=torch.device("cpu"),
+        time_of=lambda job: [(job(), 0.5)[1] for _ in range(3)],
+        rotated_mib=8,
+        programs=(8, ALL),
+    )
+    assert {(e["dtype"], e["aligned"]) for e in found} == {
+        (dtype, aligned) for dtype in ("bfloat16", "float32") for aligned in (True, False)
+    }
+    assert {launch for *_, launch in places} == {(count, block) for count in (8, ALL) for block in BLOCKS}
+    assert {offset for offset, *_ in places} == {0, MIB}  # 2 rounds of 4 owners are 8 MiB
+    assert found[0]["bytes per second"] == OWNERS * MIB / 0.5
+    assert len(found) == 2 * 2 * 2 * len(BLOCKS)
+
+
+def test_synchronizing_calls_by_thread():
+    def call(name: str, thread: int, at: float) -> dict[str, Any]:
+        return {"cat": "cuda_runtime", "name": name, "tid": thread, "ts": at, "dur": 1.0}
+
+    marks = [
+        {"cat": kind, "name": "odc minibatch", "tid": 7, "ts": at, "dur": 10.0}
+        for kind in ("user_annotation", "gpu_user_annotation")
+        for at in (0.0, 20.0)
+    ]
+    calls = [
+        call("cudaEventSynchronize", 9, 5.0),  # the announcer
+        call("cudaEventSynchronize", 9, 25.0),
+        call("cudaStreamSynchronize", 7, 8.0),
+        call("cudaLaunchKernel", 7, 8.0),
+        call("cudaDeviceSynchronize", 7, 31.0),  # the profiler's own
+    ]
+    assert synchronizing_calls([*marks, *calls, {"ph": "M", "name": "process_name"}]) == (1, 2)
+
+
+def _waits(rank: int) -> dict[str, float]:
+    init_gloo(rank)
+    with patch.object(torch.cuda, "synchronize", lambda: None):
+        return host_waits(engine_on_a_fake_device(rank), torch.device("cpu"), 2)
+
+
+def test_waits_of_the_host_are_counted():
+    for found in run_ranks(_waits):
+        assert found["waits per minibatch"] == 1
+        assert found["synchronizing calls per minibatch"] == 0  # the fake device has no CUDA to call
+
+
+def _bench(**changes: Any) -> dict[str, Any]:
     rank = {
-        "primitives": [{"mib": 64, "alone": SECONDS, "together": SECONDS}],
+        "shared GPU": True,
+        "primitives": [{"mib": 64, "alone": SECONDS}],
         "reading": READING,
         "waits": WAITS,
+        **changes,
     }
-    bench = {"machine": MACHINE, "runs": [summarize(2, [rank, rank])]}
+    return {"machine": MACHINE, "finished": True, "runs": [summarize(2, [rank, rank])]}
+
+
+def test_what_was_measured_as_text(tmp_path):
+    bench = _bench()
     text = bench_tables(bench)
-    assert text.startswith("1 x NVIDIA H200, torch 2.11.0, CUDA 13.0, 2030-01-01.")
-    assert "| 64 MiB, alone | 50 | 80% | 31 | 75% | 50% | 75% |" in text
+    assert text.startswith("1 x NVIDIA H200, torch 2.11.0, CUDA 13.0, 2030-01-01.\n\nThe ranks share a GPU")
+    assert "| 64 MiB, alone | 50 | 62 | 80% | 31 | 75% | 50% | 31 | 75% |" in text
+    assert "together" not in text
     assert "a matrix product beside reads took +1.0%" in text
-    assert "The host waited for its device 1 times per minibatch" in text
+    assert "2 in the thread that trains, 7 in others" in text
     write(tmp_path / "gpu-bench.json", bench, text)
     assert json.loads((tmp_path / "gpu-bench.json").read_text()) == bench
     assert (tmp_path / "gpu-bench.md").read_text() == text + "\n"
 
 
-def test_what_passed_as_text():
-    text = report.test_summary({"machine": MACHINE, "tests": {"a": "passed", "b": "passed", "c": "failed"}})
-    assert text.startswith("1 x NVIDIA H200, torch 2.11.0, CUDA 13.0, 2030-01-01: 2 passed, 1 failed.")
-    assert "- failed: `c`" in text
+def test_a_machine_with_links_and_a_run_that_was_ended_say_so():
+    entry = {**SECONDS, "copy over the link": 0.001}
+    primitives = [{"mib": 64, "alone": entry, "together": entry}]
+    text = bench_tables({**_bench(primitives=primitives, **{"shared GPU": False}), "finished": False})
+    assert "One GPU per rank: the plain copy comes over the same link" in text
+    assert "| 64 MiB, together |" in text
+    assert "The run was ended before everything was measured." in text
+
+
+def test_the_sweep_as_text():
+    alone = [
+        {
+            "dtype": "bfloat16",
+            "aligned": True,
+            "programs": programs,
+            "block": block,
+            "bytes per second": 1e9 * (block + programs % 100),
+            "add_ bytes per second": 2e12,
+        }
+        for programs in (8, ALL)
+        for block in (1024, 4096)
+    ]
+    beside = [
+        {
+            "programs": 8,
+            "bytes per second": 3e11,
+            "product milliseconds": 2.0,
+            "product milliseconds beside": 2.1,
+        }
+    ]
+    swept = {"default": {"programs": 32, "block": 4096}, "alone": alone, "beside": beside}
+    text = bench_tables({**_bench(), "sweep": swept})
+    assert "(default: 32 programs, block 4096)" in text
+    assert "| bfloat16 | 8 | 1032 | 4104 | 2000 |" in text
+    assert "| bfloat16 | one per block |" in text
+    assert "| 8 | 300 | 2.00 | 2.10 | +5.0% |" in text
+    assert "The kernel was not swept: No module" in bench_tables(
+        {**_bench(), "sweep": {"missing": "No module"}}
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from lightning_odc import BalancedDataLoader
+from lightning_odc.balance import quadratic
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.packing import pack_samples
@@ -59,6 +60,14 @@ def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
         (padder(), tokens, Collation("padded")),
         (padder(multiple=8), tokens, Collation("padded", multiple=8)),
         (padder(fixed=64), tokens, Collation("padded", fixed=64)),
+        (padder(fixed=12), tokens, Collation("padded", fixed=12)),
+        (padder(fixed=9), tokens, Collation("padded", fixed=9)),
+        (lambda samples: padder(fixed=12)(samples)["input_ids"], tokens, Collation("padded", fixed=12)),
+        (
+            lambda samples: {"a": torch.ones(len(samples), 12), "rows": list(samples)},
+            row,
+            None,  # a table beside what has no fixed length
+        ),
         (pack_samples, tokens, Collation("packed")),
         (torch.cat, row, Collation("packed")),
         (list, row, Collation("apart")),
@@ -79,6 +88,70 @@ def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
 )
 def test_what_a_collate_fn_does(collate_fn: Any, sample: Any, expected: Collation | None) -> None:
     assert found(collate_fn, sample, [17, 10]) == expected
+
+
+LONG = [30, 5, 4, 6, 40, 7, 5, 3]  # two of them are cut to 12
+
+
+def cutting(lengths: Any = LONG, **options: Any) -> BalancedDataLoader:
+    samples: Any = [tokens(length) for length in LONG]
+    defaults: dict[str, Any] = {
+        "minibatch_size": 4,
+        "num_replicas": 2,
+        "rank": 0,
+        "collate_fn": padder(fixed=12),
+    }
+    return BalancedDataLoader(samples, lengths=lengths, **{**defaults, **options})
+
+
+def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
+    loader = cutting(max_tokens=24)
+    loads = [sum(map(len, rank)) for rank in loader.plan(0).microbatches]
+    assert loads == [4, 4], "all rows are alike"
+    (minibatch,) = loader
+    assert [batch["input_ids"].numel() for batch in minibatch] == [24, 24]  # type: ignore[union-attr, call-overload, index]
+    assert cutting().max_tokens == 12
+    with pytest.raises(ValueError, match="cut to 12, more than max_tokens=11"):
+        cutting(max_tokens=11).plan(0)
+    with pytest.raises(ValueError, match="Sample 4 has 40 tokens, more than max_tokens=24"):
+        cutting(max_tokens=24, collate_fn=padder())
+    assert not decided_for(cutting(max_tokens=24, packing="auto"), dense=False), (
+        "packed, nothing would cut them"
+    )
+
+
+def test_a_stream_of_samples_that_are_cut() -> None:
+    class Long(torch.utils.data.IterableDataset[dict[str, Any]]):
+        def __iter__(self) -> Any:
+            yield from map(tokens, LONG)
+
+    loader = BalancedDataLoader(
+        Long(), minibatch_size=8, window=1, collate_fn=padder(fixed=12), max_tokens=24
+    )
+    (minibatch,) = loader
+    assert [batch["input_ids"].numel() for batch in minibatch] == [24] * 4  # type: ignore[union-attr, call-overload, index]
+
+
+def test_a_table_of_samples_that_were_cut_later_is_said() -> None:
+    calls = 0
+
+    def cuts_later(samples: list[Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        return list(samples) if calls <= 3 else padder(fixed=12)(samples)
+
+    lengths = [15, 2, 2, 2, 2, 15]
+    loader = BalancedDataLoader(
+        list(map(tokens, lengths)),
+        lengths=lengths,
+        minibatch_size=3,
+        num_replicas=2,
+        rank=0,
+        max_tokens=20,
+        collate_fn=cuts_later,
+    )
+    with pytest.warns(UserWarning, match="3 samples of 19 tokens together became a microbatch of 36"):
+        list(loader)
 
 
 def test_equal_lengths_tell_it_too() -> None:
@@ -160,5 +233,99 @@ def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
     assert all("labels" in row for row in rows)
 
 
+class Counting(torch.utils.data.Dataset[dict[str, Any]]):
+    """Counts its reads; or needs what a ``worker_init_fn`` sets in a worker."""
+
+    def __init__(self, is_ready: bool) -> None:
+        self.lengths = [10, 17, 12, 11]
+        self.is_ready = is_ready
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        if not self.is_ready:
+            raise RuntimeError("worker_init_fn has not run")
+        return tokens(self.lengths[index])
+
+
+@pytest.mark.parametrize(("is_ready", "expected"), [(True, Collation("padded")), (False, None)])
+def test_the_data_set_is_tried_on_a_copy(is_ready: bool, expected: Collation | None) -> None:
+    samples = Counting(is_ready)
+    loader = BalancedDataLoader(samples, minibatch_size=2, collate_fn=padder())
+    assert loader.collation == expected
+    assert samples.reads == 0
+
+
 def test_no_samples_tell_nothing() -> None:
     assert found(list, row, []) is None
+
+
+# -- packing="auto" --------------------------------------------------------------------------------------------
+
+
+def undecided(**options: Any) -> BalancedDataLoader:
+    lengths = [20, 3, 4, 5, 18, 2, 6, 7]
+    return BalancedDataLoader(
+        [tokens(length) for length in lengths],
+        lengths=lengths,
+        minibatch_size=4,
+        num_replicas=2,
+        rank=0,
+        max_tokens=40,
+        collate_fn=padder(),
+        packing="auto",
+        **options,
+    )
+
+
+def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = True) -> bool:
+    """Packing pays where a microbatch is dear; it does not where tokens of different samples are."""
+    prior = quadratic(crossover=1.0, dense=True) if dense else quadratic(constant=50.0)
+    loader.adapt(prior=prior, dense=dense, measured=False, minibatches_per_step=1)
+    return loader.choose_packing(keeps_apart)
+
+
+def test_every_model_decides_again_whether_packing_pays() -> None:
+    loader = undecided()
+    assert decided_for(loader, dense=False)
+    assert loader.collation == Collation("packed")
+    assert not decided_for(loader, dense=True)
+    assert loader.collation == Collation("padded")
+    assert decided_for(loader, dense=False)
+    assert not decided_for(loader, dense=False, keeps_apart=False)
+    assert loader.packing == "auto"
+
+
+def test_a_choice_that_stays_keeps_what_was_learnt() -> None:
+    loader = undecided()
+    decided_for(loader, dense=False)
+    plan = loader._current()
+    decided_for(loader, dense=False)
+    assert loader._current() is plan
+
+
+def test_weights_of_unrolled_minibatches_follow_the_choice() -> None:
+    loader = undecided(unroll=True, policy="lb_micro")
+    assert loader._planned_recipe.weighting == "token"
+    packed = decided_for(loader, dense=False)
+    assert packed
+    plan = loader.plan(0)
+    assert sum(map(sum, plan.weights)) == 65 - 8, "a causal model predicts no first token"
+    assert not decided_for(loader, dense=True)
+    assert sum(map(sum, loader.plan(0).weights)) == 65
+
+
+def test_of_several_numbers_the_first_one_tells():
+    """Patches come first in the batch and are packed; texts are padded, and their tokens are the first number."""
+    samples = [(torch.zeros(patches, 4), torch.zeros(tokens)) for tokens, patches in ((3, 2), (9, 7), (5, 3))]
+
+    def collate(batch: list[Any]) -> dict[str, Tensor]:
+        patches, texts = zip(*batch, strict=True)
+        return {"patches": torch.cat(patches), "text": pad_sequence(texts, batch_first=True)}
+
+    rows = np.array([(len(text), len(patches)) for patches, text in samples])
+    assert find_collation(collate, samples.__getitem__, rows) == Collation("padded")
+    assert find_collation(collate, samples.__getitem__, rows[:, ::-1]) == Collation("packed")

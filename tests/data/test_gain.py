@@ -155,3 +155,16 @@ def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
     monkeypatch.setattr(lightning_odc.data.gain, "_SECONDS", 0.0)
     assert gain_of(DataLoader(Recorded(), batch_size=1), 1, 2) is None, "one sample tells nothing"
     assert len(read) == 257
+
+
+def test_the_gain_of_several_numbers_is_that_of_their_sum():
+    rows = np.array([(7, 1), (1, 1), (1, 0), (1, 6)])
+    gain = planned_gain(rows, 1, 2, Planner(2, cost="tokens"))
+    assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
+    assert (gain.shortest, gain.longest) == (1, 7)
+    samples = [torch.zeros(int(length)) for length in UNEVEN]
+    found = gain_of(DataLoader(samples, batch_size=2), 1, 4, lambda sample: (1, len(sample)))  # type: ignore[arg-type]
+    assert found is not None
+    assert found.factor > 1.05
+    alike = gain_of(DataLoader(samples, batch_size=2), 1, 4, lambda sample: (3, 2))  # type: ignore[arg-type]
+    assert alike is None

@@ -216,9 +216,10 @@ def test_looking_leaves_random_numbers_alone():
         ([3, 4, 2**40], r"sample 2 has length 1.09951e\+12"),
         ([3, 4, 10**400], "one number per sample"),
         ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
-        ([[3, 4, 5]], r"shape \[1, 3\]"),
+        ([[3, 4, 5]], "has 1 entries, but the data set has 3 samples"),
+        ([[[3, 4]]], r"shape \[1, 1, 2\]"),
         (["a", "b", "c"], r"lengths=\[12, 7, ...\]"),
-        ([[1], [2, 3], [4]], "one number per sample"),
+        ([[1], [2, 3], [4]], "sample 0 has 1, and sample 1 has 2: length_fn="),
         (7, "one number per sample"),
     ],
 )
@@ -262,3 +263,69 @@ def _own_cache(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("LIGHTNING_ODC_CACHE", str(tmp_path))
     yield
     assert not list(tmp_path.rglob("*.part")), "a lock was left"
+
+
+def numbers(sample: list[int]) -> tuple[int, int]:
+    return len(sample), sum(sample)
+
+
+def test_a_length_function_may_return_a_row_of_numbers(tmp_path, monkeypatch):
+    expected = [[len(row), sum(row)] for row in ROWS]
+    monkeypatch.setattr("lightning_odc.data.length_cache.WORTH_SECONDS", 0.0)
+    for convert in (tuple, list, np.array, torch.tensor):
+        data = Samples(ROWS)
+        found = find_lengths(
+            data, length_fn=lambda sample, convert=convert: convert(numbers(sample)), cache_dir=False
+        )
+        assert found.values.tolist() == expected
+    for reads_all in (True, False):  # the second time they are remembered
+        data = Samples(ROWS)
+        found = find_lengths(data, length_fn=numbers, cache_dir=tmp_path)
+        assert (found.values.tolist(), found.of([1])) == (expected, expected[1:2])
+        assert (data.reads > len(ROWS)) == reads_all
+    assert found.digest != find_lengths(Samples(ROWS), [row[0] for row in expected]).digest
+    assert find_lengths(Samples(ROWS, lengths=np.array(expected))).values.tolist() == expected
+    assert (
+        find_lengths(Samples(ROWS), length_fn=lambda sample: (len(sample),), cache_dir=False).values.ndim == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([(3, 1), (4, 2, 1), (5, 1)], r"sample 0 has 2, and sample 1 has 3: length_fn=lambda sample: \(len"),
+        ([(3, 1), 4, (5, 1)], "sample 0 has 2, and sample 1 has 1"),
+        ([(), (), ()], "a row of 2 to 8, and every row has 0 numbers"),
+        (
+            [(3, 1), (4, -1), (5, 0)],
+            r"sample 1 has length \(4, -1\).*only the numbers after the first may be 0",
+        ),
+        ([(3, 1), (4, 1), (0, 2)], r"sample 2 has length \(0, 2\).*put first what every sample has"),
+        ([(3, 1), (4, float("nan")), (5, 2)], r"sample 1 has length \(4, nan\)"),
+        ([(3, 1), (float("inf"), 1), (5, 2)], r"sample 1 has length \(inf, 1\)"),
+    ],
+)
+def test_wrong_rows_of_numbers_are_named(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        checked(lengths, 3)
+
+
+def test_parts_with_other_numbers_are_refused():
+    parts = [Samples(ROWS, lengths=[3, 1, 4, 1, 5]), Samples(ROWS, lengths=[(1, 2)] * 5)]
+    with pytest.raises(ValueError, match=r"lengths of \[1, 2\] numbers: .*length_fn="):
+        find_lengths(ConcatDataset(parts))
+
+
+def test_caps_have_as_many_numbers_as_samples():
+    rows = np.array([(3, 1), (9, 4)])
+    check_longest(rows, (9, 4))
+    check_longest(rows, [(9, 4), (2, 2)])
+    check_longest(np.array([3, 9]), [9, 2])
+    with pytest.raises(ValueError, match=r"max_tokens=9 caps 1: .*max_tokens=\(9, 4\)"):
+        check_longest(rows, 9)
+    with pytest.raises(ValueError, match=r"sample 1 has \(9, 4\), more than max_tokens=\(9, 3\)"):
+        check_longest(rows, (9, 3))
+    with pytest.raises(
+        ValueError, match=r"Write max_tokens=9; one cap for each rank is a list, max_tokens=\[9, 4\]"
+    ):
+        check_longest(np.array([3, 9]), (9, 4))

@@ -112,6 +112,16 @@ def test_a_position_in_another_order_is_refused():
         translated(Position(0, 1), ORDER, Order("b", 8))
 
 
+def test_a_position_among_steps_of_other_batches_is_refused():
+    progress = Progress()
+    saved = {"epoch": 0, "minibatches": 2, "microbatches": 0, "order": "a", "samples_per_minibatch": 8}
+    progress.load({**saved, "batches": 4})
+    with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=4\)"):
+        progress.begin(Order("a", 4, 2), 10)
+    progress.load(saved)  # of an earlier version
+    assert progress.begin(Order("a", 8, 2), 10) == Position(0, 2)
+
+
 @pytest.mark.parametrize("world", [(2, 2), (2, -1), (0, 0), (None, 1), (2, None)], ids=str)
 def test_a_rank_that_cannot_be_is_refused(world):
     with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):

@@ -10,12 +10,14 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WaitTimeoutError
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
@@ -104,6 +106,48 @@ def test_it_can_be_switched_off(tmp_path):
 def test_what_is_no_time(after):
     with pytest.raises(ValueError, match=r"write datetime.timedelta\(seconds=60\)"):
         ODCStrategy(hang_report_after=after)
+
+
+def test_all_threads_are_told(tmp_path, capsys):
+    """On GPUs a backward pass runs in a thread of its own, and that is where it hangs."""
+    begun, end = threading.Event(), threading.Event()
+
+    def backward_pass() -> None:
+        begun.set()
+        end.wait(20)
+
+    thread = threading.Thread(target=backward_pass, name="autograd")
+    thread.start()
+    begun.wait(20)
+    report = HangReport(60.0, tmp_path, 0)
+    report.start(lambda: 0.0, str)
+    report.tell("something")
+    report.stop()
+    end.set()
+    thread.join()
+    written = (tmp_path / "rank0.txt").read_text()
+    main, other = written.index("thread 'MainThread':"), written.index("thread 'autograd':")
+    assert main < other and "in backward_pass" in written[other:]
+    assert "hang report'" not in written  # itself
+
+
+def _opens_late(rank: int, root: str) -> str:
+    """Rank 1 comes late to the opening of the windows."""
+    stock = SharedMemoryTransport.open
+
+    def late(self: SharedMemoryTransport, spec: Any) -> None:
+        if self.rank == 1:
+            time.sleep(STALL)
+        stock(self, spec)
+
+    with patch.object(SharedMemoryTransport, "open", late):
+        return _stalls(rank, root)
+
+
+def test_ranks_that_wait_while_windows_are_opened_say_so(tmp_path):
+    err = run_ranks(_opens_late, str(tmp_path))[0]
+    assert "This is rank 0, in epoch 0 after 0 optimizer steps; it opens its window and maps those" in err
+    assert "shared_memory.py" in (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
 
 
 def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: skipped, with the reason, where there is none.
+"""Tests that need a GPU: skipped, with the reason, where there is none, but for their rehearsal.
 
 ``make test-gpu`` runs them and keeps the result. One GPU is enough: where there are more ranks than GPUs, ranks share.
 """
@@ -20,29 +20,57 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", type=Path, metavar="FILE", help="write which tests passed on which GPU")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--gpu-report", None)
+    if file is not None and torch.cuda.is_available():
+        config.pluginmanager.register(GpuReport(file, machine()))
+
+
+class GpuReport:
+    """Writes what is known after every test, since whoever ends the run early wants to know it, too.
+
+    Args:
+        file: The file to write; the text goes beside it.
+        of: The machine.
+    """
+
+    def __init__(self, file: Path, of: dict[str, Any]) -> None:
+        self._file = file
+        self._result: dict[str, Any] = {"machine": of, "finished": False, "tests": {}}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        tests, name = self._result["tests"], report.nodeid.split("::", 1)[-1]
+        entry = tests.setdefault(name, {"outcome": "passed", "seconds": 0.0, "error": ""})
+        entry["seconds"] = round(entry["seconds"] + report.duration, 1)
+        if report.outcome != "passed":
+            # What breaks before or behind the test itself is no failure of it.
+            failed = "failed" if report.when == "call" else "error"
+            entry["outcome"] = "skipped" if report.skipped else failed
+            entry["error"] = "" if report.skipped else last_error(report.longreprtext)
+        if report.when == "teardown":
+            self._write()
+
+    def pytest_sessionfinish(self) -> None:
+        self._result["finished"] = True
+        self._write()
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(f"GPU report: {self._file}")
+
+    def _write(self) -> None:
+        write(self._file, self._result, test_summary(self._result))
+
+
+def last_error(text: str) -> str:
+    """The last line of a report that pytest marks as an error's, which with ranks is the error of a rank."""
+    lines = [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith("E ")]
+    return next((line for line in reversed(lines) if line), text.strip().rpartition("\n")[2])[:300]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
+            if not torch.cuda.is_available() and item.path.name != "test_rehearsal.py":
                 item.add_marker(pytest.mark.skip(reason=REASON))
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    file = config.getoption("--gpu-report", None)
-    if file is None:
-        return
-    if not torch.cuda.is_available():
-        terminalreporter.write_line(f"GPU report not written: {REASON}")
-        return
-    stats = terminalreporter.stats
-    outcomes = {
-        report.nodeid.split("::", 1)[-1]: outcome
-        for outcome in ("passed", "failed", "error", "skipped")
-        for report in stats.get(outcome, [])
-        if hasattr(report, "nodeid")
-    }
-    result = {"machine": machine(), "tests": outcomes}
-    write(file, result, test_summary(result))
-    terminalreporter.write_line(f"GPU report: {file}")

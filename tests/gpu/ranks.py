@@ -1,4 +1,7 @@
-"""Ranks on GPUs: one each where there are enough, else several on one."""
+"""Ranks on GPUs: one each where there are enough, else several on one.
+
+Where there is none, ranks have the fake device: so the suite is rehearsed on every machine (``test_rehearsal.py``).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.choice import make_transport
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
+from tests.support.fake_device import fake_cuda
 
 
 def start(rank: int) -> torch.device:
     """Join a gloo group, which takes ranks that share a GPU; returns this rank's device."""
     world, there_are = int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
+    if there_are == 0:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
     if world > there_are:
         os.environ[OVERLAP_VARIABLE] = "1"
     device = torch.device("cuda", rank % there_are)
@@ -34,6 +41,8 @@ def rendezvous() -> Callable[[Any], list[Any]]:
 
 
 def transport(rank: int, device: torch.device) -> CudaTransport:
+    if device.type == "cpu":
+        return fake_cuda(rank, dist.get_world_size(), rendezvous())
     made = make_transport(device, rank, dist.get_world_size(), rendezvous(), dist.group.WORLD)
     assert isinstance(made, CudaTransport)
     return made

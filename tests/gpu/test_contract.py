@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -30,21 +31,26 @@ SCENARIOS: list[Callable[..., Any]] = [
 ]
 
 
-def _all_scenarios(rank: int) -> dict[str, Any]:
+def all_scenarios(rank: int) -> dict[str, Any]:
     device, meet = start(rank), rendezvous()
     results = {}
     for scenario in SCENARIOS:
         results[scenario.__name__] = scenario(transport(rank, device), meet)
         meet(None)
     if dist.get_world_size() == 2:
-        results["segments"] = contract.adds_land_in_segments(transport(rank, device), meet)
+        results["parts"] = contract.adds_land_in_parts(transport(rank, device), meet)
         results["locks"] = contract.locks_exclude(transport(rank, device), meet)
     return results
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_contract_holds(world_size):
-    for rank, results in enumerate(run_ranks(_all_scenarios, world_size=world_size, timeout=150)):
+    check_scenarios(run_ranks(all_scenarios, world_size=world_size, timeout=150))
+
+
+def check_scenarios(by_rank: list[dict[str, Any]]) -> None:
+    world_size = len(by_rank)
+    for rank, results in enumerate(by_rank):
         assert results["windows_start_at_zero_and_apart"] == [
             10.0 * owner + unit for owner in range(world_size) for unit in range(3)
         ]
@@ -55,8 +61,8 @@ def test_the_contract_holds(world_size):
         assert results["data_is_there_when_its_word_is"] == (399 if rank else 0)
         assert results["nobody_is_dead"] == []
         if world_size == 2:
-            assert results["segments"] == [[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]
-            assert results["locks"] == ([None, False, True, True, True] if rank else [True, None])
+            assert results["parts"] == [[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]
+            assert results["locks"] == ([None, False, True, True, True, True] if rank else [True, None])
 
 
 def _adds_at_the_same_time(rank: int) -> list[float]:
@@ -85,18 +91,13 @@ def test_additions_without_locks_are_not_lost(world_size):
 
 
 def test_the_kernel_adds_as_add_does():
-    from lightning_odc.engine.transports import kernels  # needs Triton
+    from tests.support.kernel_checks import DTYPES, Case  # needs Triton
 
-    generator = torch.Generator("cuda").manual_seed(0)
-    for numel in (0, 1, 3, 1024, 1025, MIB + 5):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            for into in (torch.float32, torch.float64):
-                values = torch.randn(numel, generator=generator, device="cuda").to(dtype)
-                target = torch.randn(numel + 2, generator=generator, device="cuda").to(into)
-                expected = target.clone()
-                expected[1:-1] += values.to(into)
-                kernels.atomic_add(target[1:-1], values)
-                assert torch.equal(target, expected), (numel, dtype, into)
+    for numel, dtype, into in itertools.product(
+        (0, 1, 1024, 1025, MIB + 5), DTYPES, (torch.float32, torch.float64)
+    ):
+        for world, first in ((1, 0), (3, 1)):
+            Case(world, numel, dtype, into, first, "cuda").check(first=world - 1)
 
 
 def _opens_again(rank: int) -> list[int]:

@@ -72,7 +72,7 @@ def train(
     world = len(rendezvous()(None))
     shard_model(
         model,
-        mesh_for("cuda", world),
+        mesh_for(device.type, world),
         mixed_precision=MixedPrecisionPolicy(param_dtype=dtype),
         reshard_after_forward=reshard,
         cpu_offload=offload,
@@ -151,10 +151,10 @@ def test_optimizers_clipping_offload_and_bf16():
     assert_same(runs["bf16"]["parameters"], one_process(), 2 * STEPS * LR)
 
 
-def _edits(rank: int) -> str:
+def edits(rank: int) -> str:
     device = start(rank)
     model = Net().to(device)
-    shard_model(model, mesh_for("cuda", 2))
+    shard_model(model, mesh_for(device.type, 2))
     own = engine(rank, device)
     own.attach(model)
     if rank == 1:
@@ -176,21 +176,24 @@ def _edits(rank: int) -> str:
 
 
 def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
-    for message in run_ranks(_edits):
+    for message in run_ranks(edits):
         assert "'head.weight' changed after it was published" in message
 
 
-def _with_a_trainer(rank: int, precision: str) -> list[Any]:
+def with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
     device = start(rank)
+    there_are = torch.cuda.device_count()
+    devices = [torch.device("cuda", r % there_are) for r in range(2)] if there_are else [device] * 2
     strategy = ODCStrategy(
-        parallel_devices=[torch.device("cuda", r % torch.cuda.device_count()) for r in range(2)],
-        process_group_backend="gloo",
+        parallel_devices=devices,
+        process_group_backend="gloo",  # for host and device memory
+        cpu_offload=offload,
         hang_report_after=None,
     )
     module = TokenModule("items")
     share = Minibatch([tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])])
     trainer = Trainer(
-        accelerator="gpu",
+        accelerator="gpu" if there_are else "cpu",
         strategy=strategy,
         precision=precision,  # type: ignore[arg-type]
         max_epochs=2,
@@ -202,10 +205,19 @@ def _with_a_trainer(rank: int, precision: str) -> list[Any]:
         use_distributed_sampler=False,
     )
     trainer.fit(module, loader([share, share]))
+    trainer.save_checkpoint(f"{folder}/whole.ckpt")  # assembles parameters and moments of all ranks
+    whole = torch.load(f"{folder}/whole.ckpt", weights_only=False)
+    assert whole["state_dict"].keys() == dict(module.named_parameters()).keys()
     own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     return [type(strategy).__name__, trainer.global_step, all(bool(p.isfinite().all()) for p in own)]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_trainer_picks_the_transport_by_itself(precision):
-    assert run_ranks(_with_a_trainer, precision, timeout=150) == [["ODCStrategy", 4, True]] * 2
+def test_a_trainer_picks_the_transport_by_itself(precision, tmp_path):
+    found = run_ranks(with_a_trainer, precision, str(tmp_path), timeout=150)
+    assert found == [["ODCStrategy", 4, True]] * 2
+
+
+def test_offloaded_shards_are_clipped_and_saved(tmp_path):
+    found = run_ranks(with_a_trainer, "32-true", str(tmp_path), True, timeout=150)
+    assert found == [["ODCStrategy", 4, True]] * 2

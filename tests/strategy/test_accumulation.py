@@ -214,10 +214,13 @@ def _resume(rank: int, folder: str) -> list[dict[str, Tensor]]:
     u = fit(2, "lb_mini", again, loader(shuffle=True), ckpt_path=Path(folder) / "step=2.ckpt")
     assert t.global_step == u.global_step == 6
     assert {step: whole.rates[step] for step in again.rates} == again.rates
+    other = {"accumulate_grad_batches": 2, "ckpt_path": Path(folder) / "step=2.ckpt"}
+    with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=4\)"):
+        fit(2, "lb_mini", Counted(), loader(shuffle=True), **other)
     return [full_parameters(whole), full_parameters(again)]
 
 
-def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(tmp_path):
+def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_to_write(tmp_path):
     for whole, again in run_ranks(_resume, str(tmp_path)):
         assert all(torch.equal(value, again[name]) for name, value in whole.items())
 

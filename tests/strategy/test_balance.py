@@ -6,19 +6,21 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from io import StringIO
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.lengths import LengthsUnknownError, measure
-from lightning_odc.strategy.training_data import Wanted, beginning
+from lightning_odc.strategy.training_data import Wanted, beginning, prepares_workers
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters
 from tests.support.modules import trainer
@@ -172,10 +174,27 @@ def test_auto_chooses_what_can_run(communication, deterministic, world_size, ind
     wanted = Wanted("auto", {}, communication, deterministic)
     assert wanted.policy(world_size, indexed, "cpu") == policy
     assert wanted.policy(world_size, indexed, "cuda") == policy.replace("steal", "lb_mini")
+    assert wanted.policy(world_size, indexed, "cpu", True) == policy.replace("steal", "lb_mini")
     unlike = Wanted("auto", {"max_tokens": [9, 5]}, communication, deterministic)
     assert unlike.policy(world_size, indexed, "cpu") == policy.replace("steal", "lb_mini")
     ODCStrategy(balance="auto", communication=communication, deterministic=deterministic)
     assert Wanted("local_sort", {}, communication, deterministic).policy(2, indexed, "cpu") == "local_sort"
+
+
+def test_who_prepares_workers():
+    def own(worker):
+        pass
+
+    lightnings = partial(pl_worker_init_function, rank=0)
+    cases = [
+        (1, own, True),
+        (1, partial(own), True),
+        (0, own, False),
+        (1, None, False),
+        (1, lightnings, False),
+    ]
+    for workers, function, expected in cases:
+        assert prepares_workers(DataLoader([0], num_workers=workers, worker_init_fn=function)) is expected
 
 
 class Rows(IterableDataset[Tensor]):

@@ -20,12 +20,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from lightning_odc.callbacks import FiniteCheck
 from lightning_odc.data.batch_size import label_count
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.engine.base import Counting, Ledger, SettleRecord, denominator
-from lightning_odc.errors import DisagreementError
+from lightning_odc.errors import DisagreementError, NotFiniteError
 from lightning_odc.strategy.step import contribution
 from tests.support.models import full_parameters
 from tests.support.modules import trainer
@@ -80,6 +81,29 @@ class Tuned(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class ByHand(Tuned):
+    """A mean by hand: without labels it is 0 / 0, and so are its gradients."""
+
+    poison: int | None = None  # a token whose losses are NaN
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.mean(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.mean(batch), sync_dist=True)
+
+    def mean(self, batch: Any) -> Tensor:
+        logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        mask, labels = (labels != -100).flatten(), labels.clamp(min=0).flatten()
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none") * mask
+        if self.poison is not None and bool((batch["input_ids"] == self.poison).any()):
+            losses = losses * float("nan")
+        return losses.sum() / mask.sum()
 
 
 def one_process(minibatch: list[Sample]) -> dict[str, Tensor]:
@@ -174,6 +198,47 @@ def test_microbatches_ranks_and_minibatches_without_labels() -> None:
     # fp16 rounds to 2^-11, through two layers and back, relative to gradients of up to 0.5: the unit of the weights
     # is the same on both ranks.
     assert largest_difference(half.parameters, one_process(MASKED)) < 2e-3
+
+
+def fit_by_hand(rank: int, communication: str, poison: int | None, world_size: int = 2) -> dict[str, Any]:
+    own = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
+    lengths = [len(sample["input_ids"]) for sample in MASKED]
+    size = len(MASKED) // world_size
+    loader = BalancedDataLoader(MASKED, lengths=lengths, collate_fn=padded, minibatch_size=size, **own)
+    module = ByHand()
+    module.poison = poison
+    t = trainer(world_size, communication=communication, callbacks=[FiniteCheck()])
+    t.fit(module, loader)
+    validated = ByHand()
+    t = trainer(world_size, communication=communication)
+    (values,) = t.validate(validated, loader, verbose=False)
+    return {"parameters": full_parameters(module), "loss": float(t.callback_metrics["val_loss"]), **values}
+
+
+@pytest.mark.parametrize(
+    ("communication", "world_size"), [("on_demand", 2), ("collective", 2), ("on_demand", 1)]
+)
+def test_gradients_of_a_mean_over_nothing_are_left_out(communication: str, world_size: int) -> None:
+    with torch.no_grad():
+        module = ByHand()
+        means = [(float(module.mean(padded([one]))), label_count(padded([one]), True)) for one in MASKED]
+    total = sum(float(mean * count) for mean, count in means if count)  # type: ignore[operator]
+    expected = total / sum(float(count) for _, count in means)  # type: ignore[arg-type]
+    for found in run_ranks(fit_by_hand, communication, None, world_size, world_size=world_size):
+        assert largest_difference(found["parameters"], one_process(MASKED)) < TOLERANCE
+        assert found["val_loss"] == pytest.approx(expected, rel=1e-6), "evaluated by labels, too"
+
+
+def fit_poisoned(rank: int) -> str:
+    labelled = MASKED[1]["input_ids"][0]
+    with pytest.raises(NotFiniteError) as error:
+        fit_by_hand(rank, "on_demand", labelled, world_size=1)
+    return str(error.value)
+
+
+def test_a_nan_that_counts_is_still_found() -> None:
+    (message,) = run_ranks(fit_poisoned, world_size=1)
+    assert "NaN" in message
 
 
 # -- without processes -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from lightning_odc import ODCStrategy
 from lightning_odc.balance.collation import Collation
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.model_cost import cost_of_model
+from tests.data.test_fit import allow_workers
 from tests.strategy.test_balance import Padded, plain
 from tests.strategy.test_label_weights import (
     TOLERANCE,
@@ -42,7 +43,13 @@ class Sized(Tuned):
         return super().training_step(batch, batch_idx)
 
 
-def fit(rank: int, data: list[Sample], batch_size: int, accumulate: int, **options: Any) -> dict[str, Any]:
+def prepare(worker: int) -> None:
+    """What a user's data set might need in every worker."""
+
+
+def fit(
+    rank: int, data: list[Sample], batch_size: int, accumulate: int, workers: int = 0, **options: Any
+) -> dict[str, Any]:
     text = StringIO()
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     handler = logging.StreamHandler(text)
@@ -52,7 +59,13 @@ def fit(rank: int, data: list[Sample], batch_size: int, accumulate: int, **optio
         module = Sized()
         strategy: Any = ODCStrategy(**{"balance": "auto", **options})
         t = trainer(2, strategy=strategy, accumulate_grad_batches=accumulate)
-        loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, collate_fn=padded)  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(
+            data,  # type: ignore[arg-type]
+            batch_size=batch_size,
+            collate_fn=padded,
+            num_workers=workers,
+            worker_init_fn=prepare,
+        )
         t.fit(module, loader)
     finally:
         logger.removeHandler(handler)
@@ -71,10 +84,12 @@ def fit(rank: int, data: list[Sample], batch_size: int, accumulate: int, **optio
 def fit_all(rank: int) -> dict[str, Any]:
     data = samples()
     half = len(data) // 2
+    allow_workers()
     return {
         "batches": fit(rank, data, half, 1),
         "accumulated": fit(rank, data, 1, half),
         "packed": fit(rank, data, half, 1, packing=True),
+        "prepared": fit(rank, data, half, 1, workers=1),
         "deterministic": fit(rank, data, half, 1, deterministic=True),
         "collective": fit(rank, data, 1, half, communication="collective"),
     }
@@ -98,6 +113,10 @@ def test_one_step_is_that_of_one_process_and_three_lines_say_how() -> None:
     assert 'policy "steal"' in lines
     assert f"({len(lengths) // 2} accumulated batches of 1)" in lines
     assert "Expected: ranks idle for" in lines
+    lines = first["prepared"]["text"]
+    assert (
+        'policy "lb_mini" (stealing reads samples in this process, where no worker_init_fn has run)' in lines
+    )
     assert not second["accumulated"]["text"], "rank 0 speaks for all"
 
 

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.host import boot_id
@@ -27,6 +27,7 @@ from lightning_odc.engine.transports.window import HEADER_BYTES, Address, Region
 
 _SECRET = bytes(32)
 _LONGEST_DELAY = 300e-6
+_LINKED = 8  # devices that add to each other's memory
 
 
 class FakeStream:
@@ -79,10 +80,14 @@ class FakeDevice(Device):
         self._rank = rank
         self._rendezvous = rendezvous
         self._why_not = why_not
-        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank), **facts)
+        linked = {f"uuid{peer}": True for peer in range(_LINKED)}
+        self._facts = replace(
+            DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank, atomics=linked), **facts
+        )
         self._regions: dict[int, Region] = {}
         self._here = threading.local()
         self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]
+        self.adds_plainly = False
         self.asked = {"copy": 0, "add": 0, "mark": 0}
 
     # -- streams ------------------------------------------------------------------------------------------
@@ -148,6 +153,11 @@ class FakeDevice(Device):
 
         self.ask(atomically)
 
+    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        begin, size = HEADER_BYTES + offset, rows.size(1) * dtype.itemsize
+        for owner, region in self._regions.items():
+            self.add(region.memory[begin : begin + size].view(dtype), rows[owner])
+
     def _owner_of(self, view: Tensor) -> int:
         start = view.untyped_storage().data_ptr()
         return next(r for r, region in self._regions.items() if region.memory.data_ptr() == start)
@@ -157,8 +167,11 @@ class FakeDevice(Device):
     def facts(self) -> DeviceFacts:
         return self._facts
 
-    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
+    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
         return self._why_not
+
+    def add_plainly(self) -> None:
+        self.adds_plainly = True
 
     def create(self, size: int) -> None:
         self._regions[self._rank] = own = Region.create(HEADER_BYTES + size)

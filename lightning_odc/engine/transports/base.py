@@ -199,6 +199,19 @@ class Transport(ABC):
         """Add to an accumulator (what `accumulator` gave, or a part of it); the caller holds its lock if it has one."""
         accumulator.add_(values)
 
+    def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
+        """Add row ``r`` to the accumulator of rank ``r``; only where no locks are needed.
+
+        Args:
+            unit: Number of the unit.
+            source: Number of the accumulator in each window.
+            start: Element of the accumulator at which to add.
+            rows: Addends, shape ``[world_size, numel]``, each row contiguous.
+        """
+        for step in range(self.world_size):
+            owner = (self.rank + step) % self.world_size
+            self.add(self.accumulator(owner, unit, source).narrow(0, start, rows.size(1)), rows[owner])
+
     def drain(self) -> Callable[[], bool]:
         """What tells whether all is done that this rank has asked for so far: reads, adds, and what it wrote."""
         return lambda: True

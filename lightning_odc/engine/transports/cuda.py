@@ -60,20 +60,27 @@ class CudaTransport(Transport):
         self._facts: list[DeviceFacts] = []
         self._shards: list[list[Tensor]] = []
         self._accumulators: list[list[list[Tensor]]] = []
+        self._first_sums: list[int] = []  # by unit, the byte of every window at which its accumulators begin
         self._streams: set[Hashable] = set()
 
     # -- opening ------------------------------------------------------------------------------------------
 
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
-        dtypes = {unit.grad_dtype for unit in units if unit.grad_numel}
-        reasons = self._rendezvous(self._device.why_not_atomic(dtypes))
+        summed = [unit for unit in units if unit.grad_numel]
+        answers = self._together(lambda: (self._device.why_not_atomic(summed), self._device.facts()))
         found = [
-            f"{reason} (rank {rank})" for rank, reason in zip(self._job_ranks, reasons, strict=True) if reason
+            f"{reason} (rank {rank})"
+            for rank, (reason, _) in zip(self._job_ranks, answers, strict=True)
+            if reason
         ]
-        return found[0] if found else ""
+        over_links = preflight.why_not_atomic([facts for _, facts in answers])
+        if over_links:
+            self._device.add_plainly()
+        return found[0] if found else over_links
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
+        self._first_sums = [offset - spec.control_bytes for offset in spec.grad_offsets()]
         self._control.open(replace(spec, units=(), sources=1))
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts, spec))
@@ -100,10 +107,10 @@ class CudaTransport(Transport):
 
     def _map_units(self, window: Tensor) -> None:
         spec, shards, accumulators = self._spec, [], []
-        for index, (unit, shard, grad) in enumerate(
-            zip(spec.units, spec.shard_offsets(), spec.grad_offsets(), strict=True)
+        for index, (unit, shard, first) in enumerate(
+            zip(spec.units, spec.shard_offsets(), self._first_sums, strict=True)
         ):
-            begin, first = shard - spec.control_bytes, grad - spec.control_bytes
+            begin = shard - spec.control_bytes
             shards.append(window[begin : begin + unit.shard_bytes].view(unit.shard_dtype))
             starts = [first + source * spec.grad_stride(index) for source in range(spec.sources)]
             accumulators.append([window[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
@@ -143,6 +150,12 @@ class CudaTransport(Transport):
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
         self._device.add(accumulator, values)
+        self._streams.add(self._device.stream())
+
+    def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
+        dtype = self._spec.units[unit].grad_dtype
+        first = self._first_sums[unit] + source * self._spec.grad_stride(unit)
+        self._device.add_rows(first + start * dtype.itemsize, dtype, rows)
         self._streams.add(self._device.stream())
 
     def drain(self) -> Callable[[], bool]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_odc.engine.transports.base import UnitSpec
 
 
 class Mark(Protocol):
@@ -39,6 +41,7 @@ class DeviceFacts:
         expandable: torch's allocator works with expandable segments.
         socket: path of the socket by which torch hands handles over.
         reaches: by uuid of the other devices that this process sees, whether this one can access their memory.
+        atomics: by uuid of the same devices, whether additions of this one to their memory are atomic.
     """
 
     name: str
@@ -52,6 +55,7 @@ class DeviceFacts:
     expandable: bool = False
     socket: str = ""
     reaches: Mapping[str, bool] = field(default_factory=dict)
+    atomics: Mapping[str, bool] = field(default_factory=dict)
 
 
 class Device(ABC):
@@ -62,8 +66,18 @@ class Device(ABC):
         """What there is."""
 
     @abstractmethod
-    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
-        """Why several ranks cannot add into one accumulator of these dtypes; empty if they can."""
+    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
+        """Why several ranks cannot add into one accumulator of these units; empty if they can.
+
+        Afterwards `add_rows` is ready for them: nothing is compiled in the first backward pass.
+        """
+
+    @abstractmethod
+    def add_plainly(self) -> None:
+        """From now on add by reading and writing, since a link between the devices does not add atomically.
+
+        What an atomic addition over such a link does is not defined, not even where nothing else adds to its place.
+        """
 
     @abstractmethod
     def create(self, size: int) -> None:
@@ -102,4 +116,14 @@ class Device(ABC):
         """Add to a part of any rank's window, on the current stream.
 
         No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
+        """
+
+    @abstractmethod
+    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        """The same for all windows at once: row ``r`` from byte ``offset`` of rank ``r``'s window on, in ``dtype``.
+
+        Args:
+            offset: Bytes from the begin of each window.
+            dtype: Dtype of the sums.
+            rows: Addends in any floating dtype, shape ``[world_size, numel]``, each row contiguous.
         """

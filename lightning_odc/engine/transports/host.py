@@ -3,10 +3,17 @@
 Note [What orders memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Data is announced by a word: its owner writes the data, then the word; a reader reads the word, then the data. x86-64
-keeps the order of stores, and that of loads. Weaker processors do not, and taking and giving back a lock of Python's in
-between does not help: what stands before it may move past the taking, and what stands behind it before the giving
-back. So there both sides call ``membarrier`` in between: Linux documents that all accesses of every thread of a
-registered process are ordered with respect to that system call.
+keeps the order of stores, and that of loads. Weaker processors (Arm, as in NVIDIA's Grace) do not, and taking and
+giving back a lock of Python's in between does not help: what stands before it may move past the taking, and what stands
+behind it before the giving back. So there both sides need a full barrier in between.
+
+Python has none. The C function ``atomic_thread_fence`` is one, a few nanoseconds long, and exported by libatomic. Where
+that is missing, the system call ``membarrier`` does the same and more: Linux documents that all accesses of every
+thread of a registered process are ordered with respect to it. Each orders the accesses of the rank that calls it, so
+ranks may use either.
+
+A reader needs its barrier only when a word is another one than the same thread read last: what an old value announces
+was ordered when it was new. A rank that waits for a word reads it thousands of times and has one barrier.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from lightning_odc.errors import WindowError
@@ -26,6 +34,7 @@ Fence = Callable[[], None]
 
 _STRONGLY_ORDERED = ("x86_64", "AMD64")
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}  # the number of the system call
+_SEQUENTIALLY_CONSISTENT = 5  # memory_order_seq_cst of <stdatomic.h>, in GCC and Clang
 _GLOBAL_EXPEDITED = 1 << 1
 _REGISTER_GLOBAL_EXPEDITED = 1 << 2
 
@@ -143,7 +152,19 @@ def make_fence(machine: str = "") -> Fence | None:
     machine = machine or platform.machine()
     if machine in _STRONGLY_ORDERED:
         return None
-    return membarrier(machine)
+    return thread_fence() or membarrier(machine)
+
+
+def thread_fence() -> Fence | None:
+    """A full barrier of the thread that calls it; ``None`` where there is no libatomic."""
+    try:
+        fence = ctypes.PyDLL(
+            "libatomic.so.1"
+        ).atomic_thread_fence  # so short that it keeps the interpreter's lock
+    except (OSError, AttributeError):
+        return None
+    fence.argtypes, fence.restype = [ctypes.c_int], None
+    return partial(fence, _SEQUENTIALLY_CONSISTENT)
 
 
 def membarrier(machine: str) -> Fence:

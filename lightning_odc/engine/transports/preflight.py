@@ -68,6 +68,14 @@ def _sockets(facts: Sequence[DeviceFacts]) -> Iterator[str]:
                 f"torch hands memory handles over by a socket, and its path on rank {rank} is longer than Linux "
                 f"allows ({own.socket}): set TMPDIR to a shorter one, such as /tmp."
             )
+    folders = [own.socket.rpartition("/")[0] for own in facts]
+    for rank, folder in enumerate(folders):
+        if folder != folders[0]:
+            yield (
+                "torch hands memory handles over by sockets in the folder for temporary files, which is "
+                f"{folders[0]} for rank 0 and {folder} for rank {rank}: set TMPDIR to the same folder for all ranks, "
+                "such as /tmp (under SLURM, a prolog may have set it for each)."
+            )
 
 
 def _same_device(facts: Sequence[DeviceFacts]) -> Iterator[str]:
@@ -121,6 +129,25 @@ def _access(facts: Sequence[DeviceFacts]) -> Iterator[str]:
                 "below one PCIe root, usually can, unless the machine (IOMMU, ACS, virtualisation) forbids it. Choose "
                 "GPUs that can by CUDA_VISIBLE_DEVICES."
             )
+
+
+def why_not_atomic(facts: Sequence[DeviceFacts]) -> str:
+    """Why additions to a peer's memory may be lost although the kernel runs; empty if none can be.
+
+    Over PCIe a GPU usually reads, adds and writes back, and what another GPU added in between is gone. Where a process
+    does not see its peer's GPU, it cannot ask.
+
+    Args:
+        facts: Facts of all ranks, in rank order.
+    """
+    for rank, own in enumerate(facts):
+        for peer, other in enumerate(facts):
+            if own.uuid != other.uuid and not own.atomics.get(other.uuid, False):
+                return (
+                    f"additions from the GPU of rank {rank} to the memory of that of rank {peer} are not known to be "
+                    "atomic, as over PCIe (`nvidia-smi topo -p2p a` shows which are; NVLink has them)"
+                )
+    return ""
 
 
 def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:

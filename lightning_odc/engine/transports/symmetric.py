@@ -6,21 +6,27 @@ outside of expandable segments and of every memory pool.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import importlib.util
 import os
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_odc import _compat
+from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 _PROBED = 32
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface
+
+#: Windows of devices that have failed. torch waits for the device when it frees one, and ends the process if that
+#: fails, before anybody has read the error. The memory lasts as long as the process.
+_abandoned: list[tuple[Any, Any]] = []
 
 
 class SymmetricDevice(Device):
@@ -36,12 +42,15 @@ class SymmetricDevice(Device):
         self._group = group
         self._own: Tensor | None = None
         self._handle: Any = None
+        self._windows: list[Tensor] = []
+        self._addresses: Tensor | None = None  # of the windows, for the kernel
         self._has_kernel = importlib.util.find_spec("triton") is not None
 
     def facts(self) -> DeviceFacts:
         properties = torch.cuda.get_device_properties(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        others = _others(self._device)
         settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
         return DeviceFacts(
             name=properties.name,
@@ -54,32 +63,43 @@ class SymmetricDevice(Device):
             shares_device=os.environ.get(OVERLAP_VARIABLE) == "1",
             expandable=any("expandable_segments:True" in setting for setting in settings),
             socket=f"{_socket_directory()}/symm_mem-{os.getpid()}",
-            reaches=_reaches(self._device),
+            reaches={uuid: torch.cuda.can_device_access_peer(self._device, i) for uuid, i in others.items()},
+            atomics={uuid: _adds_atomically(self._device.index or 0, i) for uuid, i in others.items()},
         )
 
-    def why_not_atomic(self, dtypes: set[torch.dtype]) -> str:
+    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
         if not self._has_kernel:
             return "atomic additions need Triton, pip install 'lightning-odc[gpu]'"
-        for dtype in sorted(dtypes, key=str):
-            try:
-                works = self._probe(dtype)
-            except Exception as error:  # of Triton, of its compiler, or of the driver
-                self._has_kernel = False
-                return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"
-            if not works:
-                return f"there are no atomic additions for accumulators in {dtype}"
+        try:
+            from lightning_odc.engine.transports import kernels
+
+            others = {unit.grad_dtype for unit in units} - kernels.ATOMIC_DTYPES
+            if others:
+                return f"there are no atomic additions for accumulators in {min(others, key=str)}"
+            # By what tells compiled forms of the kernel apart, one unit of each: see `_add_rows`.
+            forms = {
+                (_gradients_in(u), u.grad_dtype, u.grad_numel % 16, u.grad_numel >> 31): u for u in units
+            }
+            for unit in forms.values():
+                self._probe(_gradients_in(unit), unit.grad_dtype, unit.grad_numel)
+        except Exception as error:  # of Triton, of its compiler, or of the driver
+            self._has_kernel = False
+            return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"
         return ""
 
-    def _probe(self, dtype: torch.dtype) -> bool:
+    def _probe(self, dtype: torch.dtype, summed_in: torch.dtype, row: int) -> None:
+        """Let the kernel add gradients of this dtype, of which one owner's are so many, and look at the sums."""
         from lightning_odc.engine.transports import kernels
 
-        if dtype not in kernels.ATOMIC_DTYPES:
-            return False
-        target = torch.ones(_PROBED, dtype=dtype, device=self._device)
-        kernels.atomic_add(target, torch.ones(_PROBED, dtype=torch.bfloat16, device=self._device))
+        target = torch.ones(_PROBED, dtype=summed_in, device=self._device)
+        addresses = torch.tensor([target.data_ptr()], device=self._device)
+        rows = torch.ones(_PROBED, dtype=dtype, device=self._device).as_strided((1, _PROBED), (row, 1))
+        kernels.add_rows(addresses, 0, summed_in, rows)
         if not bool((target == 2).all()):
-            raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {dtype}")
-        return True
+            raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {summed_in}")
+
+    def add_plainly(self) -> None:
+        self._has_kernel = False
 
     def create(self, size: int) -> None:
         torch.cuda.empty_cache()  # what is cached counts as free
@@ -91,16 +111,23 @@ class SymmetricDevice(Device):
         assert self._own is not None, "there is no window yet"
         self._handle = _compat.symmetric_rendezvous(self._own, self._group)
         rank, size = self._handle.rank, self._own.numel()
-        return [
+        self._windows = [
             self._own if peer == rank else self._handle.get_buffer(peer, (size,), torch.uint8)
             for peer in range(self._handle.world_size)
         ]
+        if self._has_kernel:
+            addresses = [window.data_ptr() for window in self._windows]
+            self._addresses = torch.tensor(addresses, device=self._own.device)
+        return list(self._windows)
 
     def close(self) -> None:
         if self._own is not None:
-            with contextlib.suppress(RuntimeError):  # a device that has failed is not waited for
+            try:
                 torch.cuda.synchronize(self._device)  # views of peers' memory end here
-        self._handle = self._own = None
+            except RuntimeError:
+                _abandoned.append((self._own, self._handle))
+        self._windows.clear()
+        self._handle = self._own = self._addresses = None
 
     def enter_thread(self) -> None:
         # Else a new thread may make a context on the first GPU, with its memory.
@@ -121,13 +148,47 @@ class SymmetricDevice(Device):
         target.copy_(source, non_blocking=True)
 
     def add(self, target: Tensor, values: Tensor) -> None:
-        if self._has_kernel:
+        if target.numel() and self._addresses is not None and self._is_atomic(target.dtype):
             from lightning_odc.engine.transports import kernels
 
-            if target.dtype in kernels.ATOMIC_DTYPES:
-                kernels.atomic_add(target, values)
-                return
-        target.add_(values)
+            owner, offset = self._place_of(target)
+            rows = values.expand(len(self._windows), -1)  # of which the owner's is taken
+            kernels.add_rows(self._addresses, offset, target.dtype, rows, first=owner, owners=1)
+        else:
+            target.add_(values)
+
+    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        own, world = self._handle.rank, len(self._windows)
+        if self._addresses is not None and self._is_atomic(dtype):
+            from lightning_odc.engine.transports import kernels
+
+            kernels.add_rows(self._addresses, offset, dtype, rows, first=own)
+            return
+        size = rows.size(1) * dtype.itemsize
+        for owner in ((own + step) % world for step in range(world)):
+            self._windows[owner][offset : offset + size].view(dtype).add_(rows[owner])
+
+    def _is_atomic(self, dtype: torch.dtype) -> bool:
+        if not self._has_kernel:
+            return False
+        from lightning_odc.engine.transports import kernels
+
+        return dtype in kernels.ATOMIC_DTYPES
+
+    def _place_of(self, target: Tensor) -> tuple[int, int]:
+        """In whose window a view lies, and at which byte of it."""
+        address = target.data_ptr()
+        offsets = [address - window.data_ptr() for window in self._windows]
+        return next(
+            (owner, offset)
+            for owner, offset in enumerate(offsets)
+            if 0 <= offset < self._windows[owner].numel()
+        )
+
+
+def _gradients_in(unit: UnitSpec) -> torch.dtype:
+    """The dtype of a unit's gradients as ``fully_shard`` passes them on, unless the user told it another one."""
+    return unit.shard_dtype if unit.shard_dtype.is_floating_point else unit.grad_dtype
 
 
 def _stack() -> str:
@@ -140,9 +201,30 @@ def _socket_directory() -> str:
     return next((os.environ[name] for name in names if name in os.environ), tempfile.gettempdir())
 
 
-def _reaches(device: torch.device) -> dict[str, bool]:
-    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    return {
-        str(torch.cuda.get_device_properties(index).uuid): torch.cuda.can_device_access_peer(device, index)
-        for index in others
-    }
+def _others(device: torch.device) -> dict[str, int]:
+    """By uuid, the numbers of the other devices that this process sees."""
+    indices = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    return {str(torch.cuda.get_device_properties(index).uuid): index for index in indices}
+
+
+def _adds_atomically(source: int, target: int) -> bool:
+    """Whether atomic additions of a device to another one's memory are atomic there: over NVLink, seldom over PCIe.
+
+    torch has no name for it, so the driver is asked. It numbers devices as torch does. ``False`` if it cannot say.
+    """
+    driver = _driver()
+    if driver is None:
+        return False
+    devices, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
+    for device, number in zip(devices, (source, target), strict=True):
+        if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
+            return False
+    asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, *devices)
+    return bool(asked == 0 and answer.value == 1)
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

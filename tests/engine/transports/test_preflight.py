@@ -112,6 +112,22 @@ def test_what_torch_cannot_do(changes, reason):
     assert reason in refusal(facts(), other(**changes))
 
 
+def test_ranks_with_different_folders_for_sockets():
+    message = refusal(facts(socket="/tmp/symm_mem-1"), other(socket="/job/7/symm_mem-2"))
+    assert "which is /tmp for rank 0 and /job/7 for rank 1: set TMPDIR to the same folder" in message
+    preflight.check([facts(socket="/tmp/symm_mem-1"), other(socket="/tmp/symm_mem-2")], SPEC)
+
+
+def test_additions_over_a_link_without_atomics():
+    one, two = facts(atomics={"two": True}), other(atomics={"one": True})
+    assert preflight.why_not_atomic([one, two]) == ""
+    assert preflight.why_not_atomic([facts(), facts()]) == ""  # one GPU adds to its own memory
+    for there in ({"one": False}, {}):  # over PCIe; or not visible from here
+        message = preflight.why_not_atomic([one, other(atomics=there)])
+        assert message.startswith("additions from the GPU of rank 1 to the memory of that of rank 0 are not")
+        assert "`nvidia-smi topo -p2p a`" in message
+
+
 def test_what_may_stand_behind_an_error():
     error = RuntimeError("CUDA driver error: invalid device context\nC++ stack ...")
     message = preflight.explain(error, facts(stack="torch 2.11.0, CUDA 13.0, driver 12.4"))

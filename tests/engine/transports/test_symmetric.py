@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,8 +13,11 @@ import pytest
 import torch
 
 from lightning_odc import _compat
+from lightning_odc.engine.transports import symmetric
+from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.symmetric import SymmetricDevice
 
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
@@ -70,6 +76,7 @@ def test_facts(cuda, monkeypatch):
     facts = SymmetricDevice(GPU, None).facts()
     assert (facts.name, facts.uuid, facts.free, facts.backend) == ("NVIDIA H200", "a", 1030, "CUDA")
     assert (facts.shares_device, facts.expandable, facts.reaches) == (True, True, {"b": True})
+    assert facts.atomics == {"b": False}  # there is no driver to ask
     assert facts.socket.startswith("/somewhere/symm_mem-")
     assert facts.stack.startswith(f"torch {torch.__version__}, CUDA ")
 
@@ -84,6 +91,57 @@ def test_windows_are_zeroed_before_others_can_look_and_given_back(cuda):
     device.close()
     assert cuda == ["empty_cache", "synchronize", "synchronize"]
     assert device._own is None and device._handle is None
+
+
+def driver() -> Any:
+    """Two GPUs of which the first adds atomically to the second's memory, but not the other way round."""
+
+    def device_get(device: Any, number: int) -> int:
+        device._obj.value = 10 + number
+        return 0 if number < 2 else 101
+
+    def get_attribute(answer: Any, attribute: int, source: Any, target: Any) -> int:
+        assert attribute == 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED in cuda.h
+        answer._obj.value = (source.value, target.value) == (10, 11)
+        return 0
+
+    return SimpleNamespace(cuDeviceGet=device_get, cuDeviceGetP2PAttribute=get_attribute)
+
+
+def test_the_driver_says_whose_additions_are_atomic(monkeypatch):
+    monkeypatch.setattr(symmetric, "_driver", driver)
+    assert [symmetric._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))] == [True, False, False]
+    monkeypatch.setattr(symmetric, "_driver", lambda: None)
+    assert not symmetric._adds_atomically(0, 1)
+
+
+def test_windows_of_a_device_that_failed_are_not_freed(cuda, monkeypatch):
+    """torch waits for the device when it frees them, and ends the process if that fails."""
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device = SymmetricDevice(GPU, "group")
+    device.create(64)
+    device.attach()
+    freed = weakref.ref(device._handle)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr(symmetric, "_abandoned", [])
+    device.close()
+    device.close()
+    assert freed() is not None and len(symmetric._abandoned) == 1
+    assert device._own is None and device._handle is None
+
+
+def test_no_multicast_object_is_made(monkeypatch):
+    seen: list[str | None] = []
+    memory = SimpleNamespace(rendezvous=lambda own, group: seen.append(os.environ.get(MULTICAST)))
+    monkeypatch.setattr(_compat, "_symmetric_memory", lambda: memory)
+    _compat.symmetric_rendezvous(torch.zeros(1), "group")
+    assert MULTICAST not in os.environ
+    monkeypatch.setenv(MULTICAST, "0")
+    _compat.symmetric_rendezvous(torch.zeros(1), "group")
+    assert (seen, os.environ[MULTICAST]) == (["1", "1"], "0")
 
 
 def test_streams_marks_and_work(cuda):
@@ -102,9 +160,17 @@ def test_streams_marks_and_work(cuda):
     assert target.tolist() == [2, 2, 2]
 
 
+def unit(shard: torch.dtype, sums: torch.dtype, numel: int = 32) -> UnitSpec:
+    return UnitSpec("unit", numel, shard, numel, sums)
+
+
+FP32 = unit(torch.bfloat16, torch.float32)
+
+
 def kernels(monkeypatch: pytest.MonkeyPatch, add: Any) -> SymmetricDevice:
+    """A device that adds by ``add(windows, offset, dtype, rows, first, owners)``."""
     module = ModuleType("lightning_odc.engine.transports.kernels")
-    vars(module).update(ATOMIC_DTYPES={torch.float32}, atomic_add=add)
+    vars(module).update(ATOMIC_DTYPES={torch.float32}, add_rows=add)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(sys.modules["lightning_odc.engine.transports"], "kernels", module, raising=False)
     device = SymmetricDevice(CPU, None)
@@ -112,28 +178,88 @@ def kernels(monkeypatch: pytest.MonkeyPatch, add: Any) -> SymmetricDevice:
     return device
 
 
+def adds_in_host_memory(
+    windows: Any, offset: int, dtype: Any, rows: Any, first: int = 0, owners: Any = None
+) -> None:
+    """As the kernel does, through the addresses that it is given."""
+    count = len(windows) if owners is None else owners
+    for owner in ((first + step) % len(windows) for step in range(count)):
+        memory = (ctypes.c_uint8 * (rows.size(1) * dtype.itemsize)).from_address(int(windows[owner]) + offset)
+        torch.frombuffer(memory, dtype=dtype).add_(rows[owner])
+
+
+def with_windows(device: SymmetricDevice) -> list[torch.Tensor]:
+    """Two windows of 16 sums in fp32, of which this rank has the second."""
+    windows = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    device._windows, device._handle = list(windows), Handle()
+    if device._has_kernel:
+        device._addresses = torch.tensor([window.data_ptr() for window in windows])
+    return [window.view(torch.float32) for window in windows]
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_rows_are_added_to_all_windows(monkeypatch, has_kernel):
+    device = kernels(monkeypatch, adds_in_host_memory if has_kernel else lambda *_, **__: None)
+    if not has_kernel:
+        device.add_plainly()
+    first, own = with_windows(device)
+    device.add_rows(8, torch.float32, torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
+    assert (first[:5].tolist(), own[:5].tolist()) == ([0, 0, 1, 2, 0], [0, 0, 3, 4, 0])
+    device.add(own[3:6], torch.ones(3))
+    assert (first[:6].tolist(), own[:6].tolist()) == ([0, 0, 1, 2, 0, 0], [0, 0, 3, 5, 1, 1])
+
+
 def test_a_kernel_that_works_is_used(monkeypatch):
-    device = kernels(monkeypatch, lambda target, values: target.add_(values))
-    assert device.why_not_atomic({torch.float32}) == ""
-    assert "accumulators in torch.float64" in device.why_not_atomic({torch.float64, torch.float32})
-    used = kernels(monkeypatch, lambda target, values: target.fill_(5))
-    sums, wide = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
-    used.add(sums, torch.ones(2))
-    used.add(wide, torch.ones(2))
-    assert (sums.tolist(), wide.tolist()) == ([5, 5], [1, 1])
+    device = kernels(monkeypatch, adds_in_host_memory)
+    assert device.why_not_atomic([FP32]) == ""
+    wide = unit(torch.float64, torch.float64)
+    assert "accumulators in torch.float64" in device.why_not_atomic([wide, FP32])
+    used = kernels(monkeypatch, lambda windows, offset, dtype, rows, first: rows.fill_(5))
+    with_windows(used)
+    rows = torch.ones(2, 2)
+    used.add_rows(0, torch.float32, rows)
+    assert rows.tolist() == [[5, 5], [5, 5]]
+    used.add_rows(0, torch.float64, torch.ones(2, 2))  # which is not for the kernel
+    assert used._windows[0].view(torch.float64)[:2].tolist() == [1, 1]
+
+
+def test_the_kernel_is_compiled_for_all_units_before_training(monkeypatch):
+    """Triton compiles one form for each of these: dtypes, whether rows are aligned, and sizes above 2**31."""
+    forms: list[Any] = []
+
+    def add(windows: Any, offset: int, dtype: torch.dtype, rows: torch.Tensor) -> None:
+        forms.append((rows.dtype, dtype, rows.stride(0)))
+        adds_in_host_memory(windows, offset, dtype, rows)
+
+    device = kernels(monkeypatch, add)
+    as_bytes = unit(torch.uint8, torch.float32, 48)  # parameters that compute in several dtypes
+    units = [
+        FP32,
+        FP32,
+        unit(torch.bfloat16, torch.float32, 33),
+        unit(torch.float16, torch.float32),
+        as_bytes,
+    ]
+    assert device.why_not_atomic(units) == ""
+    assert forms == [
+        (torch.bfloat16, torch.float32, 32),
+        (torch.bfloat16, torch.float32, 33),
+        (torch.float16, torch.float32, 32),
+        (torch.float32, torch.float32, 48),
+    ]
 
 
 def test_a_kernel_that_does_not_is_left_alone(monkeypatch):
-    def fails(target: Any, values: Any) -> None:
+    def fails(*_: Any) -> None:
         raise ImportError("no compiler")
 
     device = kernels(monkeypatch, fails)
-    assert device.why_not_atomic({torch.float32}) == (
+    assert device.why_not_atomic([FP32]) == (
         "the kernel for atomic additions does not run: ImportError: no compiler"
     )
     target = torch.zeros(2)
     device.add(target, torch.ones(2))
     assert target.tolist() == [1, 1]
-    wrong = kernels(monkeypatch, lambda target, values: None)
-    assert "1 + 1 came out as 1.0" in wrong.why_not_atomic({torch.float32})
-    assert "Triton" in wrong.why_not_atomic({torch.float32})  # from then on it is not even tried
+    wrong = kernels(monkeypatch, lambda *_: None)
+    assert "1 + 1 came out as 1.0" in wrong.why_not_atomic([FP32])
+    assert "Triton" in wrong.why_not_atomic([FP32])  # from then on it is not even tried

@@ -1,0 +1,81 @@
+"""How long microbatches take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_odc.data.lagged_cost import LaggedCost, Measurement
+from lightning_odc.data.minibatch import Detail, Minibatch
+
+_MOST_LENGTHS = 2000
+"""Of a rank, in one record: a record has 64 KiB, and so many lengths tell a cost all it can learn in one step."""
+
+
+class Stopwatch:
+    """Measures how long microbatches take, for a cost that learns, if the loader has one.
+
+    The time of a microbatch is the wall time of its forward and backward pass, less the engine's measured waits. Data
+    loading, the optimizer and logging are not in it. What was measured travels with the record that ends an optimizer
+    step.
+
+    Args:
+        waits: Returns the seconds that this rank has waited for others so far.
+        device: The device whose work is waited for before the clock is read.
+    """
+
+    def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
+        self._waits = waits
+        self._device = device
+        self._cost: LaggedCost | None = None
+        self._number = 0
+        self._measured: list[tuple[int, list[Any], float]] = []
+        self._measures = False
+        self._is_set = False
+
+    def open(self, minibatch: Minibatch) -> None:
+        """The microbatches of this minibatch come next."""
+        self._is_set = False
+        origin = minibatch.origin
+        if origin is not None and origin.cost is not None:
+            self._cost, self._number = origin.cost, origin.number
+            self._measures = origin.cost.measures(origin.number)
+
+    def begin(self, detail: Detail | None) -> None:
+        """What runs from now on works on this microbatch."""
+        self._is_set = self._measures and detail is not None
+        if self._is_set and detail is not None:
+            self._measured.append((self._number, detail.lengths, 0.0))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around what belongs to the current microbatch."""
+        if not self._is_set:
+            yield
+            return
+        begin = self._now()
+        yield
+        number, lengths, seconds = self._measured.pop()
+        self._measured.append((number, lengths, seconds + self._now() - begin))
+
+    def take(self) -> list[Measurement]:
+        """What was measured since the last call, at most 2000 lengths of it, evenly chosen. It is forgotten here."""
+        measured, self._measured = self._measured, []
+        self._is_set = False
+        count = sum(np.size(lengths) for _, lengths, _ in measured)
+        return [row for row in measured[:: max(-(-count // _MOST_LENGTHS), 1)] if row[2] > 0]
+
+    def report(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
+        """Tell the loader what all ranks measured."""
+        if self._cost is not None:
+            self._cost.observe(by_rank)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic() - self._waits()

@@ -1,0 +1,276 @@
+"""Samples with rows of numbers: no cap is exceeded, the sum of costs is level, and one number is as it was."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_odc.balance import (
+    COLLECTIVE_SAFE,
+    POLICIES,
+    Collation,
+    FittedCost,
+    Planner,
+    PolynomialCost,
+    collective_cost,
+    least_cost,
+    microbatch_costs,
+    on_demand_cost,
+    plan_minibatch,
+    quadratic,
+    transformer,
+    with_speeds,
+)
+from lightning_odc.balance.auto import AutoCost
+from lightning_odc.balance.bins import pack_bins
+from lightning_odc.balance.numbers import Others
+
+many = settings(deadline=None, max_examples=120, derandomize=True)
+KINDS = st.sampled_from(["packed", "apart", "padded", "stacked"])
+CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+COSTS: dict[str, Any] = {
+    "tokens": lambda ranks: "tokens",
+    "function": lambda ranks: lambda rows: rows[:, 0] + 3 * rows[:, 1],
+    "overhead": lambda ranks: quadratic(constant=50),
+    "dense": lambda ranks: quadratic(crossover=300, constant=50, dense=True),
+    "model": lambda ranks: transformer(CONFIG),
+    "speeds": lambda ranks: with_speeds(
+        quadratic(constant=50), [1 / (1 + rank % 3) for rank in range(ranks)]
+    ),
+}
+
+
+@st.composite
+def some_rows(draw: st.DrawFn) -> np.ndarray:
+    """Texts of which some have images, and a third number that is small."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    count = draw(st.integers(1, 40))
+    tokens = np.clip(rng.lognormal(4, draw(st.floats(0.1, 1.5)), count), 1, 2000).astype(int)
+    patches = rng.integers(0, 400, count) * (rng.random(count) < draw(st.floats(0, 1)))
+    return np.column_stack([tokens, patches, rng.integers(0, 3, count)])[:, : draw(st.integers(2, 3))]
+
+
+def caps_for(rows: np.ndarray, room: float) -> tuple[int, ...]:
+    return tuple(max(int(room * most), 1) for most in rows.max(0))
+
+
+def check(plan: Any, rows: np.ndarray, caps: Any, collation: Collation) -> None:
+    assert sorted(one for rank in plan for own in rank for one in own) == list(range(len(rows)))
+    for rank, cap in zip(plan, caps, strict=True):
+        for own in filter(None, rank):
+            assert collation.tokens(rows[own]) <= cap[0]
+            assert (rows[own, 1:].sum(0) <= cap[1:]).all()
+
+
+@many
+@given(
+    some_rows(),
+    st.integers(1, 6),
+    KINDS,
+    st.sampled_from(POLICIES),
+    st.sampled_from(sorted(COSTS)),
+    st.floats(1, 4),
+)
+def test_no_microbatch_exceeds_a_cap(
+    rows: np.ndarray, ranks: int, kind: Any, policy: Any, cost: str, room: float
+) -> None:
+    caps, collation, model = caps_for(rows, room), Collation(kind), COSTS[cost](ranks)
+    options: dict[str, Any] = {"policy": policy, "cost": model, "allow_empty": True, "collation": collation}
+    plan = plan_minibatch(rows, ranks, caps, **options)
+    check(plan, rows, [caps] * ranks, collation)
+    assert plan == plan_minibatch(list(map(tuple, rows.tolist())), ranks, [caps] * ranks, **options)
+    if policy in COLLECTIVE_SAFE:
+        assert len(set(map(len, plan))) == 1
+    found = on_demand_cost(plan, rows, model, collation=collation)
+    assert found >= least_cost(rows, ranks, model, caps, collation=collation) * (1 - 1e-9)
+
+
+@many
+@given(some_rows(), st.integers(1, 5), KINDS, st.sampled_from(sorted(COSTS)), st.data())
+def test_ranks_have_their_own_caps(
+    rows: np.ndarray, ranks: int, kind: Any, cost: str, data: st.DataObject
+) -> None:
+    caps = [caps_for(rows, data.draw(st.floats(0.3, 2))) for _ in range(ranks)]
+    caps[data.draw(st.integers(0, ranks - 1))] = caps_for(rows, 1.5)
+    collation = Collation(kind)
+    plan = plan_minibatch(rows, ranks, caps, cost=COSTS[cost](ranks), collation=collation)
+    check(plan, rows, caps, collation)
+
+
+@pytest.mark.parametrize("kind", ["packed", "apart", "padded"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_sum_of_costs_is_level(kind: Any, ranks: int) -> None:
+    """Work is in the patches as much as in the tokens, and neither tells the other."""
+    rng = np.random.default_rng(ranks)
+    rows = np.column_stack([rng.integers(100, 900, 12 * ranks), rng.integers(0, 900, 12 * ranks)])
+    cost, collation = PolynomialCost(0, 1, 30), Collation(kind)
+    for policy, evaluate, slack in (
+        ("lb_mini", on_demand_cost, 1.02),
+        ("steal", on_demand_cost, 1.02),
+        ("lb_micro", collective_cost, 1.1),
+    ):
+        plan = plan_minibatch(rows, ranks, (2000, 2000), policy, cost, collation=collation)  # type: ignore[arg-type]
+        busy = sum(map(sum, microbatch_costs(plan, rows, cost, collation=collation)))
+        assert evaluate(plan, rows, cost, collation=collation) <= slack * busy / ranks
+
+
+def test_tokens_alone_do_not_level_the_sum() -> None:
+    rows = [(100, 900), (100, 0), (100, 800), (100, 100)]
+    plan = plan_minibatch(rows, 2, cost="tokens")
+    assert on_demand_cost(plan, rows, "tokens") == 1100
+    assert on_demand_cost(plan_minibatch([100] * 4, 2, cost="tokens"), rows, "tokens") > 1100
+
+
+def test_padding_raises_the_first_number_only() -> None:
+    rows, cost = [(10, 5), (30, 1), (20, 0)], lambda rows: rows[:, 0] + 100 * rows[:, 1]
+    ((padded,),) = microbatch_costs([[[0, 1, 2]]], rows, cost, collation=Collation("padded"))
+    assert padded == 3 * 30 + 100 * 6
+    assert Collation("padded", multiple=8).rows(rows) == [[32, 5], [32, 1], [32, 0]]
+    assert Collation("padded", multiple=8).tokens(rows) == 96
+
+
+def test_numbers_after_the_first_decide_how_many_microbatches_there_are() -> None:
+    assert plan_minibatch([(10, 4)] * 4, 1, (100, 8)) == [[[0, 2], [1, 3]]]
+    assert plan_minibatch([(10, 4)] * 4, 1, (20, 800)) == [[[0, 2], [1, 3]]]
+    assert plan_minibatch([(10, 4)] * 4, 1, (40, 16)) == [[[0, 1, 2, 3]]]
+    texts_and_images = [(90, 0), (10, 80), (80, 10), (20, 90)]
+    assert len(plan_minibatch(texts_and_images, 1, (100, 100))[0]) == 2, "a text and an image fit together"
+
+
+@many
+@given(some_rows(), st.floats(1, 4))
+def test_bins_hold_what_fits(rows: np.ndarray, room: float) -> None:
+    caps = np.array(caps_for(rows, room))
+    others = Others.of(rows, caps)
+    bins = pack_bins(rows[:, 0].tolist(), int(caps[0]), others=others)
+    assert sorted(one for own in bins for one in own) == list(range(len(rows)))
+    assert all((rows[own].sum(0) <= caps).all() for own in bins)
+    fewest = int(np.ceil(rows.sum(0) / caps).max())
+    assert fewest <= len(bins) <= max(2 * rows.shape[1] * fewest, 1)
+
+
+@many
+@given(some_rows(), st.floats(1, 3))
+def test_first_places_are_those_by_hand(rows: np.ndarray, room: float) -> None:
+    others = Others.of(rows, np.array(caps_for(rows, room)))
+    assert others is not None
+    firsts = others.firsts(range(len(rows)))
+    assert all(first <= second for first, second in pairwise(firsts))
+    for place, first in enumerate(firsts):
+        assert others.fit(range(first, place + 1))
+        assert first == 0 or not others.fit(range(first - 1, place + 1))
+
+
+def test_rows_of_one_number_are_numbers() -> None:
+    lengths = np.random.default_rng(0).integers(10, 2000, 24)
+    for kind in ("packed", "padded"):
+        collation: Any = Collation(kind)
+        one = plan_minibatch(lengths, 3, 4000, cost=quadratic(constant=64), collation=collation)
+        assert one == plan_minibatch(
+            lengths[:, None], 3, (4000,), cost=quadratic(constant=64), collation=collation
+        )
+
+
+def test_default_caps_are_the_largest_of_each_number() -> None:
+    planner = Planner(2, collation=Collation("padded", 8)).capped_for([(5, 0), (99, 0), (7, 3)])
+    assert planner.max_tokens == (104, 3)
+    assert Planner(2).capped_for([(5, 0), (9, 0)]).max_tokens == (9, 1)
+
+
+def seconds_of(rows: list[Any]) -> float:
+    tokens, patches = np.array(rows).sum(0)
+    return float(2e-6 * tokens + 5e-5 * patches + 1e-3)
+
+
+def observed(seed: int, ranks: int = 2) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    drawn = [rng.integers((50, 0), (2000, 900), (int(rng.integers(1, 5)), 2)).tolist() for _ in range(ranks)]
+    return [(rank, rows, seconds_of(rows) * (1 + rank)) for rank, rows in enumerate(drawn)]
+
+
+def test_a_coefficient_is_learnt_for_each_number() -> None:
+    cost = FittedCost(2)
+    before = plan_minibatch([(900, 10), (10, 900), (500, 500), (400, 400)], 2, cost=cost)
+    assert sorted(one for rank in before for own in rank for one in own) == [0, 1, 2, 3]
+    for step in range(60):
+        cost.observe(observed(step))
+    assert cost.coefficients.shape == (2, 4)
+    np.testing.assert_allclose(cost.coefficients[:, 2], [5e-5, 1e-4], rtol=0.05)
+    rows = [[1000, 10], [30, 800]]
+    assert cost.predict(1, rows) == pytest.approx(2 * seconds_of(rows), rel=0.03)
+    np.testing.assert_allclose(
+        cost.samples(np.array([[1000.0, 0.0]])), cost.snapshot().samples(np.array([[1e3, 0]]))
+    )
+    other = FittedCost(2)
+    other.load_state_dict(cost.state_dict())
+    assert other.coefficients.tolist() == cost.coefficients.tolist()
+    plan = plan_minibatch([observed(9)[0][1][0]] * 6, 2, cost=cost)
+    assert sum(map(len, plan[0])) == 4, "the slower rank gets less"
+
+
+def test_times_refute_a_prior_that_weighs_numbers_wrongly() -> None:
+    cost = AutoCost(2, quadratic(constant=64.0))
+    for step in range(8):
+        cost.observe((rank, rows, seconds / (1 + rank)) for rank, rows, seconds in observed(step))
+    assert cost.is_refuted
+    resumed = AutoCost(2, quadratic(constant=64.0))
+    resumed.load_state_dict(cost.state_dict())
+    assert resumed.snapshot() == cost.snapshot()
+
+
+def learnt(rows: Any) -> FittedCost:
+    cost = FittedCost(2)
+    cost.observe([(0, rows, 0.5)])
+    return cost
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"lengths": [(5, 3), (4,)]}, r"sample 0 has 2, and sample 1 has 1: length_fn=lambda sample: \(len"),
+    ({"lengths": [(5, 3), 4]}, r"sample 0 has 2, and sample 1 has 1"),
+    ({"lengths": [(), ()]}, r"a row of 2 to 8, and every row has 0"),
+    ({"lengths": [range(9), range(9)]}, r"every row has 9 numbers"),
+    ({"lengths": [(5, 3), (4, -1)]}, r"sample 1 is \[ 4 -1\].*only the numbers after the first may be 0"),
+    ({"lengths": [(5, 3), (0, 4)]}, r"sample 1 is \[0 4\].*put first what every sample has"),
+    ({"lengths": [(5, 3), (4, float("nan"))]}, r"sample 1 is \[ 4. nan\]"),
+    ({"lengths": [(5, 3), (4, float("inf"))]}, r"sample 1 is \[ 4. inf\]"),
+    ({"lengths": [(5, 3), (4, 1.5)]}, r"sample 1 is \[4.  1.5\]"),
+    ({"max_tokens": 9}, r"2 numbers each, and max_tokens=9 caps 1: .*max_tokens=\(9, 3\)"),
+    ({"max_tokens": [9, 9]}, r"max_tokens=\[9, 9\] caps 1: .*max_tokens=\[\(9, 3\), \(9, 3\)\]"),
+    ({"max_tokens": (9, 9, 9)}, r"caps 3: .*max_tokens=\(9, 9\)"),
+    ({"max_tokens": [(9, 9), 9]}, r"another number of caps on one rank.*max_tokens=\[\(9, 9\), \(9, 9\)\]"),
+    ({"max_tokens": (9, 0)}, r"max_tokens must be a whole number of at least 1, got 0"),
+    ({"max_tokens": ()}, r"max_tokens=\(\) caps nothing"),
+    (
+        {"max_tokens": (9, 2)},
+        r"sample 0 has \(5, 3\), more than max_tokens=\(9, 2\).*write max_tokens=\(9, 3\)",
+    ),
+    ({"max_tokens": [(9, 2), (4, 9)]}, r"write max_tokens=\[\(9, 3\), \(4, 9\)\]"),
+    ({"max_tokens": [(9, 9), (9, 8)], "policy": "steal"}, r'write policy="lb_mini", or max_tokens=\(9, 8\)'),
+    (
+        {"lengths": [5, 4], "max_tokens": (9, 9)},
+        r"have one length here. Write max_tokens=9;.*max_tokens=\[9, 9\]",
+    ),
+    ({"cost": lambda rows: rows + 1}, r"a cost for each number.*cost=lambda lengths: lengths\[:, 0\]"),
+    ({"cost": lambda rows: rows, "lengths": [(5, 3), (4, 3)]}, r"shape \[2, 2\], a cost for each number"),
+    ({"cost": with_speeds(lambda rows: rows, [1, 2])}, r"a cost for each number"),
+    ({"cost": lambda rows: rows.sum()}, r"shape \[\] for 3 samples.*cost=lambda lengths: lengths\[:, 0\]"),
+    ({"cost": lambda rows: rows[:, 1] - 1}, r"cost of sample 2 .* must be positive"),
+    ({"cost": learnt([[5, 3, 1]])}, r"learnt from samples of 3 numbers each, and these have 2"),
+    (
+        {"cost": learnt([[5, 3]]), "lengths": [5, 4]},
+        r"learnt from samples of 2 numbers each, and these have 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_refusals_show_the_right_line(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"lengths": [(5, 3), (4, 3), (2, 1)], "num_ranks": 2}
+    plan_minibatch(**good)
+    with pytest.raises(ValueError, match=message):
+        plan_minibatch(**(good | change))

@@ -1,0 +1,104 @@
+"""``cpu_offload`` where GPUs compute: shards in host memory need a process group that knows host memory."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_odc import ODCStrategy, _compat
+from lightning_odc.checkpoints.full import optimizer_state
+from lightning_odc.strategy.arguments import offloading_backend
+from lightning_odc.strategy.precision import ODCPrecision
+from tests.support.ranks import run_ranks
+
+GPUS = [torch.device("cuda", index) for index in range(2)]
+#: As the default, with gloo in the place of NCCL, which needs a GPU.
+LIKE_THE_DEFAULT = offloading_backend(None).replace("nccl", "gloo")
+
+
+def _offloaded(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's shard, in host memory, of a tensor on a mesh of GPUs, as ``CPUOffloadPolicy`` leaves them."""
+    alike = DTensor.from_local(local.to("meta"), mesh, [Shard(0)], run_check=False)
+    return cast(Any, DTensor)(
+        local, alike._spec, requires_grad=False
+    )  # `from_local` would move it to the mesh
+
+
+def _clips_and_saves(rank: int, backend: str) -> Any:
+    dist.init_process_group(backend)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("shard",))
+    parameter = nn.Parameter(_offloaded(torch.zeros(2), mesh))
+    parameter.grad = _offloaded(torch.full((2,), rank + 1.0), mesh)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
+    precision = ODCPrecision("32-true", "cuda")
+    try:
+        precision.clip_grad_by_norm(optimizer, 1.0)
+        optimizer.step()
+        return precision.gradient_norm, optimizer_state(nn.Module(), optimizer, full=True, rank=rank)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_clipping_and_saving_are_collectives_in_host_memory():
+    (norm, saved), (_, other) = run_ranks(_clips_and_saves, LIKE_THE_DEFAULT)
+    assert norm.item() == pytest.approx(10**0.5)  # of 1, 1, 2, 2
+    momentum = saved["state"][0]["momentum_buffer"]
+    assert torch.allclose(momentum, torch.tensor([1.0, 1.0, 2.0, 2.0]) / 10**0.5)
+    assert other == {}
+    # The reason for all this, and what to look at if torch learns it one day:
+    for message in run_ranks(_clips_and_saves, "cuda:gloo"):
+        assert "No backend type associated with device type cpu" in message
+
+
+def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None:
+    """The backend with which Lightning is left to start the process group."""
+    found: list[str | None] = []
+    monkeypatch.setattr(
+        FSDPStrategy, "setup_environment", lambda self: found.append(self.process_group_backend)
+    )
+    monkeypatch.setattr("lightning_odc._compat.atexit.register", lambda function: found.append("ended"))
+    ODCStrategy(**options).setup_environment()
+    assert found[:-1] == (["ended"] if "nccl" in (found[-1] or "") and options.get("cpu_offload") else [])
+    return found[-1]
+
+
+def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
+    assert _started_with(monkeypatch, parallel_devices=GPUS, cpu_offload=True) == "cpu:gloo,cuda:nccl"
+    assert _started_with(monkeypatch, parallel_devices=GPUS) is None  # Lightning's default
+    cpus = [torch.device("cpu")] * 2
+    assert _started_with(monkeypatch, parallel_devices=cpus, cpu_offload=True) is None
+    for own in ("gloo", "cpu:gloo,cuda:gloo"):
+        options = {"parallel_devices": GPUS, "cpu_offload": True, "process_group_backend": own}
+        assert _started_with(monkeypatch, **options) == own
+    with pytest.raises(ValueError, match=r'Write process_group_backend="cpu:gloo,cuda:nccl"'):
+        ODCStrategy(parallel_devices=GPUS, cpu_offload=True, process_group_backend="nccl").setup_environment()
+    assert callable(_compat._lightning_distributed._destroy_dist_connection)
+
+
+def _finds_a_group(rank: int, backend: str) -> str:
+    dist.init_process_group(backend)
+    strategy = ODCStrategy(parallel_devices=GPUS, cpu_offload=True)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(FSDPStrategy, "setup_environment", lambda self: None)
+            strategy.setup_environment()
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return str(strategy.process_group_backend)
+
+
+def test_a_process_group_that_is_there_already_is_looked_at():
+    assert run_ranks(_finds_a_group, "gloo", world_size=1) == ["cpu:gloo,cuda:gloo"]
+    (message,) = run_ranks(_finds_a_group, "cuda:gloo", world_size=1)
+    assert 'with a process group of "cuda:gloo" cannot clip gradients' in message
