@@ -179,7 +179,7 @@ def await_windows(candidates: Callable[[], list[int]], ended: Callable[[], bool]
 
 
 # Only the second combination has windows: when they are there, the first one has ended.
-LONG = ["--model", "tiny", "--max-length", "128", "--samples-per-rank", "2", "--minibatches", "15"]
+LONG = ["--model", "tiny", "--max-length", "128", "--samples-per-rank", "2", "--minibatches", "10"]
 LONG += ["--repetitions", "1", "--runs", "collective+lb_micro", "on_demand+lb_mini"]
 LONG += ["--lengths", "aime"]  # no text, which every process would cut
 
@@ -188,7 +188,7 @@ def check_partial(output: Path) -> None:
     """The first combination was kept."""
     found = json.loads((output / "bench.json").read_text())
     assert found["rows"][0]["combination"] == "collective+lb_micro"
-    assert found["rows"][0]["minibatches"] == 15
+    assert found["rows"][0]["minibatches"] == 10
     assert found["cut_short"]
 
 

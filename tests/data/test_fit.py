@@ -5,7 +5,6 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,11 +97,6 @@ def reference(epochs: int = EPOCHS) -> dict[str, Tensor]:
     return full_parameters(module)
 
 
-def allow_workers() -> None:
-    """The ranks of the tests are daemons, so that none outlives the tests; daemons may not start processes."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-
-
 def fit_all(rank: int, world_size: int, communication: str, policies: list[str]) -> dict[str, Any]:
     results = {}
     for policy in policies:
@@ -174,7 +168,6 @@ def fit_once(
 
 
 def fit_and_resume(rank: int, directory: str, state_dict_type: str, workers: dict[str, int]) -> list[Outcome]:
-    allow_workers()
     return [fit_once(rank, directory, state_dict_type, step, workers) for step in (None, 4, 8)]
 
 
