@@ -102,7 +102,7 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     assert found["loss_difference"] < 1e-6
     assert found["overhead_seconds"] > 0
     totals = found["runs"][1]["totals"]
-    # Each of three minibatches has at least 4 microbatches. In the first one each of 3 layers reads 3 peers' shards twice
+    # Three minibatches of at least 4 microbatches. In the first one each of 3 layers reads 3 peers' shards twice
     # in each microbatch, in the others once on each of the 4 ranks.
     assert sum(one["traffic"]["reads"] for one in totals) >= 4 * 3 * 3 * 2 + 2 * 4 * 3 * 3
     assert found["runs"][0]["totals"][0]["traffic"]["reads"] == 0
