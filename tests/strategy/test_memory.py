@@ -61,7 +61,9 @@ def fit(rank: int) -> dict[str, Any]:
         "deterministic": {"max_tokens": "auto", "deterministic": True},
     }.items():
         module = Holding(memory)
-        t = trainer(2, strategy=ODCStrategy(balance="lb_mini", **options), accumulate_grad_batches=8)  # type: ignore[arg-type]
+        t = trainer(
+            2, strategy=ODCStrategy(balance="lb_mini", keep_gathered=0, **options), accumulate_grad_batches=8
+        )  # type: ignore[arg-type]
         t.fit(module, DataLoader(samples, batch_size=1, collate_fn=pad, shuffle=True))  # type: ignore[arg-type]
         own: Any = t.train_dataloader
         found[name] = own.max_tokens, max(module.held), module.held[0]
