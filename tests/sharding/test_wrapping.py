@@ -267,8 +267,8 @@ def test_the_rest_is_the_root_unit_and_sharding_twice_changes_nothing():
 @pytest.mark.parametrize(
     ("compute", "on_demand", "reduce"),
     [
-        (torch.float16, True, None),
-        (torch.bfloat16, True, None),
+        (torch.float16, True, torch.float16),
+        (torch.bfloat16, True, torch.bfloat16),
         (None, True, None),
         (torch.float16, False, torch.float64),
         (torch.bfloat16, False, torch.float64),
