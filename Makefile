@@ -25,11 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small language model with collectives, on demand and balanced, and compare; ARGS="--help"
 	$(BIN)/lightning-odc demo $(ARGS)
 
-# File by file on all cores, of which each needs a few GB: more than four workers gain little. A few tests need no workers.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
-
-test: $(STAMP) ## run the tests; ARGS="-k name" picks some, one after another
-	$(BIN)/python -m pytest $(or $(ARGS),$(PARALLEL))
+test: $(STAMP) ## run the tests; ARGS="-k name" picks some, ARGS="-n 2 --dist loadscope" runs two at a time
+	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, idle, hybrid, memory, robustness.faults ...; ARGS="--help"
 	$(if $(NAME),,$(error make bench NAME=planner, idle, hybrid, memory, robustness.faults, .endurance, .resume_trials or .stalls))

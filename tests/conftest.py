@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.descriptors import windows
-
 #: Who has one of these has tests that need ranks.
 RANKS = {"tests.support.ranks", "lightning_odc.bench.processes"}
 
@@ -30,13 +28,13 @@ def pytest_configure() -> None:
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """Fail on threads, file descriptors to windows and environment variables that a test leaves behind."""
-    threads, environment, opened = set(threading.enumerate()), dict(os.environ), windows()
+    threads, environment, windows = set(threading.enumerate()), dict(os.environ), _windows()
     yield
     leaked = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
     assert not leaked, f"threads left: {leaked}"
-    if windows() != opened:
+    if _windows() != windows:
         gc.collect()
-    assert windows() == opened, "windows left open"
+    assert _windows() == windows, "windows left open"
     changed = {k for k in environment.keys() ^ os.environ.keys() if not k.startswith("PYTEST_")}
     assert not changed, f"environment variables left: {changed}"
 
@@ -50,12 +48,10 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     before, folder = os.environ.get("TMPDIR"), tmp_path_factory.mktemp("run")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     if RANKS & sys.modules.keys():
-        from tests.support.ranks import end_ranks, start_server
+        from tests.support.ranks import start_server
 
         start_server()
     yield
-    if RANKS & sys.modules.keys():
-        end_ranks()
     deadline = time.monotonic() + 10
     while (processes := _descendants(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -65,7 +61,7 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     tempfile.tempdir = None
     left = [path.name for path in folder.glob("lightning-odc*")]  # what libraries leave is theirs
     assert not processes, f"processes left: {processes}"
-    assert windows() == 0, "windows left open"
+    assert _windows() == 0, "windows left open"
     assert not left, f"temporary files left: {left}"
 
 
@@ -84,3 +80,14 @@ def _descendants(mark: str) -> dict[int, str]:
         if line and int(path.name) != os.getpid() and not is_server:
             found[int(path.name)] = line
     return found
+
+
+def _windows() -> int:
+    """Windows that are open or mapped in this process."""
+    links = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            links += "lightning-odc" in str(fd.readlink())
+        except OSError:
+            continue
+    return links + Path("/proc/self/maps").read_text().count("memfd:lightning-odc")

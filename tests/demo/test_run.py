@@ -105,9 +105,9 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
     )
     assert math.prod(factor[1] for factor in gain["factors"].values()) == pytest.approx(gain["speedup"][1])
 
-    # The one-sided path was taken, by two ranks: each microbatch of each rank reads the peer's shard of each
-    # unit (two layers and the rest) at least in the forward pass, and the waits are measured.
-    assert runs["on_demand"]["traffic_per_minibatch"]["reads"] >= 2 * 3 * 3
+    # The one-sided path was taken, by two ranks: each of them reads the peer's shard of each unit (two layers and the
+    # rest) at least once in a minibatch, and the waits are measured.
+    assert runs["on_demand"]["traffic_per_minibatch"]["reads"] >= 2 * 3
     assert runs["collective"]["traffic_per_minibatch"]["reads"] == 0
     assert runs["on_demand"]["idle_share"] > 0
     assert runs["lockstep"]["idle_seconds"]["lockstep"] > runs["on_demand"]["idle_seconds"]["lockstep"] == 0

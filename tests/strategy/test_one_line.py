@@ -15,7 +15,6 @@ from lightning_odc import ODCStrategy
 from lightning_odc.balance.collation import Collation
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.model_cost import cost_of_model
-from tests.data.test_fit import allow_workers
 from tests.strategy.test_balance import Padded, plain
 from tests.strategy.test_label_weights import (
     TOLERANCE,
@@ -84,7 +83,6 @@ def fit(
 def fit_all(rank: int) -> dict[str, Any]:
     data = samples()
     half = len(data) // 2
-    allow_workers()
     return {
         "batches": fit(rank, data, half, 1),
         "accumulated": fit(rank, data, 1, half),

@@ -19,8 +19,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -38,7 +36,6 @@ _PRELOAD = [
     "peft",
     "tests.support.models",
     "tests.support.modules",
-    "tests.support.process_state",  # the last: it looks for what all of them remember
 ]
 
 
@@ -60,14 +57,10 @@ class Outcome:
 
 
 def run_ranks(
-    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120, fresh: bool = False
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on every rank; returns the results by rank. Any failure fails the test.
-
-    A process in which nothing is left of the function runs the next one, too (see :mod:`tests.support.process_state`).
-    Those of a call that is ``fresh`` have run none before and run none after it.
-    """
-    outcomes = try_ranks(function, *args, world_size=world_size, timeout=timeout, fresh=fresh)
+    """Call ``function(rank, *args)`` on every rank; returns the results by rank. Any failure fails the test."""
+    outcomes = try_ranks(function, *args, world_size=world_size, timeout=timeout)
     errors = [
         f"rank {o.rank} (exit code {o.exitcode}):\n{o.error}" for o in outcomes if o.error or o.exitcode != 0
     ]
@@ -77,35 +70,28 @@ def run_ranks(
 
 
 def try_ranks(
-    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120, fresh: bool = False
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120
 ) -> list[Outcome]:
     """Like ``run_ranks``, for ranks that may fail. A rank that outlives ``timeout`` is killed and fails the test."""
     start_server()
     # As `torchrun` does it: ranks that look for each other at one of them wait for its store, and then some more.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [_Rank() if fresh else _next_rank() for _ in range(world_size)]
+    started = [_start(function, args, rank, world_size, store.port) for rank in range(world_size)]
     begin = time.monotonic()  # what they are forked from may have had to import everything first
-    for number, rank in enumerate(ranks):
-        rank.call(function, args, torchrun_environment(number, world_size, store.port))
+    outcomes = []
+    late = []
     # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
-    results = [rank.receive(begin + timeout) or (None, "ended without a result") for rank in ranks]
-    outcomes, served, late = [], [], []
-    for number, (rank, (result, error)) in enumerate(zip(ranks, results, strict=True)):
-        exitcode: int | None = 0
-        if rank.receive(begin + timeout) and not fresh:
-            served.append(rank)
-        elif (exitcode := rank.end(begin + timeout)) is None:
-            late.append(number)
-        outcomes.append(Outcome(number, result, error, exitcode, time.monotonic() - begin))
-    _IDLE[:0] = served
+    payloads = [_receive(receiver, begin + timeout - time.monotonic()) for _, receiver in started]
+    for rank, ((process, _), payload) in enumerate(zip(started, payloads, strict=True)):
+        process.join(max(begin + timeout - time.monotonic(), 0.1))
+        if process.is_alive():
+            late.append(rank)
+            process.kill()
+            process.join()
+        result, error = payload if payload is not None else (None, "ended without a result")
+        outcomes.append(Outcome(rank, result, error, process.exitcode, time.monotonic() - begin))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
     return outcomes
-
-
-def end_ranks() -> None:
-    """End the ranks that wait for their next function."""
-    while _IDLE:
-        _IDLE.pop().end(time.monotonic() + 10)
 
 
 @contextmanager
@@ -121,54 +107,35 @@ def forked(function: Callable[..., Any], *args: Any) -> Iterator[ForkServerProce
         process.join()
 
 
-class _Rank:
-    """A process that runs one function after another, until one leaves something behind or there is no next one."""
+def _start(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int
+) -> tuple[ForkServerProcess, Connection]:
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(
+        target=_child, args=(sender, function, args, rank, world_size, port), daemon=True
+    )
+    process.start()
+    sender.close()
+    return process, receiver
 
-    def __init__(self) -> None:
-        self._pipe, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
-        self._pipe.send_bytes(pickle.dumps((function, args, environment)))
-
-    def receive(self, deadline: float) -> Any:
-        """After a call: first its result and error, then True if the process can serve again. None if it ended."""
-        try:
-            if self._pipe.poll(max(deadline - time.monotonic(), 0)):
-                return pickle.loads(self._pipe.recv_bytes())
-        except (EOFError, ConnectionError):
-            pass
+def _receive(receiver: Connection, timeout: float) -> tuple[Any, str] | None:
+    try:
+        return pickle.loads(receiver.recv_bytes()) if receiver.poll(max(timeout, 0)) else None
+    except EOFError:
         return None
 
-    def end(self, deadline: float) -> int | None:
-        """End it; returns its exit code, or None if it had to be killed."""
-        self._pipe.close()
-        self._process.join(max(deadline - time.monotonic(), 0.1))
-        late = self._process.is_alive()
-        self._process.kill()
-        self._process.join()
-        return None if late else self._process.exitcode
 
-
-#: Those that wait for their next function.
-_IDLE: list[_Rank] = []
-
-
-def _next_rank() -> _Rank:
-    while _IDLE:
-        if (rank := _IDLE.pop(0)).is_alive:
-            return rank
-    return _Rank()
-
-
-def _serve(pipe: Connection) -> None:
-    from tests.support.process_state import ProcessState
+def _child(
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+) -> None:
+    import torch
+    import torch.distributed as dist
 
     gc.freeze()  # a full collection would copy the memory that all processes share: 0.4 s
     faulthandler.enable()
@@ -176,35 +143,20 @@ def _serve(pipe: Connection) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     # The benchmarks' ranks come from the same server, which they start with Ctrl-C blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ.update(torchrun_environment(rank, world_size, port))
     torch.set_num_threads(1)
-    state = ProcessState()
-    while True:
-        try:
-            call = pipe.recv_bytes()
-        except (EOFError, OSError, KeyboardInterrupt):
-            os._exit(0)
-        if _run(pipe, call):
-            os._exit(1)
-        if state.put_back():
-            os._exit(0)
-        pipe.send_bytes(pickle.dumps(True))
-
-
-def _run(pipe: Connection, call: bytes) -> str:
-    """Call the function, send its result and leave the process group; returns the error."""
     result, error = None, ""
     try:
-        function, args, environment = pickle.loads(call)
-        os.environ.update(environment)
-        result = function(int(environment["RANK"]), *args)
+        result = function(rank, *args)
     except BaseException as exception:
-        error = "".join(traceback.format_exception(exception))
-    pipe.send_bytes(pickle.dumps((result, error)))
+        notes = "".join(traceback.format_exception(exception))
+        error = notes
+    sender.send_bytes(pickle.dumps((result, error)))
     if dist.is_initialized() and not error:
         dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
-    return error
+    os._exit(1 if error else 0)
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
