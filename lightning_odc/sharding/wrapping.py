@@ -261,8 +261,8 @@ def precision_policy(
     """The ``fully_shard`` precision policy of a pair of dtypes.
 
     On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
-    ``reduce_dtype`` would only copy the same values in more bytes. (``None`` means that dtype up to torch 2.14, and from
-    2.15 on that of the parameters.)
+    ``reduce_dtype`` would only copy the same values in more bytes. (``None`` means that dtype up to torch 2.14, and
+    that of the parameters from 2.15 on.)
     """
     return MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=param_dtype if on_demand else reduce_dtype
