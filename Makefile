@@ -28,8 +28,8 @@ demo: $(STAMP) ## train a small language model with collectives, on demand and b
 test: $(STAMP) ## run the tests; ARGS="-k name" picks some, ARGS="-n 2 --dist loadscope" runs two at a time
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, idle, hybrid, memory, robustness.faults ...; ARGS="--help"
-	$(if $(NAME),,$(error make bench NAME=planner, idle, hybrid, memory, robustness.faults, .endurance, .resume_trials or .stalls))
+bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, idle, hybrid, memory, traffic, robustness.faults ...; ARGS="--help"
+	$(if $(NAME),,$(error make bench NAME=planner, idle, hybrid, memory, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 # A machine with GPUs has a Python of its own as a rule, with the torch that fits its driver: `make test-gpu PYTHON=python3`
