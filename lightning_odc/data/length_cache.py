@@ -90,7 +90,7 @@ def _read(path: Path, key: str, count: int) -> LengthArray | None:
         _warn(path, f"{problem}; it is written again")
         return None
     body = content[_DIGEST_BYTES:]
-    numbers, rest = divmod(len(body), 8 * count)  # of each sample
+    numbers, rest = divmod(len(body), 8 * count) if count else (1, len(body))  # of each sample
     if content[:_DIGEST_BYTES] != _digest(key, body) or rest or not numbers:
         _warn(path, "its content is damaged or belongs to another data set; it is written again")
         return None

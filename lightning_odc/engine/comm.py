@@ -28,14 +28,14 @@ class _Allocating:
 
 
 class GatherComm(_Allocating):
-    """All-gather by a callback ``gather(output, own)``; the peers' slices of ``output`` are the callback's to fill.
+    """All-gather by ``gather(comm, output, own)``, a callback that fills the peers' slices of ``output``.
 
     Attributes:
         keeps_buffer: ``output`` is the same at every call, so that what it holds need not be read again.
         held_since: the version of which it holds all, or 0; for the callback to say and to look at.
     """
 
-    def __init__(self, gather: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, gather: Callable[[GatherComm, Tensor, Tensor], None]) -> None:
         self._gather = gather
         self._buffer: Tensor | None = None
         self.keeps_buffer = False
@@ -58,7 +58,7 @@ class GatherComm(_Allocating):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        self._gather(output_tensor, input_tensor)
+        self._gather(self, output_tensor, input_tensor)
 
 
 class AccumulateComm(_Allocating):

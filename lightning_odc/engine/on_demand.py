@@ -231,7 +231,7 @@ class OnDemandEngine(Engine):
 
     def _connect(self, unit: Unit, window: UnitWindow) -> GatherComm:
         """Let ``fully_shard`` gather and reduce a unit through this engine."""
-        comm = GatherComm(lambda output, own: self._gather(unit, window, comm, output, own))
+        comm = GatherComm(partial(self._gather, unit, window))
         set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
         return comm
 

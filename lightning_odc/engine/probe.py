@@ -65,7 +65,9 @@ def _shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Ten
     What the peers' slices hold does not matter, since the unit is resharded at once.
     """
     shown: list[Tensor] = []
-    set_comms(unit.modules, GatherComm(lambda _, own: shown.append(own.clone())), StockReduceScatter())
+    set_comms(
+        unit.modules, GatherComm(lambda _comm, _output, own: shown.append(own.clone())), StockReduceScatter()
+    )
     unit.modules[0].unshard()
     for slot in unit.slots:
         slot.compute_dtype = slot.current.dtype

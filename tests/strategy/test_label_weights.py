@@ -153,7 +153,7 @@ def fit_all(rank: int) -> dict[str, Any]:
         "one by one": fit(rank, data, collate_fn=padded, policy="local_sort"),
         "collective": fit(rank, data, collate_fn=padded, policy="lb_micro", communication="collective"),
         "stolen": fit(
-            rank, data, 0.05 * (rank == 0), collate_fn=PackingCollator(), max_tokens=13, policy="steal"
+            rank, data, 0.3 * (rank == 0), collate_fn=PackingCollator(), max_tokens=13, policy="steal"
         ),
         "tokens": fit(rank, data, collate_fn=padded, weighting="token"),
     }
