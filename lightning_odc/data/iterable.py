@@ -179,7 +179,7 @@ class Stream(IterableDataset[Minibatch]):
 
     def _minibatch(self, step: int, samples: list[Any], lengths: LengthArray, facts: Facts) -> Minibatch:
         """This rank's part of a minibatch of these samples."""
-        learnt = None if self.cost is None else self.cost.cost_for(self.cost.begun)
+        learnt = None if self.cost is None else self.cost.at(self.cost.begun)
         name = self.recipe.name(self.epoch, step, Lengths(lengths, "samples"))
         indices = np.arange(len(lengths), dtype=np.int64)
         planner = self.recipe.planner(self.num_replicas, lengths, facts)

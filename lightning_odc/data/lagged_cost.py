@@ -30,7 +30,9 @@ _THEN_EACH = 4
 
 
 class LaggedCost(History[LearntCost | None]):
-    """A cost that learns, as each plan may use it; see Note [Plans of what everybody knows].
+    """A cost that learns, as each plan may use it, ``None`` before it knows more than without measurements.
+
+    See Note [Plans of what everybody knows].
 
     Args:
         cost: The cost that learns.
@@ -39,10 +41,6 @@ class LaggedCost(History[LearntCost | None]):
     def __init__(self, cost: FittedCost | AutoCost) -> None:
         super().__init__(cost.snapshot())
         self.cost = cost
-
-    def cost_for(self, number: int) -> LearntCost | None:
-        """What minibatch ``number`` is planned with; ``None``: with what is known without measurements."""
-        return self.at(number)
 
     def keep_apart(self) -> None:
         """See `AutoCost.keep_apart`; a `FittedCost` finds it out."""

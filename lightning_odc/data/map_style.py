@@ -132,7 +132,7 @@ class MapReading:
         self._under_way.clear()
         begun = max(0 if one is None else one.begun for one in (self._cost, self._cap))
         for step in range(first, len(self)):
-            learnt = None if self._cost is None else self._cost.cost_for(begun + step - first)
+            learnt = None if self._cost is None else self._cost.at(begun + step - first)
             caps = None if self._cap is None else self._cap.at(begun + step - first)
             plan = self.schedule.plan(epoch, step, learnt, caps)
             self._under_way[step] = plan, learnt

@@ -208,7 +208,8 @@ class Keeping:
         self._kept: list[_Kept] = []
         self._hooks: list[RemovableHandle] = []
         self._needed = self._peak = 0  # by training itself; at all
-        self._usable = self._minibatches = self.bytes = 0
+        self._usable = self.bytes = 0
+        self._has_measured = False
         self.growth = 1.0
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
@@ -233,13 +234,9 @@ class Keeping:
 
     def settled(self) -> None:
         """A minibatch of training has ended: learn how much memory it took."""
-        if self._budget != "auto":
-            self._minibatches += 1
-            return
-        peak = self._memory.peak()
-        if peak != self._peak or not self._minibatches:
+        self._has_measured = True
+        if self._budget == "auto" and (peak := self._memory.peak()) != self._peak:
             self._needed, self._peak = max(self._needed, peak - self.bytes), peak
-        self._minibatches += 1
 
     def choose(self, visits: Sequence[int]) -> list[int]:
         """The units to keep from now on, by number: as many as there is room for, the most worthwhile first.
@@ -270,31 +267,26 @@ class Keeping:
             if not kept.comm.keeps_buffer:
                 kept.comm.drop()
 
-    def relieve(self) -> None:
-        """Give back what is kept, the largest first, where memory has become tight."""
+    def relieve(self) -> list[Unit]:
+        """Keep less from now on, where memory has become tight; returns the units to free, the largest first."""
+        freed: list[Unit] = []
         if self._budget != "auto" or not self.bytes:
-            return
+            return freed
         short = self._memory.used() - int(self._usable * (1 - _TIGHT))
         for kept in sorted(self._kept, key=lambda kept: kept.size, reverse=True):
             if short <= 0:
                 break
-            freed = self._give_back(kept)
-            short -= freed
-            self.bytes -= freed
-
-    def _give_back(self, kept: _Kept) -> int:
-        """Returns how many bytes that frees."""
-        freed = kept.size * (kept.comm.keeps_buffer + kept.gathered)
-        kept.comm.drop()
-        kept.comm.keeps_buffer = False
-        if kept.gathered:
-            kept.keep(False)
-            kept.unit.modules[0].reshard()
+            size = kept.size * (kept.comm.keeps_buffer + kept.gathered)
+            short, self.bytes = short - size, self.bytes - size
+            kept.comm.drop()
+            if kept.gathered:
+                kept.keep(False)
+                freed.append(kept.unit)
         return freed
 
     def _room(self) -> int:
         """Bytes that may be kept."""
-        if not self._minibatches:
+        if not self._has_measured:
             return 0
         if self._budget != "auto":
             return self._budget

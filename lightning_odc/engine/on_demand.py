@@ -452,7 +452,8 @@ class OnDemandEngine(Engine):
         self.reshard()
         edited = self._staleness.frozen_parts_differ()
         for unit, window in zip(self._units, self.protocol.windows, strict=True):
-            unit.write_shard(window.own_shard)
+            if unit.trained or unit.index in edited:
+                unit.write_shard(window.own_shard)
             window.publish(unit.index in edited)
         self._staleness.published()
 
@@ -469,7 +470,7 @@ class OnDemandEngine(Engine):
 
     def _relieve(self) -> None:
         if not self._lockstep:
-            self._keeping.relieve()
+            self._free(self._keeping.relieve())
 
     def reshard(self) -> None:
         self._free(self._units)

@@ -28,17 +28,17 @@ def observe(lagged: LaggedCost, *numbers: int) -> None:
 def test_plans_are_behind_by_the_lag_however_much_is_known():
     early, late = LaggedCost(FittedCost(2)), LaggedCost(FittedCost(2))
     early.lag = late.lag = 3
-    asked_at_once = [early.cost_for(number) for number in range(3)]
+    asked_at_once = [early.at(number) for number in range(3)]
     for number in range(6):
         assert late.begin() == number
         observe(late, number)
     assert asked_at_once == [FittedCost(2).snapshot()] * 3
-    assert late.cost_for(6) != late.cost.snapshot()
+    assert late.at(6) != late.cost.snapshot()
     reference = LaggedCost(FittedCost(2))
     for number in range(4):
         observe(reference, number)
-    assert late.cost_for(6) == reference.cost.snapshot()
-    assert late.cost_for(8) == late.cost.snapshot()
+    assert late.at(6) == reference.cost.snapshot()
+    assert late.at(8) == late.cost.snapshot()
 
 
 def test_what_no_plan_asks_for_is_forgotten():
@@ -64,7 +64,7 @@ def test_the_state_goes_through_json():
     observe(one, 0)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert other.state_dict() == one.state_dict()
-    assert other.cost_for(1) == one.cost_for(1) == one.cost.snapshot()
+    assert other.at(1) == one.at(1) == one.cost.snapshot()
 
 
 # -- loaders ---------------------------------------------------------------------------------------------------

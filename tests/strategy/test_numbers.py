@@ -6,14 +6,11 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 from __future__ import annotations
 
 import json
-import logging
-from io import StringIO
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,7 +18,7 @@ from lightning_odc import ODCStrategy
 from lightning_odc.callbacks import DeviceIdleMonitor
 from tests.strategy.test_parity import assert_same
 from tests.support.models import full_parameters
-from tests.support.modules import trainer
+from tests.support.modules import said, trainer
 from tests.support.ranks import run_ranks
 
 TOKENS = (5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 3, 9, 5, 7, 12, 4)
@@ -94,18 +91,10 @@ class WithImages(LightningModule):
 
 
 def fit(rank: int, data: Any, callbacks: Any = (), **options: Any) -> dict[str, Any]:
-    text = StringIO()
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    handler = logging.StreamHandler(text)
-    logger.addHandler(handler)
-    before, rank_zero.log.disabled = rank_zero.log.disabled, False
-    try:
+    with said() as text:
         module = WithImages()
         t = trainer(2, strategy=ODCStrategy(length_fn=numbers, **options), callbacks=list(callbacks))
         t.fit(module, DataLoader(data, batch_size=4, collate_fn=padded))  # type: ignore[arg-type]
-    finally:
-        logger.removeHandler(handler)
-        rank_zero.log.disabled = before
     loader: Any = t.train_dataloader
     state = json.loads(json.dumps(loader.state_dict()))
     loader.load_state_dict(state)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from io import StringIO
 from typing import Any
 
 import pytest
 import torch
-from lightning_utilities.core import rank_zero
 from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy
@@ -26,7 +23,7 @@ from tests.strategy.test_label_weights import (
     samples,
 )
 from tests.support.models import full_parameters
-from tests.support.modules import trainer
+from tests.support.modules import said, trainer
 from tests.support.ranks import run_ranks
 
 
@@ -49,12 +46,7 @@ def prepare(worker: int) -> None:
 def fit(
     rank: int, data: list[Sample], batch_size: int, accumulate: int, workers: int = 0, **options: Any
 ) -> dict[str, Any]:
-    text = StringIO()
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    handler = logging.StreamHandler(text)
-    logger.addHandler(handler)
-    before, rank_zero.log.disabled = rank_zero.log.disabled, False
-    try:
+    with said() as text:
         module = Sized()
         strategy: Any = ODCStrategy(**{"balance": "auto", **options})
         t = trainer(2, strategy=strategy, accumulate_grad_batches=accumulate)
@@ -66,9 +58,6 @@ def fit(
             worker_init_fn=prepare,
         )
         t.fit(module, loader)
-    finally:
-        logger.removeHandler(handler)
-        rank_zero.log.disabled = before
     own: Any = t.train_dataloader
     return {
         "parameters": full_parameters(module),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -95,4 +99,18 @@ def trainer(world_size: int, **options: Any) -> Trainer:
     return Trainer(**{**defaults, **options})
 
 
-__all__ = ["ListDataset", "TokenModule", "full_parameters", "loader", "token_batches", "trainer"]
+@contextmanager
+def said() -> Iterator[StringIO]:
+    """What rank 0 says through Lightning meanwhile."""
+    text = StringIO()
+    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), logging.StreamHandler(text)
+    logger.addHandler(handler)
+    before, rank_zero.log.disabled = rank_zero.log.disabled, False
+    try:
+        yield text
+    finally:
+        logger.removeHandler(handler)
+        rank_zero.log.disabled = before
+
+
+__all__ = ["ListDataset", "TokenModule", "full_parameters", "loader", "said", "token_batches", "trainer"]
