@@ -118,12 +118,15 @@ def test_as_much_is_kept_as_there_is_room_for():
 
 
 def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_gets_tight():
-    cases: list[dict[str, Any]] = [
-        {"keep": FakeMemory(100_000, at), "net": {"frozen": True}} for at in (2, 3, 5)
-    ]
-    for results in run_ranks(_cases, cases):
+    tight = [{"keep": FakeMemory(100_000, at), "net": {"frozen": True}} for at in (2, 3, 5)]
+    by_rank = run_ranks(_cases, [*tight, {"keep": FakeMemory(100_000), "net": {"frozen": True}}])
+    for results in by_rank:
         for result in results:
             assert_same(result["parameters"], one_process({"frozen": True}))
+    *given_back, kept = (sum(result["reads"]) for result in by_rank[0])
+    assert all(reads > kept for reads in given_back), "what was given back is read again"
+    # The earlier memory is tight, the more is read again.
+    assert given_back == sorted(given_back, reverse=True)
 
 
 def _in_lockstep(rank: int) -> list[dict[str, Any]]:
