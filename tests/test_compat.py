@@ -357,6 +357,13 @@ def test_the_trainers_signal_handlers_are_known():
     assert _compat.handlers_of_lightning() == {}
 
 
+def test_a_running_profiler_is_known():
+    assert not _compat.profiler_is_running()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _compat.profiler_is_running()
+    assert not _compat.profiler_is_running()
+
+
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     memory = _compat._symmetric_memory()
     assert list(inspect.signature(memory.get_backend).parameters) == ["device"]
