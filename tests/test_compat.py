@@ -393,6 +393,10 @@ def test_gpus_are_asked_for_their_facts_by_public_names():
     ):
         assert callable(getattr(torch.cuda, name))
     assert "blocking" in inspect.signature(torch.cuda.Event.__new__).parameters
+    assert "stream" in inspect.signature(torch.cuda.Event.record).parameters
+    assert "end_event" in inspect.signature(torch.cuda.Event.elapsed_time).parameters
+    assert "device" in inspect.signature(torch.cuda.current_stream).parameters
+    assert torch.autograd.DeviceType.CUDA.name == torch.profiler.ProfilerActivity.CUDA.name == "CUDA"
     assert torch.cuda.Stream.__hash__ is not None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_odc.callbacks.idle.sampling import SampledWatch, StepSampler
 from lightning_odc.callbacks.idle.sources import _CudaStamps
 from lightning_odc.callbacks.idle.stream_waits import StreamWaits, WaitTracer
 from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, IdleSummary, StepNumbers
+from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.engine.tracing import Tracer, fanout
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import WaitTimeoutError
@@ -31,6 +33,7 @@ from tests.callbacks.test_idle import (
     check_row,
     expected_idle,
     microbatch,
+    one_process,
     sleeps,
 )
 from tests.callbacks.test_kernels import EXAMPLE, GATHER, MS, records
@@ -422,6 +425,7 @@ def test_waits_on_a_stream_are_what_the_arithmetic_says():
 def _sampled(rank: int) -> Any:
     """Rank 0 waits in a gather for 6 ms of its last step, by scripted records."""
     stream = HostStream()
+    fails = ""
 
     def watch(device: Any, waits: StreamWaits, comparable: bool) -> SampledWatch:
         channel = SideChannel(1, measurement._PATIENCE)
@@ -430,17 +434,27 @@ def _sampled(rank: int) -> Any:
             KernelRecord(one.name, one.begin + round(now) * MS, one.end + round(now) * MS)
             for one in EXAMPLE[rank]
         ]
-        profile = Profile(ran, round(now) + 15)
+        profile = Profile(ran, round(now) + 15, fails)
         return SampledWatch(StepSampler(stream.mark, profile, channel.agree), waits, channel)
 
     measurement.compute_stream = lambda device: stream  # type: ignore[assignment, return-value]
     sources.sampled_watch = watch  # type: ignore[assignment]
-    monitor, memory = fit(rank, "collective", 1)
-    return memory.rows, monitor.complete, monitor.last_epoch
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor, memory = fit(rank, "collective", 1)
+        fails = "stop" if rank == 1 else ""
+        broken, _ = fit(rank, "collective", 1)
+    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
+    return memory.rows, monitor.complete, monitor.last_epoch, broken.complete, broken.last_epoch, said
 
 
-def test_the_step_that_was_looked_at_has_an_idle_fraction():
-    (rows, complete, epoch), (nothing, also, same) = run_ranks(_sampled)
+@pytest.fixture(scope="module")
+def sampled() -> Any:
+    return run_ranks(_sampled)
+
+
+def test_the_step_that_was_looked_at_has_an_idle_fraction(sampled):
+    (rows, complete, epoch, *_), (nothing, also, same, *_) = sampled
     assert complete and also and nothing == [] and same == epoch
     steps = [row for _, row in rows if "step_seconds" in row]
     assert len(steps) == STEPS == len(SLEEPS[0]) == 4
@@ -454,3 +468,36 @@ def test_the_step_that_was_looked_at_has_an_idle_fraction():
     assert last["idle/collective_seconds"] == pytest.approx(0.003)
     assert epoch["idle/fraction_epoch"] == last["idle/fraction"]
     assert "idle/data_seconds" in steps[0]
+
+
+def test_without_a_profiler_on_one_rank_all_know_why(sampled):
+    for _, _, _, complete, epoch, _ in sampled:
+        assert not complete
+        assert {"step_seconds_epoch", "idle/data_seconds_epoch", "tokens_per_second_epoch"} <= set(epoch)
+        assert not any("fraction" in name or "gpu" in name or "busy" in name for name in epoch)
+    said = [line for *_, lines in sampled for line in lines if "cannot see" in line]
+    assert len(said) == 1
+    assert "under ODCStrategy on cpu (OSError: cannot stop): it logs throughput" in said[0]
+
+
+class Interrupted(Watch):
+    """Counts what it is told."""
+
+    samples = True
+    ended = interrupted = 0
+
+    def end_step(self, numbers: StepNumbers) -> None:
+        assert not numbers.seen
+        self.ended += 1
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
+
+
+def test_validation_and_the_end_of_an_epoch_interrupt(monkeypatch):
+    watch = Interrupted(complete=True)
+    monkeypatch.setattr(measurement, "watch_for", lambda *_: watch)
+    monitor = DeviceIdleMonitor(every_n_steps=1)
+    one_process(monitor, None, 0.01, val_check_interval=1, num_sanity_val_steps=0, logger=Memory())
+    assert (watch.ended, watch.interrupted) == (STEPS, STEPS + 1)
+    assert "idle/fraction" not in monitor.last_step

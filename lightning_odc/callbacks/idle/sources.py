@@ -242,7 +242,7 @@ def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWait
     if isinstance(cast(Any, trainer).profiler, PyTorchProfiler):
         return Watch(complete=False, why="the trainer's own profiler runs, and there can be one at a time")
     # Collectives of gloo are copies and waits of the host, not kernels.
-    comparable = _meets_all(strategy) and "nccl" in dist.get_backend()
+    comparable = _meets_all(strategy) and "cuda:nccl" in dist.get_backend_config()
     return sampled_watch(strategy.root_device, waits, comparable)
 
 
