@@ -193,7 +193,8 @@ class UnitWindow:
         self._word = Word.COUNT + index
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
         by_window = [
-            self._by_node(transport.shard(owner, index), spec.shard_numel) for owner in range(self._world_size)
+            self._by_node(transport.shard(owner, index), spec.shard_numel)
+            for owner in range(self._world_size)
         ]
         self.shards = transport.shard(rank, index).view(state.column.size, spec.shard_numel)
         self.own_shard = by_window[rank][state.column.own]

@@ -28,7 +28,7 @@ from lightning_odc.sharding.nodes import mesh_of
 from lightning_odc.strategy.arguments import memory_size
 
 #: Seconds without any sign of another host, or without progress of a collective over nodes, before that is an error; at
-#: most a quarter and a half of ``timeout``. So the error is not that of a wait for a slow rank, and it knows who is gone.
+#: most a quarter and a half of ``timeout``. So the error is not that of a wait for a slow rank, and says who is gone.
 SILENCE = 30.0
 STALL = 60.0
 

@@ -141,11 +141,12 @@ def train(
         edit(model, step)
         engine.publish()
         traffic.append(engine.traffic)
+    engine.exchange("nothing is under way", None)
     result = {
         "parameters": full_parameters(model),
         "losses": losses,
         "without_grad": without,
-        "traffic": traffic[-1],
+        "traffic": engine.traffic,
         "reads": [after.reads - before.reads for before, after in itertools.pairwise(traffic)],
         "bytes": [after.bytes_read - before.bytes_read for before, after in itertools.pairwise(traffic)],
         "kept": engine.kept_bytes,

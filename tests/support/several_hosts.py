@@ -53,7 +53,9 @@ class Counter(Callback):
 def run(rank: int, sharding: str, counts: tuple[int, ...]) -> dict[str, Any]:
     counter = Counter()
     strategy = ODCStrategy(sharding_strategy=sharding, hang_report_after=None)
-    trainer(2, num_nodes=2, strategy=strategy, callbacks=[counter]).fit(module(), loader(shares(rank, counts)))
+    trainer(2, num_nodes=2, strategy=strategy, callbacks=[counter]).fit(
+        module(), loader(shares(rank, counts))
+    )
     return {"host": os.uname().nodename, **counter.seen}
 
 

@@ -111,9 +111,7 @@ class ColumnGroup:
         try:
             return collective()
         except RuntimeError as error:
-            raise PeerFailedError(
-                self.blame("A sum of gradients", self.trouble(), error)
-            ) from error
+            raise PeerFailedError(self.blame("A sum of gradients", self.trouble(), error)) from error
 
 
 def in_turn(begins: Iterable[Callable[[], Callable[[], _Answer]]]) -> Iterator[_Answer]:

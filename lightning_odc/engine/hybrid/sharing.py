@@ -151,9 +151,7 @@ class Sharing:
         if self._halted.is_set():
             raise _HaltedError
 
-    def _begin(
-        self, window: UnitWindow, trained: Trained, version: int, edited: bool
-    ) -> Callable[[], None]:
+    def _begin(self, window: UnitWindow, trained: Trained, version: int, edited: bool) -> Callable[[], None]:
         """Begin to share one unit; returns what waits for the end of it, and announces the unit."""
         announce = partial(window.announce, version, edited)
         everything = [(0, window.spec.shard_numel)]

@@ -74,7 +74,7 @@ def check_memory(size: int, world_size: int, holds: str) -> None:
     if needed > available:
         raise WindowError(
             f"the windows need {gib(needed)} GiB ({world_size} ranks of {gib(size)} GiB: {holds}), but "
-            f"{gib(available)} GiB are free. Use a smaller model, bf16 (Trainer(precision=\"bf16-mixed\") halves the "
+            f'{gib(available)} GiB are free. Use a smaller model, bf16 (Trainer(precision="bf16-mixed") halves the '
             "shards, ODCStrategy(accumulator_dtype=torch.bfloat16) the accumulators), or "
             'ODCStrategy(communication="collective").'
         )

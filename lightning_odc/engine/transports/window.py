@@ -179,7 +179,7 @@ def _open(peer: int, address: Address) -> int:
     if address.host != boot_id():
         raise WindowError(
             f"rank {peer} runs on another host, and shared memory ends at the host. Ranks of a node need neighbouring "
-            'numbers (SLURM: --distribution=block), and Trainer(num_nodes=...) must be the number of hosts. Or write '
+            "numbers (SLURM: --distribution=block), and Trainer(num_nodes=...) must be the number of hosts. Or write "
             'ODCStrategy(communication="collective").'
         )
     try:

@@ -32,7 +32,14 @@ from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests import test_fabric
 from tests.engine.test_protocol import together
 from tests.strategy.test_balance import Padded, plain, reference
-from tests.strategy.test_parity import LENGTHS, STEPS, assert_same, minibatch, one_process, optimizer_of, train
+from tests.strategy.test_parity import (
+    LENGTHS,
+    STEPS,
+    assert_same,
+    minibatch,
+    one_process,
+    train,
+)
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes, make_copies_engine
@@ -58,36 +65,28 @@ def _edit_one_row(model: nn.Module, step: int) -> None:
                 own[0] += 0.5  # type: ignore[index, operator]
 
 
-def _unfreezing(engine: Any, model: nn.Module, own: Callable[[int], list[int]]) -> dict[str, Tensor]:
+def _unfreezing(
+    model: nn.Module,
+    shares: list[list[int]],
+    begin: Callable[[bool], None],
+    backward: Callable[[Tensor], None],
+    settle: Callable[[int], None],
+    publish: Callable[[], None],
+) -> dict[str, Tensor]:
     """Two batches per step. Between those of the second step parameters are unfrozen; one gradient is dropped."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     for step in range(3):
         for half in range(2):
             if (step, half) == (1, 1):
                 model.requires_grad_(True)
-            if engine is not None:
-                engine.begin_batch(opens_window=half == 0, kind="plain batch")
-            for index in own(half):
-                tokens = minibatch(step)[index]
-                loss = summed_loss(model, tokens)
-                if engine is None:
-                    loss.backward()
-                else:
-                    engine.ledger.add(tokens.numel() - 1)
-                    with engine.backward(manual=True):
-                        loss.backward()
+            begin(half == 0)
+            for index in shares[half]:
+                backward(minibatch(step)[index])
             if (step, half) == (2, 0):
                 model.blocks[2].up.weight.grad = None  # type: ignore[index, union-attr]
-        if engine is not None:
-            engine.settle([])
-        else:
-            items = sum(tokens.numel() - 1 for tokens in minibatch(step))
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= items
+        settle(step)
         optimizer.step()
-        if engine is not None:
-            engine.publish()
+        publish()
         optimizer.zero_grad()
     return full_parameters(model)
 
@@ -98,10 +97,39 @@ def _unfrozen(rank: int) -> dict[str, Tensor]:
     shard_model(model, mesh_for("cpu", 4))
     engine = make_copies_engine(rank)
     engine.attach(model)
+
+    def backward(tokens: Tensor) -> None:
+        engine.ledger.add(tokens.numel() - 1)
+        loss = summed_loss(model, tokens)
+        with engine.backward(manual=True):
+            loss.backward()
+
     shares = [[[0], [1], [2], [3]], [[], [4], [], [5]]]  # by batch and rank
-    parameters = _unfreezing(engine, model, lambda half: shares[half][rank])
+    parameters = _unfreezing(
+        model,
+        [by_rank[rank] for by_rank in shares],
+        lambda opens: engine.begin_batch(opens_window=opens, kind="plain batch"),
+        backward,
+        lambda _: engine.settle([]) and None,
+        engine.publish,
+    )
     engine.close()
     return parameters
+
+
+def _unfrozen_alone() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net(frozen=True)
+
+    def divide(step: int) -> None:
+        items = sum(tokens.numel() - 1 for tokens in minibatch(step))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= items
+
+    shares = [[0, 1, 2, 3], [4, 5]]
+    backward = lambda tokens: summed_loss(model, tokens).backward()  # noqa: E731
+    return _unfreezing(model, shares, lambda _: None, backward, divide, lambda: None)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -128,15 +156,20 @@ def engine() -> list[dict[str, Any]]:
     return run_ranks(_engine, world_size=4, timeout=240)
 
 
+@pytest.fixture(scope="module")
+def plain_net() -> dict[str, Tensor]:
+    return one_process({})
+
+
 def _shard_numel(net: dict[str, Any], trained: bool) -> int:
     """Elements of one rank's shards, padded."""
     parameters = [p for p in Net(**net).parameters() if p.requires_grad or not trained]
     return sum(-(-p.shape[0] // 4) * p[0].numel() for p in parameters)
 
 
-def test_uneven_microbatches_on_two_nodes_equal_one_process(engine):
+def test_uneven_microbatches_on_two_nodes_equal_one_process(engine, plain_net):
     for result, count in zip(engine, COUNTS, strict=True):
-        assert_same(result["fp32"]["parameters"], one_process({}))
+        assert_same(result["fp32"]["parameters"], plain_net)
         traffic = result["fp32"]["traffic"]
         assert (traffic.reads > 0) == (traffic.adds > 0) == (count > 0), "the one-sided path was taken"
 
@@ -155,10 +188,10 @@ def test_each_byte_goes_between_nodes_once_per_minibatch(engine):
 
 
 def test_frozen_parameters_that_one_rank_changes_reach_all_nodes(engine):
-    expected = one_process({"frozen": True}, edit=_edit_one_row)
+    edited, constant = one_process({"frozen": True}, edit=_edit_one_row), one_process({"frozen": True})
     for result in engine:
-        assert_same(result["frozen"]["parameters"], expected)
-        assert_same(result["constant"]["parameters"], one_process({"frozen": True}))
+        assert_same(result["frozen"]["parameters"], edited)
+        assert_same(result["constant"]["parameters"], constant)
 
 
 def test_kept_units_are_read_once_per_minibatch(engine):
@@ -168,29 +201,27 @@ def test_kept_units_are_read_once_per_minibatch(engine):
 
 
 def test_unfreezing_and_dropping_in_the_middle_of_a_step(engine):
-    torch.manual_seed(0)
-    expected = _unfreezing(None, Net(frozen=True), lambda half: [4, 5] if half else [0, 1, 2, 3])
+    expected = _unfrozen_alone()
     for result in engine:
         assert_same(result["unfrozen"], expected)
 
 
-def test_deterministic_runs_are_bit_equal(engine):
+def test_deterministic_runs_are_bit_equal(engine, plain_net):
     for result in engine:
-        assert_same(result["deterministic"]["parameters"], one_process({}))
+        assert_same(result["deterministic"]["parameters"], plain_net)
         assert_same(result["again"]["parameters"], engine[0]["deterministic"]["parameters"], tolerance=0)
 
 
-def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(engine):
+def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(engine, plain_net):
     for result in engine:
-        assert_same(result["smaller mesh"]["parameters"], one_process({}))
+        assert_same(result["smaller mesh"]["parameters"], plain_net)
 
 
-def test_sums_in_bf16(engine):
+def test_sums_in_bf16(engine, plain_net):
     # Sums are rounded to 2^-9 a few times. AdamW makes a step of 0.01 of any gradient, so bounds are on means.
-    expected = one_process({})
     for result in engine:
         found = result["bf16 sums"]["parameters"]
-        differences = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).abs()
+        differences = torch.cat([(found[name] - plain_net[name]).flatten() for name in plain_net]).abs()
         assert 0 < differences.mean() < LR / 20
         shared = result["bf16 sums"]["traffic"].bytes_reduced
         assert shared == result["fp32"]["traffic"].bytes_reduced / 2
@@ -269,7 +300,9 @@ def _by_hand_alone() -> dict[str, Tensor]:
 
 def _stealing(rank: int) -> dict[str, Tensor]:
     module = Padded(counted=True)
-    trainer(2, num_nodes=2, strategy=ODCStrategy(balance="steal", hang_report_after=None)).fit(module, plain())
+    trainer(2, num_nodes=2, strategy=ODCStrategy(balance="steal", hang_report_after=None)).fit(
+        module, plain()
+    )
     return full_parameters(module)
 
 
@@ -324,7 +357,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _alone(_: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"fp32": {}, "bf16": {"precision": "bf16-mixed"}, "clipped": {"gradient_clip_val": 0.05}}
+    options: dict[str, Any] = {
+        "fp32": {},
+        "bf16": {"precision": "bf16-mixed"},
+        "clipped": {"gradient_clip_val": 0.05},
+    }
     found = {name: _fit_alone(0, **given) for name, given in options.items()}
     return found | {"by hand": _by_hand_alone(), "steal": reference(4)}
 
@@ -374,7 +411,7 @@ def test_checkpoints_go_to_one_node_and_come_from_one(ranks, alone):
             assert_same(result[kind], alone["fp32"])
 
 
-def test_fabric(ranks):
+def test_the_same_engine_in_fabric(ranks):
     expected = test_fabric.reference(clip=0.1)
     for result in ranks:
         assert_same(result["fabric"], expected)

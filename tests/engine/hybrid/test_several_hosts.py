@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,8 +74,8 @@ def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(hosts, t
         assert_same(rank["parameters"], expected)
         assert (rank["traffic"].reads > 0) == (count > 0), "shards were read one-sidedly"
 
-    # Summing n numbers over two hosts in the way that moves least, each host sends n. Without replicas it sends n / 2 in
-    # the sum, and n / 2 parameters. On top of it come the padding of odd shapes, about 70 bytes of headers for every
+    # Summing n numbers over two hosts in the way that moves least, each host sends n. Without replicas it sends n / 2
+    # in the sum, and n / 2 parameters. On top of it come the padding of odd shapes, about 70 bytes of headers for every
     # 1.4 to 64 KB, acknowledgements, and records of some KB. The number of microbatches does not matter.
     gradient = 4 * sum(parameter.numel() for parameter in expected.values())
     for seen in (run for rank in (0, 2) for run in by_rank[rank]):
