@@ -114,9 +114,7 @@ def _cut_off(rank: int, hosts: Hosts) -> list[tuple[str, str, float]]:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the tests' own is on a third host
     os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
     callback = CuttingOff(hosts)
-    strategy = ODCStrategy(
-        sharding_strategy="HYBRID_SHARD", timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None
-    )
+    strategy = ODCStrategy(timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
     t = trainer(2, num_nodes=2, strategy=strategy, callbacks=[callback])
     batches = loader([Minibatch(token_batches([5, 6]))] * 1000)
     ends = [_end_of(lambda: t.fit(TokenModule(), batches))]
