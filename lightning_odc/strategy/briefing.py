@@ -72,7 +72,9 @@ def _expectation(loader: BalancedDataLoader, batches: int) -> str:
     gain = loader.planned_gain(batches)
     if gain is None:
         return "not known before the stream is read; DeviceIdleMonitor measures it"
+    is_tight = gain.factor < 1 and loader.recipe.max_tokens is not None
+    why = ", since `max_tokens` leaves less room than your batches take" if is_tight else ""
     return (
         f"ranks idle for {gain.balanced_idle:.0%} of the time; with collectives and batches as they come, "
-        f"{gain.idle:.0%}; {gain.factor:.2f}x as fast (planned from costs; DeviceIdleMonitor measures it)"
+        f"{gain.idle:.0%}; {gain.factor:.2f}x as fast{why} (planned from costs; DeviceIdleMonitor measures it)"
     )

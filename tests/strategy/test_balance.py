@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.lengths import LengthsUnknownError, measure
+from lightning_odc.strategy.briefing import brief
+from lightning_odc.strategy.model_cost import ModelCost
 from lightning_odc.strategy.training_data import Wanted, beginning, prepares_workers
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters
@@ -314,6 +316,16 @@ def test_uneven_samples_without_balancing_are_told_once_what_it_would_gain():
     assert re.search(r"Samples have 2 to 25 tokens, and ranks wait .*: \d+% of the time, planned", uneven)
     assert re.search(r'Trainer\(strategy="odc_balanced"\) levels the work: 1\.\d\dx as fast, planned', uneven)
     assert not any("odc_balanced" in text for text in [*silent, *others])
+
+
+def test_a_plan_that_tight_caps_make_slower_says_so():
+    samples = [torch.zeros(length) for length in (8, 8, 8, 8, 2, 2, 2, 2)]
+    options: dict[str, Any] = {"minibatch_size": 4, "cost": "tokens", "num_replicas": 2, "rank": 0}
+    free = BalancedDataLoader(samples, **options)
+    tight = BalancedDataLoader(samples, max_tokens=[8, 2], **options)  # long samples fit on rank 0 alone
+    said = [brief(loader, ModelCost("tokens", None, ""), batches=1) for loader in (free, tight)]
+    assert "1.00x as fast (planned" in said[0]
+    assert "0.62x as fast, since `max_tokens` leaves less room than your batches take" in said[1]
 
 
 def _too_long(rank: int) -> str:
