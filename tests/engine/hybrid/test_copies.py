@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.engine.collective import single_process
 from lightning_odc.engine.hybrid.copies import CopiesProtocol
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.hybrid.sharing import Sharing
 from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.errors import WindowError
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.sharding.nodes import layout_of
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
@@ -453,7 +456,8 @@ TRAINED = [[(0, 1), (2, 3)], []]
 class Board:
     """What the ranks of one column have said and sent so far, by kind and number."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self._items: dict[tuple[str, int], dict[int, Any]] = {}
         self._changed = threading.Condition()
 
@@ -464,7 +468,7 @@ class Board:
 
     def found(self, kind: str, number: int) -> list[Any] | None:
         items = self._items.get((kind, number), {})
-        return [items[place] for place in range(2)] if len(items) == 2 else None
+        return [items[place] for place in range(self.size)] if len(items) == self.size else None
 
     def awaited(self, kind: str, number: int) -> list[Any]:
         with self._changed:
@@ -518,10 +522,10 @@ class SlowColumn:
 
     def begin_scatter(self, sums: Tensor) -> Callable[[], Tensor]:
         end = self._begin(sums)
-        return lambda: sum(heard.view(2, -1)[self._place] for heard in end())  # type: ignore[return-value]
+        return lambda: sum(heard.view(self._board.size, -1)[self._place] for heard in end())  # type: ignore[return-value]
 
 
-def _play(protocol: CopiesProtocol, rank: int, edits: int) -> list[Any]:
+def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[Any]:
     """Three versions; returns what was read, and the sums. In version ``edits`` a rank changes what is frozen."""
     protocol.open()
     seen: list[Any] = []
@@ -537,13 +541,13 @@ def _play(protocol: CopiesProtocol, rank: int, edits: int) -> list[Any]:
         protocol.windows[0].publish(changed)
         protocol.windows[1].publish(changed)
         for index, spec in enumerate(UNITS):
-            out = torch.zeros(4, spec.shard_numel)
+            out = torch.zeros(world, spec.shard_numel)
             out[rank] = protocol.windows[index].own_shard
             protocol.windows[index].gather(out.view(-1))
             seen.append(out.tolist())
-        chunks = torch.arange(8.0).view(4, 2) + 100 * rank  # two of three numbers have a gradient
+        chunks = torch.arange(2.0 * world).view(world, 2) + 100 * rank  # two of three numbers have a gradient
         protocol.windows[0].accumulate(chunks.view(-1), [Segment(0, 0, 1), Segment(2, 1, 1)])
-        assert protocol.end_version("step", rank) == [0, 1, 2, 3]
+        assert protocol.end_version("step", rank) == list(range(world))
         seen.append([protocol.total(0).tolist(), protocol.total(1).tolist()])
         protocol.windows[0].clear()
     protocol.meet("end")
@@ -552,29 +556,32 @@ def _play(protocol: CopiesProtocol, rank: int, edits: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
-def test_nothing_is_read_before_it_has_come_from_the_other_node(options):
-    hubs, boards = [ThreadHub(2, timeout=20) for _ in range(2)], [Board() for _ in range(2)]
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options):
+    world, rows = 2 * nodes, tuple((2 * node, 2 * node + 1) for node in range(nodes))
+    hubs, boards = [ThreadHub(2, timeout=20) for _ in rows], [Board(nodes) for _ in range(2)]
     found: dict[int, Any] = {}
 
     def play(rank: int) -> None:
         node, place = divmod(rank, 2)
-        layout = Layout(((0, 1), (2, 3)), rank)
+        layout = Layout(rows, rank)
         column: Any = SlowColumn(boards[place], node)
         links: list[Any] = [BoardLink(boards[place], kind, node) for kind in ("records", "shares")]
         transport = hubs[node].transport(place)
         transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
         parts = {"layout": layout, "link": links[0], "group": column, "sharing": Sharing(links[1], column)}
         protocol = CopiesProtocol(transport, UNITS, trained=TRAINED, timeout=20, **parts, **options)
-        found[rank] = _play(protocol, rank, edits=3 if rank == 2 else 1)
+        found[rank] = _play(protocol, rank, world, edits=3 if rank == 2 else 1)
 
-    assert together(*(partial(play, rank) for rank in range(4))) == [None] * 4
+    assert together(*(partial(play, rank) for rank in range(world))) == [None] * world
     for rank, seen in found.items():
         for version in range(1, 4):
-            frozen = [float(one) + 100 * (version == 3 or one != 2) for one in range(4)]
+            frozen = [float(one) + 100 * (version == 3 or one != 2) for one in range(world)]
             first, second, (sums, nothing) = seen[3 * version - 3 : 3 * version]
-            assert first == [[10 * version + r, frozen[r], -10 * version - r] for r in range(4)]
-            assert second == [[frozen[r]] * 2 for r in range(4)]
-            assert sums == [4 * (2 * rank) + 600, 0.0, 4 * (2 * rank + 1) + 600]
+            assert first == [[10 * version + r, frozen[r], -10 * version - r] for r in range(world)]
+            assert second == [[frozen[r]] * 2 for r in range(world)]
+            added = 100 * sum(range(world))
+            assert sums == [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
             assert nothing == []
 
 
@@ -601,3 +608,17 @@ def test_nodes_of_one_rank_are_refused_with_the_ways_out():
 def test_nodes_with_different_numbers_of_ranks_are_refused():
     with pytest.raises(ValueError, match=r"5 ranks on 2 nodes: every node needs as many ranks as the others"):
         layout_of(None, num_nodes=2, world_size=5, rank=0)
+
+
+def test_windows_that_do_not_fit_say_what_they_hold():
+    layout, board = Layout(((0,), (1,)), 0), Board(2)
+    column: Any = SlowColumn(board, 0)
+    links: list[Any] = [BoardLink(board, kind, 0) for kind in ("records", "shares")]
+    parts = {"layout": layout, "link": links[0], "group": column, "sharing": Sharing(links[1], column)}
+    huge = [UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)]
+    transport = SharedMemoryTransport(0, 1, single_process)
+    protocol = CopiesProtocol(transport, huge, trained=[[]], timeout=20, **parts)
+    with pytest.raises(
+        WindowError, match=r"a copy of the published model and of its gradient per node, .* GiB"
+    ):
+        protocol.open()
