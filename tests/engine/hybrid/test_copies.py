@@ -6,6 +6,7 @@ strategy, follow one after the other in two launches of four processes; every te
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -283,9 +284,9 @@ class ByHand(TokenModule):
         optimizer.step()
 
 
-def _by_hand(rank: int) -> dict[str, Tensor]:
+def _by_hand(rank: int, **options: Any) -> dict[str, Tensor]:
     module = ByHand()
-    trainer(2, num_nodes=2).fit(module, loader([minibatch(step)[rank] for step in range(STEPS)]))
+    trainer(2, num_nodes=2, **options).fit(module, loader([minibatch(step)[rank] for step in range(STEPS)]))
     return full_parameters(module)
 
 
@@ -346,6 +347,7 @@ def _strategy(rank: int, directory: str) -> dict[str, Any]:
         "bf16": _fit(rank, precision="bf16-mixed"),
         "clipped": _fit(rank, gradient_clip_val=0.05),
         "by hand": _by_hand(rank),
+        "lockstep": _by_hand(rank, communication="lockstep"),
         "steal": _stealing(rank),
         "full": _resumed(rank, Path(directory) / "full", "full", 2, 1),
         "sharded": _resumed(rank, Path(directory) / "sharded", "sharded", 2, 1),
@@ -390,7 +392,8 @@ def test_evaluation_with_other_numbers_of_batches(ranks):
 def test_clipping_and_manual_optimization(ranks, alone):
     for result in ranks:
         assert_same(result["clipped"]["parameters"], alone["clipped"])
-        assert_same(result["by hand"], alone["by hand"])
+        for communication in ("by hand", "lockstep"):
+            assert_same(result[communication], alone["by hand"])
 
 
 def test_bf16_mixed(ranks, alone):
@@ -421,25 +424,34 @@ def test_the_same_engine_in_fabric(ranks):
 
 
 class Failing(TokenModule):
-    """Rank 3 fails when all ranks have met and before it publishes, so that the others wait for its shards."""
+    """Rank 3 ends when all ranks have met and before it publishes, so that the others wait for its shards."""
+
+    def __init__(self, killed: bool) -> None:
+        super().__init__("items")
+        self.killed = killed
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_rank == 3 and self.global_step == 1:
+            if self.killed:
+                os._exit(9)
             raise ZeroDivisionError("a bad sample")
 
 
-def _failing(rank: int) -> None:
+def _failing(rank: int, killed: bool) -> None:
     as_nodes(rank)
-    trainer(2, num_nodes=2).fit(Failing("items"), loader(_shares(rank)))
+    trainer(2, num_nodes=2).fit(Failing(killed), loader(_shares(rank)))
 
 
-def test_an_error_on_one_node_ends_the_others_by_name():
-    outcomes = try_ranks(_failing, world_size=4, timeout=90)
-    assert "ZeroDivisionError: a bad sample" in outcomes[3].error
+@pytest.mark.parametrize(
+    ("killed", "reason"), [(False, "ZeroDivisionError: a bad sample"), (True, "ended without a word")]
+)
+def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(killed, reason):
+    outcomes = try_ranks(_failing, killed, world_size=4, timeout=90)
+    assert killed or reason in outcomes[3].error
     for outcome in outcomes[:3]:
         assert "PeerFailedError" in outcome.error
-        assert "Rank 3" in outcome.error
-        assert "a bad sample" in outcome.error
+        assert "rank 3" in outcome.error.lower()
+        assert reason in outcome.error
         assert outcome.exitcode == 1
 
 
