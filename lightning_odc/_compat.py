@@ -299,6 +299,15 @@ def symmetric_rendezvous(own: torch.Tensor, group: Any) -> Any:
         return _symmetric_memory().rendezvous(own, group)
 
 
+def profiler_is_running() -> bool:
+    """Whether a ``torch.profiler`` records in this process.
+
+    Why: a second one raises only after it has prepared the device for itself, which may spoil what the first one
+    records, and torch has no public name to ask before (torch 2.9 to 2.13).
+    """
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def cuda_driver_version() -> str:
     """Which CUDA the installed driver knows, as in ``12.8``.
 

@@ -357,6 +357,13 @@ def test_the_trainers_signal_handlers_are_known():
     assert _compat.handlers_of_lightning() == {}
 
 
+def test_a_running_profiler_is_known():
+    assert not _compat.profiler_is_running()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _compat.profiler_is_running()
+    assert not _compat.profiler_is_running()
+
+
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     memory = _compat._symmetric_memory()
     assert list(inspect.signature(memory.get_backend).parameters) == ["device"]
@@ -386,6 +393,10 @@ def test_gpus_are_asked_for_their_facts_by_public_names():
     ):
         assert callable(getattr(torch.cuda, name))
     assert "blocking" in inspect.signature(torch.cuda.Event.__new__).parameters
+    assert "stream" in inspect.signature(torch.cuda.Event.record).parameters
+    assert "end_event" in inspect.signature(torch.cuda.Event.elapsed_time).parameters
+    assert "device" in inspect.signature(torch.cuda.current_stream).parameters
+    assert torch.autograd.DeviceType.CUDA.name == torch.profiler.ProfilerActivity.CUDA.name == "CUDA"
     assert torch.cuda.Stream.__hash__ is not None
 
 

@@ -34,7 +34,7 @@ from lightning_odc.demo.options import HEAD_SIZE, OptionError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from lightning_odc.callbacks.idle.sources import Watch
+    from lightning_odc.callbacks.idle.watch import Watch
 
 _CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 SIZES = {"tiny": (2, 64), "demo": (4, 256), "small": (6, 384), "wide": (2, 768)}

@@ -41,6 +41,9 @@ class Tracer:
         self.spans: list[Span] = []
         self.dropped = 0
 
+    def begin_wait(self, cause: str) -> None:
+        """A wait begins; when it has ended, `record` is told of a ``"wait"``. Waits nest."""
+
     def record(self, kind: str, begin: int, **details: Any) -> None:
         """A span that ends now."""
         if len(self.spans) < self.capacity:
@@ -64,6 +67,10 @@ class Fanout(Tracer):
     def __init__(self, *tracers: Tracer) -> None:
         super().__init__(capacity=0)
         self.tracers = tracers
+
+    def begin_wait(self, cause: str) -> None:
+        for tracer in self.tracers:
+            tracer.begin_wait(cause)
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
         for tracer in self.tracers:

@@ -88,6 +88,8 @@ class Waiter(Traced):
         """
         if ready():
             return 0.0
+        if cause is not None and self.tracer is not None:
+            self.tracer.begin_wait(str(cause))
         begin_ns = time.monotonic_ns()
         begin = begin_ns / 1e9
         next_check = begin + _CHECK_EVERY

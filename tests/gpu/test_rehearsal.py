@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import probe, test_contract, test_training
+from tests.gpu import probe, test_contract, test_idle, test_training
 from tests.gpu.conftest import GpuReport
 from tests.gpu.ranks import start
 from tests.strategy.test_parity import STEPS, TOLERANCE, assert_same, one_process
@@ -45,6 +45,10 @@ def test_edits_on_the_fake_device():
 def test_a_trainer_on_cpus(tmp_path):
     found = run_ranks(test_training.with_a_trainer, "32-true", str(tmp_path), True)
     assert found == [["ODCStrategy", 4, True]] * 2
+
+
+def test_idle_time_on_cpus():
+    test_idle.check_waits(run_ranks(test_idle.shares_a_gpu, "on_demand"))
 
 
 def _probes(rank: int) -> tuple[list[str], str]:

@@ -15,13 +15,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.channels import Channel, LocalChannel, NoteChannel, Round, SideChannel
-from lightning_odc.callbacks.idle.sources import (
-    CollectiveWatch,
-    DataClock,
-    ShardedWatch,
-    Watch,
-    watch_for,
-)
+from lightning_odc.callbacks.idle.sources import CollectiveWatch, DataClock, ShardedWatch, watch_for
+from lightning_odc.callbacks.idle.stream_waits import StreamWaits, compute_stream
 from lightning_odc.callbacks.idle.summary import (
     UNKNOWN,
     IdleCause,
@@ -29,6 +24,7 @@ from lightning_odc.callbacks.idle.summary import (
     StepNumbers,
     resolve,
 )
+from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.callbacks.timeline.clocks import Passage, machine
 from lightning_odc.data.batch_size import microbatches_of, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
@@ -140,7 +136,9 @@ class IdleMeasurement:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         _check_comparable(trainer)
-        self.watch = watch_for(trainer, module)
+        stream = compute_stream(trainer.strategy.root_device)
+        self._stream_waits = None if stream is None else StreamWaits(stream)
+        self.watch = watch_for(trainer, module, self._stream_waits)
         self._channel = _channel_for(trainer, self.watch)
         self.recent, self.epoch = IdleSummary(), IdleSummary()
         self._comparable = True
@@ -150,7 +148,7 @@ class IdleMeasurement:
         self._broadcasts: list[Passage] = []
         self._in_batch = False
         self._meter = StepMeter(self._waits)
-        self._data = DataClock(cast(Any, trainer).profiler, on_fetch=self._fetch)
+        self._data = DataClock(cast(Any, trainer).profiler, on_fetch=self._fetch, waits=self._stream_waits)
         self._data.install(trainer)
         self._calls: CallCounter | None = None
         if isinstance(trainer.strategy, ODCStrategy):
@@ -169,7 +167,9 @@ class IdleMeasurement:
     def begin_batch(self, batch: Any) -> None:
         """A Lightning batch begins."""
         self._in_batch = True
-        self._meter.resume()
+        if self._stream_waits is not None:
+            self._stream_waits.stream.follow()
+        self._resume()
         self.watch.begin_batch()
         if self._calls is None:
             self._meter.count(batch)
@@ -182,13 +182,26 @@ class IdleMeasurement:
         self._global_step = global_step
         self._steps.append(global_step - 1)
         numbers = self._meter.end_step()
+        numbers.seen = not self.watch.samples
         numbers.broadcasts, self._broadcasts = self._broadcasts, []
+        if self._stream_waits is not None:
+            numbers.waits |= self._stream_waits.take()
         self._unsent.append((numbers, self.watch.take_meetings()))
         return True
 
+    def between_steps(self) -> None:
+        """After a step has ended: what takes time itself, and counts in no step. All ranks together."""
+        if self.watch.samples:
+            self._meter.pause()
+            self.watch.end_step(self._unsent[-1][0])
+            self._meter.resume()
+
     def pause(self) -> None:
-        """What comes now is not training; the next fetching of a training batch is."""
+        """What comes now is not training; the next fetching of a training batch is. All ranks together."""
         self._meter.pause()
+        if self._stream_waits is not None:
+            self._stream_waits.counting = False
+        self.watch.interrupt()
 
     def receive(self) -> Iterator[int]:
         """Exchange what there is, without waiting; yields the number of each step as all ranks' numbers are known."""
@@ -247,11 +260,16 @@ class IdleMeasurement:
         """Between two batches lies Lightning's broadcast: see `DataClock`."""
         if self._meter.running and not self._in_batch:
             self._broadcasts.append(Passage(begin, end))
+        self._resume()
+
+    def _resume(self) -> None:
         self._meter.resume()
+        if self._stream_waits is not None:
+            self._stream_waits.counting = True
 
     def _waits(self) -> dict[IdleCause, float]:
         waits = self.watch.waits()
-        if self._data.seen:
+        if self._data.seen and self._stream_waits is None:
             waits[IdleCause.DATA] = self._data.seconds
         return waits
 

@@ -9,10 +9,15 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_odc.callbacks.idle.measurement import IdleMeasurement
 from lightning_odc.errors import ODCError
+
+_SAMPLES = (
+    "DeviceIdleMonitor profiles single steps, for about 1 % of the time: on GPUs, only the records of kernels show who "
+    "waits in a collective. Meanwhile no other torch.profiler can run."
+)
 
 
 class DeviceIdleMonitor(Callback):
@@ -24,6 +29,7 @@ class DeviceIdleMonitor(Callback):
       and of the rank that waited most;
     - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``collective``, ``broadcast``, ``data``;
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
+    - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, where steps on GPUs are profiled;
     - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``.
 
     Which of them can be measured depends on the strategy; what cannot is left out, never guessed. See the page
@@ -71,6 +77,7 @@ class DeviceIdleMonitor(Callback):
             self._measurement = IdleMeasurement(trainer, pl_module)
         self.complete = True
         self._look_for_gaps(trainer)
+        self._tell_of_samples()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -91,19 +98,21 @@ class DeviceIdleMonitor(Callback):
         if measurement is None or not measurement.end_batch(trainer.global_step):
             return
         with self._harmless(trainer):
+            measurement.between_steps()
             if self._log_steps(trainer, measurement, measurement.receive()) and self.progress_bar:
                 self._show(pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._measurement is not None:
-            self._measurement.pause()
+            with self._harmless(trainer):
+                self._measurement.pause()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         measurement = self._measurement
         if measurement is None:
             return
-        measurement.pause()
         with self._harmless(trainer):
+            measurement.pause()
             self._log_steps(trainer, measurement, measurement.finish())
             values = measurement.take_epoch(self.per_rank)
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
@@ -156,12 +165,18 @@ class DeviceIdleMonitor(Callback):
                     f"{type(error).__name__}: {error}"
                 )
 
+    def _tell_of_samples(self) -> None:
+        if self._measurement is not None and self._measurement.watch.samples and self.complete:
+            rank_zero_info(_SAMPLES)
+
     def _look_for_gaps(self, trainer: pl.Trainer) -> None:
         """Say once what is not measured."""
         if self._measurement is not None and self.complete and not self._measurement.complete:
+            why = self._measurement.watch.why
             rank_zero_warn(
                 f"DeviceIdleMonitor cannot see all waiting for other ranks under {type(trainer.strategy).__name__} on "
-                f"{trainer.strategy.root_device.type}: it logs throughput and waiting for data, and no idle fraction."
+                f"{trainer.strategy.root_device.type}{why and f' ({why})'}: it logs throughput and waiting for data, "
+                "and no idle fraction."
             )
         self.complete = self._measurement is not None and self._measurement.complete
 

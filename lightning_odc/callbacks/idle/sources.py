@@ -1,4 +1,4 @@
-"""Where idle time comes from: what waits for other ranks under each strategy, and what waits for data."""
+"""Where idle time comes from: which watch sees the waiting under each strategy, and what waits for data."""
 
 from __future__ import annotations
 
@@ -10,64 +10,21 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.profilers import Profiler, PyTorchProfiler
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc._compat import FETCH_ACTION, comms_of
+from lightning_odc.callbacks.idle.sampling import sampled_watch
+from lightning_odc.callbacks.idle.stream_waits import StreamWaits, StreamWatch
 from lightning_odc.callbacks.idle.summary import IdleCause
+from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.callbacks.timeline.clocks import Passage
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.strategy.odc import ODCStrategy
-
-
-class Watch:
-    """Sees waiting for other ranks. This one sees what the engine has counted, which under some strategies is nothing.
-
-    Args:
-        complete: Whether all the waiting for other ranks that the documentation lists is seen. Without it nothing
-            can be said about idle time as a whole.
-        engine: Counts its waits, on demand and in lockstep.
-    """
-
-    def __init__(self, complete: bool, engine: Engine | None = None) -> None:
-        self.complete = complete
-        self._engine = engine
-        self._meetings: list[Any] = []
-
-    def begin_batch(self) -> None:
-        """A Lightning batch begins."""
-
-    def before_backward(self) -> None:
-        """Lightning's backward pass begins."""
-
-    def after_backward(self) -> None:
-        """Lightning's backward pass is over."""
-
-    def waits(self) -> dict[IdleCause, float]:
-        """Seconds of waiting since the start that this rank knows alone."""
-        counted = {} if self._engine is None else self._engine.waits
-        return {IdleCause(cause): seconds for cause, seconds in counted.items()}
-
-    def take_meetings(self) -> list[Any]:
-        """What is known of the collectives of the step that has just ended, for `read`."""
-        meetings, self._meetings = self._meetings, []
-        return meetings
-
-    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
-        """When this rank entered and left these collectives, in order.
-
-        Args:
-            taken: What `take_meetings` returned.
-            wait: Wait for a device that has not come so far; else the answer may be ``None``, not yet.
-        """
-        return taken
-
-    def release(self) -> None:
-        """Leave everything as it was found. Idempotent."""
 
 
 class GradientWatch(Watch):
@@ -131,18 +88,23 @@ class _HostStamps:
 
 
 class _CudaStamps(_HostStamps):
-    """Moments of the device's current stream."""
+    """Moments of the device's current stream.
 
-    def __init__(self) -> None:
+    Args:
+        new_event: Makes an event that measures time.
+    """
+
+    def __init__(self, new_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:
         super().__init__()
-        self._event = torch.cuda.Event(enable_timing=True)
+        self._new_event = new_event
+        self._event = new_event()
 
     def enter(self) -> None:
         self._event.record()
 
     def leave(self) -> Any:
-        entered, self._event = self._event, torch.cuda.Event(enable_timing=True)
-        left = torch.cuda.Event(enable_timing=True)
+        entered, self._event = self._event, self._new_event()
+        left = self._new_event()
         left.record()
         return entered, left
 
@@ -259,25 +221,46 @@ class ShardedWatch(Watch):
             self.complete = False
 
 
-def watch_for(trainer: pl.Trainer, module: pl.LightningModule) -> Watch:
-    """What can be seen under the trainer's strategy, on its devices."""
-    strategy, on_cpu = trainer.strategy, trainer.strategy.root_device.type == "cpu"
+def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWaits | None) -> Watch:
+    """What can be seen under the trainer's strategy, on its devices. All ranks together.
+
+    Args:
+        trainer: The trainer, at the beginning of training.
+        module: The module that it trains.
+        waits: What is told of the host's waits, on GPUs, which run ahead of it.
+    """
+    strategy = trainer.strategy
     if trainer.world_size == 1:
         return Watch(complete=True)  # one device waits for nothing but data
-    if isinstance(strategy, ODCStrategy):
-        if strategy.communication != "collective":
-            return Watch(complete=True, engine=strategy.engine)
-        return CollectiveWatch(strategy.engine) if on_cpu else Watch(complete=False)
     if isinstance(strategy, DDPStrategy) and module.automatic_optimization:
         return GradientWatch(module, strategy.root_device)
-    if isinstance(strategy, ModelParallelStrategy) and on_cpu and _shards_over_all(strategy):
+    on_demand = isinstance(strategy, ODCStrategy) and strategy.communication != "collective"
+    if waits is None:
+        return _watch_by_host(strategy, on_demand)
+    if on_demand:
+        return StreamWatch(cast(ODCStrategy, strategy).engine, waits)
+    if isinstance(cast(Any, trainer).profiler, PyTorchProfiler):
+        return Watch(complete=False, why="the trainer's own profiler runs, and there can be one at a time")
+    # Collectives of gloo are copies and waits of the host, not kernels.
+    comparable = _meets_all(strategy) and "cuda:nccl" in dist.get_backend_config()
+    return sampled_watch(strategy.root_device, waits, comparable)
+
+
+def _watch_by_host(strategy: Any, on_demand: bool) -> Watch:
+    """On CPU ranks, where the host's time is the device's."""
+    on_cpu = strategy.root_device.type == "cpu"
+    if isinstance(strategy, ODCStrategy) and (on_demand or on_cpu):
+        return Watch(complete=True, engine=strategy.engine) if on_demand else CollectiveWatch(strategy.engine)
+    if isinstance(strategy, ModelParallelStrategy) and on_cpu and _meets_all(strategy):
         return ShardedWatch(strategy.model)
     return Watch(complete=False)
 
 
-def _shards_over_all(strategy: ModelParallelStrategy) -> bool:
-    """Without tensor parallelism, whose collectives cannot be seen."""
-    return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
+def _meets_all(strategy: Any) -> bool:
+    """Whether every collective is one of all ranks: no tensor parallelism, no hybrid sharding."""
+    if isinstance(strategy, ModelParallelStrategy):
+        return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
+    return not (isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name)
 
 
 class DataClock(Profiler):
@@ -295,18 +278,22 @@ class DataClock(Profiler):
         inner: The trainer's own profiler.
         on_fetch: Called whenever a batch is about to be fetched, with that gap: the end of the last profiled action
             and the present, in nanoseconds of the monotonic clock.
+        waits: What is told of the fetching, on a device that runs ahead of its host.
 
     Attributes:
         seconds: Seconds spent fetching so far.
         seen: Whether a batch was ever fetched.
     """
 
-    def __init__(self, inner: Profiler, on_fetch: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, inner: Profiler, on_fetch: Callable[[int, int], None], waits: StreamWaits | None = None
+    ) -> None:
         super().__init__()
         self.seconds = 0.0
         self.seen = False
         self._inner = inner
         self._on_fetch = on_fetch
+        self._waits = waits
         self._last = self._began = 0
 
     def start(self, action_name: str) -> None:
@@ -314,12 +301,17 @@ class DataClock(Profiler):
         if action_name.endswith(FETCH_ACTION):
             self._began = time.monotonic_ns()
             self._on_fetch(self._last, self._began)
+            if self._waits is not None:
+                self._waits.enter(IdleCause.DATA)
 
     def stop(self, action_name: str) -> None:
         self._last = time.monotonic_ns()
         if self._began and action_name.endswith(FETCH_ACTION):
             self.seconds += (self._last - self._began) / 1e9
             self._began, self.seen = 0, True
+            if self._waits is not None:
+                self._waits.causes.add(IdleCause.DATA)
+                self._waits.leave()
         self._inner.stop(action_name)
 
     @contextmanager

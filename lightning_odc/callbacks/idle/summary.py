@@ -25,7 +25,16 @@ class IdleCause(StrEnum):
     DATA = "data"
 
 
-_HEAD = 6 + len(IdleCause)
+class DevicePart(StrEnum):
+    """What a GPU does in a part of a step: they add up to the step."""
+
+    KERNEL = "kernel"  # at least one kernel or copy of its own
+    COLLECTIVE = "collective"  # nothing but collectives, which wait or move bytes
+    EMPTY = "empty"  # nothing: the host has not asked for anything
+
+
+_PARTS = 5 + len(IdleCause)  # where they begin among the numbers that are sent, behind the waits
+_HEAD = _PARTS + len(DevicePart) + 2
 
 
 @dataclass
@@ -40,6 +49,8 @@ class StepNumbers:
         tokens: in these microbatches.
         meetings: when this rank entered and left each collective, in order.
         broadcasts: when this rank entered and left each broadcast from rank 0, in order.
+        seen: waiting was measured in this step. Where single steps are looked at, it is not in the others.
+        parts: seconds of the step by what the device did, where that is known.
     """
 
     seconds: float
@@ -49,6 +60,8 @@ class StepNumbers:
     tokens: float = 0
     meetings: list[Passage] = field(default_factory=list)
     broadcasts: list[Passage] = field(default_factory=list)
+    seen: bool = True
+    parts: dict[DevicePart, float] = field(default_factory=dict)
 
     @property
     def idle(self) -> float:
@@ -63,14 +76,17 @@ class StepNumbers:
     def to_floats(self) -> list[float]:
         """As numbers to send; `from_floats` is the inverse."""
         waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
+        parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
         counts = [len(self.meetings), len(self.broadcasts)]
-        head = [self.seconds, self.microbatches, self.samples, self.tokens, *waits, *counts]
+        work = [self.seconds, self.microbatches, self.samples, self.tokens, float(self.seen)]
+        head = [*work, *waits, *parts, *counts]
         return head + [float(moment) for pair in self.meetings + self.broadcasts for moment in pair]
 
     @classmethod
     def from_floats(cls, numbers: Sequence[float]) -> StepNumbers:
         """The step that was sent."""
-        waits = dict(zip(IdleCause, numbers[4 : _HEAD - 2], strict=True))
+        waits = dict(zip(IdleCause, numbers[5:_PARTS], strict=True))
+        parts = dict(zip(DevicePart, numbers[_PARTS : _HEAD - 2], strict=True))
         met, heard = (int(count) for count in numbers[_HEAD - 2 : _HEAD])
         moments = [int(moment) for moment in numbers[_HEAD : _HEAD + 2 * (met + heard)]]
         pairs = list(map(Passage, moments[::2], moments[1::2]))
@@ -82,6 +98,8 @@ class StepNumbers:
             waits={cause: seconds for cause, seconds in waits.items() if not math.isnan(seconds)},
             meetings=pairs[:met],
             broadcasts=pairs[met:],
+            seen=bool(numbers[4]),
+            parts={part: seconds for part, seconds in parts.items() if not math.isnan(seconds)},
         )
 
 
@@ -146,34 +164,119 @@ def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
     return waited is not None
 
 
-class IdleSummary:
-    """Adds up optimizer steps and says what they amount to.
-
-    Ratios are ratios of sums, so that a long step counts more than a short one. Seconds and counts are means per
-    optimizer step and rank, so that one step and a whole epoch compare.
+class _Totals:
+    """Sums over optimizer steps.
 
     Attributes:
         steps: how many were added.
+        ranks: what every rank did in them.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self._ranks: list[StepNumbers] = []
+        self.ranks: list[StepNumbers] = []
         self._busiest = 0.0
 
     def add(self, ranks: Sequence[StepNumbers]) -> None:
         """One more step: its numbers by rank."""
         self.steps += 1
         self._busiest += max(rank.busy for rank in ranks)
-        if not self._ranks:
-            self._ranks = [StepNumbers(0.0) for _ in ranks]
-        for total, rank in zip(self._ranks, ranks, strict=True):
+        if not self.ranks:
+            self.ranks = [StepNumbers(0.0) for _ in ranks]
+        for total, rank in zip(self.ranks, ranks, strict=True):
             total.seconds += rank.seconds
             total.microbatches += rank.microbatches
             total.samples += rank.samples
             total.tokens += rank.tokens
             for cause, seconds in rank.waits.items():
                 total.waits[cause] = total.waits.get(cause, 0.0) + seconds
+            for part, seconds in rank.parts.items():
+                total.parts[part] = total.parts.get(part, 0.0) + seconds
+
+    def waiting(self) -> dict[str, float]:
+        """Waiting by cause, and what devices did."""
+        causes = [cause for cause in IdleCause if any(cause in rank.waits for rank in self.ranks)]
+        parts = [part for part in DevicePart if any(part in rank.parts for rank in self.ranks)]
+        waits = {
+            f"idle/{cause}_seconds": [rank.waits.get(cause, 0.0) for rank in self.ranks] for cause in causes
+        }
+        shares = {f"gpu/{part}_seconds": [rank.parts.get(part, 0.0) for rank in self.ranks] for part in parts}
+        return {name: self._per_rank_and_step(by_rank) for name, by_rank in {**waits, **shares}.items()}
+
+    def work(self) -> dict[str, float]:
+        """How much was done, and how fast."""
+        seconds = max(rank.seconds for rank in self.ranks)
+        return {
+            "step_seconds": self._per_rank_and_step([rank.seconds for rank in self.ranks]),
+            "microbatches": sum(rank.microbatches for rank in self.ranks) / self.steps,
+            "samples_per_second": sum(rank.samples for rank in self.ranks) / seconds,
+            "tokens_per_second": sum(rank.tokens for rank in self.ranks) / seconds,
+        }
+
+    def balance(self) -> dict[str, float]:
+        """Waiting as a part of the time, and how uneven the work was."""
+        idle, busy = sum(rank.idle for rank in self.ranks), sum(rank.busy for rank in self.ranks)
+        fractions = [_fraction(rank) for rank in self.ranks]
+        worst = max(range(len(fractions)), key=fractions.__getitem__)
+        return {
+            "idle/fraction": idle / (idle + busy),
+            "idle/worst_fraction": fractions[worst],
+            "idle/worst_rank": worst,
+            "busy_seconds": self._per_rank_and_step([rank.busy for rank in self.ranks]),
+            # `lightning_odc.metrics.load_imbalance`, from sums: no step is kept.
+            "imbalance": self._busiest * len(self.ranks) / busy if busy else math.nan,
+        }
+
+    def work_of(self, index: int) -> dict[str, float]:
+        """`work` of one rank."""
+        rank = self.ranks[index]
+        return {
+            "microbatches": rank.microbatches / self.steps,
+            "samples_per_second": rank.samples / rank.seconds if rank.seconds else math.nan,
+            "tokens_per_second": rank.tokens / rank.seconds if rank.seconds else math.nan,
+        }
+
+    def balance_of(self, index: int) -> dict[str, float]:
+        """`balance` of one rank."""
+        rank = self.ranks[index]
+        fraction = _fraction(rank) if rank.seconds else math.nan
+        return {"busy_seconds": rank.busy / self.steps, "idle/fraction": fraction}
+
+    def parts_of(self, index: int) -> dict[str, float]:
+        """What the device of one rank did."""
+        return {
+            f"gpu/{part}_seconds": seconds / self.steps for part, seconds in self.ranks[index].parts.items()
+        }
+
+    def _per_rank_and_step(self, by_rank: Sequence[float]) -> float:
+        return sum(by_rank) / len(by_rank) / self.steps
+
+
+def _fraction(rank: StepNumbers) -> float:
+    return rank.idle / rank.seconds if rank.seconds else 0.0
+
+
+class IdleSummary:
+    """Adds up optimizer steps and says what they amount to.
+
+    Ratios are ratios of sums, so that a long step counts more than a short one. Seconds and counts are means per
+    optimizer step and rank, so that one step and a whole epoch compare. What is said of waiting is that of the steps
+    in which it was measured, on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._seen = _Totals(), _Totals()
+
+    @property
+    def steps(self) -> int:
+        """How many were added."""
+        return self._all.steps
+
+    def add(self, ranks: Sequence[StepNumbers]) -> None:
+        """One more step: its numbers by rank."""
+        self._all.add(ranks)
+        if all(rank.seen for rank in ranks):
+            self._seen.add(ranks)
 
     def values(self, complete: bool, per_rank: bool) -> dict[str, float]:
         """What to log, by name; only what was measured.
@@ -182,59 +285,16 @@ class IdleSummary:
             complete: all waiting for other ranks was measured. If not, nothing is said about idle as a whole.
             per_rank: also the single ranks' values, under names that end in ``_rank0``, ``_rank1``, ...
         """
-        if not self.steps or sum(rank.seconds for rank in self._ranks) <= 0:
+        whole, seen = self._all, self._seen if self._seen.steps else self._all
+        if not whole.steps or sum(rank.seconds for rank in whole.ranks) <= 0:
             return {}
-        values = {**self._waiting(), **self._work()}
+        complete = complete and seen is self._seen
+        values = {**seen.waiting(), **whole.work()}
         if complete:
-            values |= self._balance()
-        if per_rank:
-            for index, rank in enumerate(self._ranks):
-                values |= {
-                    f"{name}_rank{index}": value for name, value in self._of_one(rank, complete).items()
-                }
+            values |= seen.balance()
+        for index in range(len(whole.ranks) if per_rank else 0):
+            of_rank = {**whole.work_of(index), **seen.parts_of(index)}
+            if complete:
+                of_rank |= seen.balance_of(index)
+            values |= {f"{name}_rank{index}": value for name, value in of_rank.items()}
         return {name: float(value) for name, value in values.items() if not math.isnan(value)}
-
-    def _waiting(self) -> dict[str, float]:
-        measured = [cause for cause in IdleCause if any(cause in rank.waits for rank in self._ranks)]
-        return {
-            f"idle/{cause}_seconds": self._per_rank_and_step(
-                [rank.waits.get(cause, 0.0) for rank in self._ranks]
-            )
-            for cause in measured
-        }
-
-    def _work(self) -> dict[str, float]:
-        seconds = max(rank.seconds for rank in self._ranks)
-        return {
-            "step_seconds": self._per_rank_and_step([rank.seconds for rank in self._ranks]),
-            "microbatches": sum(rank.microbatches for rank in self._ranks) / self.steps,
-            "samples_per_second": sum(rank.samples for rank in self._ranks) / seconds,
-            "tokens_per_second": sum(rank.tokens for rank in self._ranks) / seconds,
-        }
-
-    def _balance(self) -> dict[str, float]:
-        idle, busy = sum(rank.idle for rank in self._ranks), sum(rank.busy for rank in self._ranks)
-        fractions = [rank.idle / rank.seconds if rank.seconds else 0.0 for rank in self._ranks]
-        worst = max(range(len(fractions)), key=fractions.__getitem__)
-        return {
-            "idle/fraction": idle / (idle + busy),
-            "idle/worst_fraction": fractions[worst],
-            "idle/worst_rank": worst,
-            "busy_seconds": self._per_rank_and_step([rank.busy for rank in self._ranks]),
-            # `lightning_odc.metrics.load_imbalance`, from sums: no step is kept.
-            "imbalance": self._busiest * len(self._ranks) / busy if busy else math.nan,
-        }
-
-    def _of_one(self, rank: StepNumbers, complete: bool) -> dict[str, float]:
-        values = {
-            "microbatches": rank.microbatches / self.steps,
-            "samples_per_second": rank.samples / rank.seconds if rank.seconds else math.nan,
-            "tokens_per_second": rank.tokens / rank.seconds if rank.seconds else math.nan,
-        }
-        if complete:
-            values["busy_seconds"] = rank.busy / self.steps
-            values["idle/fraction"] = rank.idle / rank.seconds if rank.seconds else math.nan
-        return values
-
-    def _per_rank_and_step(self, by_rank: Sequence[float]) -> float:
-        return sum(by_rank) / len(by_rank) / self.steps

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from lightning_odc.engine.tracing import Span
 
@@ -47,12 +48,12 @@ class RankTimeline:
     @property
     def covered_seconds(self) -> float:
         """Time of which it is known what this rank did, waiting included."""
-        return _union(self.spans) / 1e9
+        return covered(self.spans) / 1e9
 
     @property
     def idle_seconds(self) -> float:
         """Time in which this rank waited for others."""
-        return _union(self.of("wait")) / 1e9
+        return covered(self.of("wait")) / 1e9
 
     @property
     def idle_fraction(self) -> float:
@@ -138,10 +139,21 @@ def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline]
     return with_waits, any(meetings)
 
 
-def _union(spans: Iterable[Span]) -> int:
-    """Nanoseconds covered by at least one of the spans."""
-    total, reached = 0, 0
-    for span in sorted(spans, key=lambda span: span.begin):
+class Stretch(Protocol):
+    """Anything that has a begin and an end."""
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+def covered(stretches: Iterable[Stretch]) -> int:
+    """Nanoseconds covered by at least one of the stretches; those that end before they begin cover nothing."""
+    ordered = sorted(stretches, key=lambda stretch: stretch.begin)
+    total, reached = 0, ordered[0].begin if ordered else 0
+    for span in ordered:
         total += max(span.end - max(span.begin, reached), 0)
         reached = max(reached, span.end)
     return total

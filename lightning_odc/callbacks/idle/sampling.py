@@ -1,0 +1,287 @@
+"""Single steps profiled, where only the records of kernels show who waits: collectives on GPUs.
+
+Note [A step under the profiler]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Collectives wait on streams that ``FSDP``, ``fully_shard`` and NCCL keep to themselves, where events cannot be put. The
+profiler sees the kernels, but it must be started and stopped, which makes the device wait. So two steps are profiled,
+and the second one counts. At the ends of four steps in a row:
+
+1. Every rank waits for its device and starts its profiler, and all go on when all have. Ranks that are early would wait
+   for the others inside the first collective, and collectives that are under way would be recorded on some ranks only.
+2. The first step lets the host get ahead of its device again, as in every other step. An event A is recorded.
+3. Here the step ends that counts. An event B is recorded, and one kernel is launched behind it. Now the host waits for
+   the device and stops the profiler. The last record is that kernel, so the step lies between its begin, and as long
+   before as A is before B.
+4. From here on nothing is different from steps that are not profiled.
+
+Nothing waits for the device inside a step. What 1 and 3 take is measured on all ranks. The next sample comes when it is
+less than a hundredth of the time since.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from lightning_odc._compat import profiler_is_running
+from lightning_odc.callbacks.idle.channels import Channel, SideChannel
+from lightning_odc.callbacks.idle.kernels import (
+    KernelRecord,
+    Window,
+    durations,
+    kernel_records,
+    parts_of,
+    transfers,
+    waited,
+)
+from lightning_odc.callbacks.idle.stream_waits import Moment, StreamWaits
+from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
+from lightning_odc.callbacks.idle.watch import Watch
+
+_COST = 0.01  # of the time, for samples
+_FIRST = 2  # steps before the first sample, in which kernels are compiled and memory is found
+_PATIENCE = 2.0  # seconds after an error for the device to come to its end
+_TIMEOUT = timedelta(minutes=30)  # of ranks that agree
+
+
+class DeviceProfile(Protocol):
+    """A profiler of one device, used again and again."""
+
+    def start(self) -> None:
+        """Record from now on. Waits for the device.
+
+        Raises:
+            RuntimeError: It cannot.
+        """
+        ...
+
+    def stop(self) -> list[KernelRecord]:
+        """What ran since the start; the last record is of something that was launched now. Waits for the device."""
+        ...
+
+    def abandon(self) -> None:
+        """After an error: record no longer, if the device comes to its end, and forget what was recorded."""
+        ...
+
+
+class CudaProfile:
+    """``torch.profiler`` on the activity of a device alone.
+
+    Args:
+        device: A CUDA device.
+        mark: Marks a moment on its compute stream.
+    """
+
+    def __init__(self, device: torch.device, mark: Callable[[], Moment]) -> None:
+        self._device = device
+        self._mark = mark
+        self._profile: Any = None
+
+    def start(self) -> None:
+        if profiler_is_running():
+            raise RuntimeError("another torch.profiler is running")
+        torch.cuda.synchronize(self._device)
+        profile = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
+        profile.start()
+        self._profile = profile
+
+    def stop(self) -> list[KernelRecord]:
+        profile, self._profile = self._profile, None
+        torch.ones(1, device=self._device)
+        torch.cuda.synchronize(self._device)
+        profile.stop()
+        records = kernel_records(profile.events())
+        if not records:
+            raise RuntimeError("the profiler has seen no kernel: CUPTI is missing, or not permitted")
+        return records
+
+    def abandon(self) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        # To stop it is to wait for the device, which after an error may wait for a peer that will never come.
+        end, deadline = self._mark(), time.monotonic() + _PATIENCE
+        while not end.query() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if end.query():
+            profile.stop()
+
+
+class StepSampler:
+    """Profiles one step in many. See Note [A step under the profiler]. All ranks do everything together.
+
+    Args:
+        mark: Marks a moment on the compute stream.
+        profile: The profiler of this device.
+        agree: Returns every rank's item, in rank order.
+        comparable: Every collective is one of all ranks.
+
+    Attributes:
+        measuring: The step that runs now is the one that counts.
+        trouble: Why there are no samples, or no more, the same on all ranks; empty while there are.
+        comparable: The same, and all ranks have run the same collectives so far.
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[], Moment],
+        profile: DeviceProfile,
+        agree: Callable[[Any], list[Any]],
+        comparable: bool = True,
+    ) -> None:
+        self.trouble = ""
+        self.comparable = comparable
+        self._mark = mark
+        self._profile = profile
+        self._agree = agree
+        self._steps, self._due, self._discarded = 0, _FIRST, 0
+        self._running = False
+        self._begin: Moment | None = None
+        self._cost = 0.0
+
+    @property
+    def measuring(self) -> bool:
+        return self._begin is not None
+
+    def try_out(self) -> None:
+        """Before the first step: find out whether there is a profiler, and have it ready."""
+        if self._together(self._start):
+            self._together(self._stop)
+
+    def end_step(self, numbers: StepNumbers) -> None:
+        """A step has ended. Begins a sample if one is due; completes the numbers of the step that counts.
+
+        Args:
+            numbers: Those of the step. Of the one that counts they get its time on the device, the parts of it, and
+                the waiting inside collectives if the ranks can be compared.
+        """
+        self._steps += 1
+        if self._begin is not None:
+            self._finish(numbers, self._begin)
+        elif self._running:
+            self._begin = self._mark()
+        elif not self.trouble and self._steps >= self._due:
+            began = time.monotonic()
+            self._together(self._start)
+            self._cost = time.monotonic() - began
+
+    def discard(self) -> None:
+        """The steps that are profiled now are not like others. Later ones are looked at, each time later."""
+        if self._running:
+            self._discarded += 1
+            self._due = self._steps + 2**self._discarded
+            self._together(self._stop)
+
+    def release(self) -> None:
+        """Profile no longer. Idempotent. Of this rank alone: another one may have failed."""
+        self._running, self._begin = False, None
+        _attempt(self._profile.abandon)
+
+    # -- internals ----------------------------------------------------------------------------------------
+
+    def _finish(self, numbers: StepNumbers, begin: Moment) -> None:
+        began, end = time.monotonic(), self._mark()
+        records: list[KernelRecord] = []
+        error = _attempt(lambda: records.extend(self._stop()))
+        seconds = 0.0 if error else begin.elapsed_time(end) / 1e3
+        cost = self._cost + time.monotonic() - began
+        errors, by_rank, costs, lengths = zip(
+            *self._agree([error, durations(records), cost, seconds]), strict=True
+        )
+        if not self._all_well(errors):
+            return
+        # Of steps of 0.5 s, a sample that took 2 s is one in 400.
+        self._due = self._steps + max(math.ceil(max(costs) / max(_COST * max(lengths), 1e-6)), 1)
+        window = Window(records[-1].begin - round(seconds * 1e9), records[-1].begin)
+        numbers.seconds, numbers.parts, numbers.seen = seconds, parts_of(records, window), True
+        transfer = transfers(by_rank) if self.comparable else None
+        self.comparable = transfer is not None
+        if transfer is not None:
+            numbers.waits[IdleCause.COLLECTIVE] = waited(records, window, transfer)
+
+    def _start(self) -> None:
+        self._profile.start()
+        self._running = True
+
+    def _stop(self) -> list[KernelRecord]:
+        self._running, self._begin = False, None
+        return self._profile.stop()
+
+    def _together(self, act: Callable[[], Any]) -> bool:
+        """All ranks do this, and go on when all have. Returns whether it went well on all of them."""
+        return self._all_well(self._agree(_attempt(act)))
+
+    def _all_well(self, errors: Sequence[str]) -> bool:
+        self.trouble = next((error for error in errors if error), "")
+        if self.trouble:
+            self.release()
+        return not self.trouble
+
+
+def _attempt(act: Callable[[], Any]) -> str:
+    """What went wrong, in one line; empty if nothing did. The profiler is not what is to be trained."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
+
+
+class SampledWatch(Watch):
+    """Any strategy on GPUs whose collectives show in the records of kernels alone.
+
+    Args:
+        sampler: Profiles single steps.
+        waits: What the host has waited for, on the same stream.
+        channel: Through which the sampler's ranks agree; it is closed with this.
+    """
+
+    samples = True
+
+    def __init__(self, sampler: StepSampler, waits: StreamWaits, channel: Channel) -> None:
+        super().__init__(complete=True)
+        self._sampler = sampler
+        self._waits = waits
+        self._channel = channel
+        sampler.try_out()
+        self._look()
+
+    def end_step(self, numbers: StepNumbers) -> None:
+        self._sampler.end_step(numbers)
+        if self._sampler.measuring:
+            self._waits.forget()  # those of the steps before, which the device has not passed yet
+        if numbers.seen:  # the device has passed all of them
+            for cause, seconds in self._waits.take().items():
+                numbers.waits[cause] = numbers.waits.get(cause, 0.0) + seconds
+        self._look()
+
+    def interrupt(self) -> None:
+        self._sampler.discard()
+        self._look()
+
+    def release(self) -> None:
+        self._sampler.release()
+        self._channel.close()
+
+    def _look(self) -> None:
+        self.complete = self._sampler.comparable and not self._sampler.trouble
+        self.why = self._sampler.trouble
+
+
+def sampled_watch(device: torch.device, waits: StreamWaits, comparable: bool) -> SampledWatch:
+    """All ranks together.
+
+    Args:
+        device: A CUDA device.
+        waits: What the host waits for, on the stream on which the model computes.
+        comparable: Every collective is one of all ranks.
+    """
+    channel, mark = SideChannel(capacity=1, timeout=_TIMEOUT), waits.stream.mark
+    sampler = StepSampler(mark, CudaProfile(device, mark), channel.agree, comparable)
+    return SampledWatch(sampler, waits, channel)

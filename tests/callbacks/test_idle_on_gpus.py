@@ -1,0 +1,503 @@
+"""Idle time on GPUs, without one: events and records of kernels whose times are known because the tests made them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_odc import Minibatch
+from lightning_odc.callbacks.idle import measurement, sources
+from lightning_odc.callbacks.idle.channels import SideChannel
+from lightning_odc.callbacks.idle.kernels import KernelRecord
+from lightning_odc.callbacks.idle.monitor import DeviceIdleMonitor
+from lightning_odc.callbacks.idle.sampling import SampledWatch, StepSampler
+from lightning_odc.callbacks.idle.sources import _CudaStamps
+from lightning_odc.callbacks.idle.stream_waits import StreamWaits, WaitTracer
+from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, IdleSummary, StepNumbers
+from lightning_odc.callbacks.idle.watch import Watch
+from lightning_odc.engine.tracing import Tracer, fanout
+from lightning_odc.engine.waiting import Cause, Waiter
+from lightning_odc.errors import WaitTimeoutError
+from tests.callbacks.test_idle import (
+    SCALES,
+    SLACK,
+    SLEEPS,
+    STEPS,
+    Memory,
+    Sleeper,
+    check_row,
+    expected_idle,
+    microbatch,
+    one_process,
+    sleeps,
+)
+from tests.callbacks.test_kernels import EXAMPLE, GATHER, MS, records
+from tests.support.modules import loader, trainer
+from tests.support.ranks import run_ranks
+
+
+class Event:
+    """A place in a `Stream`, as ``torch.cuda.Event`` is."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.at: float | None = None
+
+    def record(self) -> None:
+        self.at = max(self.stream.now, self.stream.free)
+
+    def query(self) -> bool:
+        assert self.at is not None
+        return self.stream.now >= self.at
+
+    def synchronize(self) -> None:
+        assert self.at is not None
+        self.stream.now = max(self.stream.now, self.at)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        assert self.query() and end_event.query(), "CUDA raises for events that have not passed"
+        assert self.at is not None and end_event.at is not None
+        return end_event.at - self.at
+
+
+class Stream:
+    """A stream and its host, in milliseconds: ``now`` on the host, and when the device will be ``free``."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+
+    def launch(self, milliseconds: float) -> None:
+        self.free = max(self.now, self.free) + milliseconds
+
+    def follow(self) -> None:
+        pass
+
+    def mark(self) -> Event:
+        event = Event(self)
+        event.record()
+        return event
+
+
+# -- waits of the host ---------------------------------------------------------------------------------------
+
+
+def counting(stream: Any) -> StreamWaits:
+    waits = StreamWaits(stream)
+    waits.counting = True
+    return waits
+
+
+def test_a_wait_counts_as_far_as_the_device_had_nothing_to_do():
+    stream = Stream()
+    waits = counting(stream)
+    waits.causes = {IdleCause.READ, IdleCause.LOCK}
+    stream.launch(5)
+    stream.now = 3
+    waits.enter(IdleCause.READ)
+    stream.now = 10
+    waits.leave()
+    assert waits.take() == pytest.approx({IdleCause.READ: 0.005, IdleCause.LOCK: 0.0})
+    assert waits.take() == {IdleCause.READ: 0.0, IdleCause.LOCK: 0.0}
+
+
+def test_a_wait_behind_kernels_is_no_idle_time_and_is_read_without_waiting():
+    stream = Stream()
+    waits = counting(stream)
+    stream.launch(20)
+    waits.enter(IdleCause.DATA)
+    stream.now = 7
+    waits.leave()
+    assert waits.take() == {}
+    assert stream.now == 7
+    stream.now = 20
+    assert waits.take() == {IdleCause.DATA: 0.0}
+
+
+def test_waits_nest_and_count_only_in_training():
+    stream = Stream()
+    waits = counting(stream)
+    waits.enter(IdleCause.DATA)
+    stream.now = 1
+    waits.enter(IdleCause.SETTLE)
+    stream.now = 3
+    waits.leave()
+    stream.now = 4
+    waits.leave()
+    waits.leave()  # it began before anybody listened
+    waits.counting = False
+    waits.enter(IdleCause.DATA)
+    stream.now = 100
+    waits.leave()
+    assert waits.take() == pytest.approx({IdleCause.SETTLE: 0.002, IdleCause.DATA: 0.004})
+
+
+def test_waits_of_the_engine_are_told_of_and_those_for_its_own_device_are_not():
+    stream = Stream()
+    waits, spans = counting(stream), Tracer()
+
+    def after(looks: int) -> Any:
+        left = iter([False] * looks + [True])
+
+        def ready() -> bool:
+            stream.now += 4
+            return next(left)
+
+        return ready
+
+    waiter = Waiter(timeout=60, check=lambda: None, report=str)
+    waiter.tracer = fanout(spans, WaitTracer(waits))
+    waiter.until(after(0), Cause.READ, str)  # was ready at once
+    waiter.until(after(2), None, str)
+    assert waits.take() == {}
+    waiter.until(after(3), Cause.READ, str)  # looks once before it waits
+    assert waits.take() == pytest.approx({IdleCause.READ: 0.012})
+    waiter.timeout = 0.0
+    with pytest.raises(WaitTimeoutError):
+        waiter.until(lambda: False, Cause.SETTLE, str)
+    assert [span.kind for span in spans.spans] == ["wait", "wait"]
+    assert set(waits.take()) == {IdleCause.SETTLE}
+
+
+def test_the_end_of_a_backward_pass_on_a_stream():
+    """DDP: from the last gradient to the end, whatever the host does."""
+    stream = Stream()
+    stamps = _CudaStamps(lambda: Event(stream))
+    for milliseconds in (3, 4):
+        stream.launch(milliseconds)
+        stamps.enter()
+    stream.launch(6)  # stands for what waits inside
+    meetings = [stamps.leave()]
+    assert stamps.read(meetings, wait=False) is None
+    assert stamps.read(meetings, wait=True) == [(-6 * MS, 0)]
+    assert stream.now == 13
+
+
+# -- samples -------------------------------------------------------------------------------------------------
+
+
+class Profile:
+    """A profiler that says what it is asked to say; its clock is not that of events."""
+
+    def __init__(self, ran: list[KernelRecord], ends: float, fails: str = "") -> None:
+        self.asked: list[str] = []
+        self._ran = [*ran, KernelRecord("fill", round(ends * MS), round(ends * MS) + 1)]
+        self.fails = fails
+
+    def _ask(self, what: str) -> None:
+        self.asked.append(what)
+        if what == self.fails:
+            raise OSError(f"cannot {what}\nat all")
+
+    def start(self) -> None:
+        self._ask("start")
+
+    def stop(self) -> list[KernelRecord]:
+        self._ask("stop")
+        return self._ran
+
+    def abandon(self) -> None:
+        self._ask("abandon")
+
+
+#: Rank 0's example 1000 ms later on the profiler's clock, with a step before it.
+TWO_STEPS = [
+    *records(("model", 985, 990), (GATHER, 990, 995), ("model", 995, 1000)),
+    *(KernelRecord(one.name, one.begin + 1000 * MS, one.end + 1000 * MS) for one in EXAMPLE[0]),
+]
+OTHER_RANK = ["", {GATHER: [5 * MS, 2 * MS]}, 0.5, 0.015]
+
+
+def with_other(item: Any) -> list[Any]:
+    return [item, "" if isinstance(item, str) else OTHER_RANK]
+
+
+def run_steps(sampler: StepSampler, stream: Stream, count: int) -> list[StepNumbers]:
+    """Steps of 15 ms, each of them 20 ms behind the host."""
+    steps = [StepNumbers(1.0, seen=False) for _ in range(count)]
+    for step in steps:
+        stream.now += 15
+        stream.free = stream.now + 20
+        sampler.end_step(step)
+        if step.seen:
+            return steps
+    return steps
+
+
+def sampler_for(profile: Profile, stream: Stream, agree: Any = with_other, **options: Any) -> StepSampler:
+    def stop_and_wait(stop: Any = profile.stop) -> list[KernelRecord]:
+        stream.now = max(stream.now, stream.free)
+        return stop()
+
+    profile.stop = stop_and_wait  # type: ignore[method-assign]
+    sampler = StepSampler(stream.mark, profile, agree, **options)
+    sampler.try_out()
+    return sampler
+
+
+def test_the_second_step_under_the_profiler_counts():
+    stream, profile = Stream(), Profile(TWO_STEPS, 1015)
+    sampler = sampler_for(profile, stream)
+    steps = run_steps(sampler, stream, 4)
+    assert [step.seen for step in steps] == [False, False, False, True]
+    assert [step.seconds for step in steps] == [1.0, 1.0, 1.0, pytest.approx(0.015)]
+    assert steps[3].waits == pytest.approx({IdleCause.COLLECTIVE: 0.006})
+    assert steps[3].parts == pytest.approx(
+        {DevicePart.KERNEL: 0.007, DevicePart.COLLECTIVE: 0.008, DevicePart.EMPTY: 0.0}
+    )
+    assert profile.asked == ["start", "stop"] * 2
+    # The other rank's sample took 0.5 s: one in 100 * 0.5 / 0.015 steps, rounded up, after step 4.
+    run_steps(sampler, stream, 3333)
+    assert profile.asked == ["start", "stop"] * 2
+    run_steps(sampler, stream, 1)
+    assert profile.asked == ["start", "stop"] * 2 + ["start"]
+
+
+def test_a_step_that_is_interrupted_does_not_count():
+    stream, profile = Stream(), Profile(TWO_STEPS, 1015)
+    sampler = sampler_for(profile, stream)
+    sampler.discard()
+    assert profile.asked == ["start", "stop"]
+    run_steps(sampler, stream, 3)
+    assert sampler.measuring
+    sampler.discard()
+    assert not sampler.measuring
+    assert profile.asked == ["start", "stop"] * 2
+    steps = run_steps(sampler, stream, 10)
+    assert [step.seen for step in steps[:5]] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]  # 2 steps later, and 2 for it
+    assert sampler.trouble == ""
+
+
+@pytest.mark.parametrize("fails", ["start", "stop"])
+def test_without_a_profiler_there_are_no_samples(fails):
+    stream, profile = Stream(), Profile(TWO_STEPS, 1015, fails)
+    sampler = sampler_for(profile, stream)
+    assert sampler.trouble == f"OSError: cannot {fails}"
+    assert profile.asked[-1] == "abandon"
+    before = list(profile.asked)
+    assert not any(step.seen for step in run_steps(sampler, stream, 50))
+    assert profile.asked == before
+
+
+def test_a_profiler_that_fails_later_or_elsewhere_ends_the_samples():
+    stream, profile = Stream(), Profile(TWO_STEPS, 1015)
+    sampler = sampler_for(profile, stream)
+    profile.fails = "start"
+    assert not any(step.seen for step in run_steps(sampler, stream, 10))
+    assert sampler.trouble == "OSError: cannot start"
+    assert profile.asked == ["start", "stop", "start", "abandon"]
+    elsewhere = sampler_for(Profile([], 0), stream, lambda item: [item, "RuntimeError: no CUPTI"])
+    assert elsewhere.trouble == "RuntimeError: no CUPTI"
+
+
+def test_collectives_that_cannot_be_compared_leave_the_parts():
+    stream = Stream()
+    others = ["", {GATHER: [5 * MS]}, 0.5, 0.015]
+    different = sampler_for(
+        Profile(TWO_STEPS, 1015), stream, lambda item: [item, "" if isinstance(item, str) else others]
+    )
+    some = sampler_for(Profile(TWO_STEPS, 1015), stream, comparable=False)
+    assert (different.comparable, some.comparable) == (True, False)
+    for sampler in (different, some):
+        step = run_steps(sampler, stream, 4)[-1]
+        assert step.seen and step.waits == {}
+        assert step.parts[DevicePart.KERNEL] == pytest.approx(0.007)
+        assert not sampler.comparable and sampler.trouble == ""
+
+
+class Alone:
+    """A channel of which nothing but the end is asked."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_waiting_for_data_in_a_sample_is_that_of_its_step():
+    stream, channel = Stream(), Alone()
+    waits = counting(stream)
+    watch = SampledWatch(sampler_for(Profile(TWO_STEPS, 1015), stream), waits, channel)  # type: ignore[arg-type]
+    assert watch.complete and watch.why == ""
+    steps = [StepNumbers(1.0, seen=False) for _ in range(4)]
+    for index, step in enumerate(steps):
+        waits.enter(IdleCause.DATA)
+        stream.now += index + 1  # the device has nothing to do
+        waits.leave()
+        stream.launch(20)
+        stream.now += 1
+        waits.enter(IdleCause.DATA)
+        stream.now += 2  # it has 19 ms of work left
+        waits.leave()
+        watch.end_step(step)
+        stream.now = max(stream.now, stream.free)
+    assert steps[3].seen
+    assert steps[3].waits[IdleCause.DATA] == pytest.approx(0.004)
+    assert steps[3].waits[IdleCause.COLLECTIVE] == pytest.approx(0.006)
+    watch.release()
+    watch.release()
+    assert channel.closed
+
+
+def test_a_summary_speaks_of_the_steps_that_were_looked_at():
+    summary = IdleSummary()
+    for _ in range(3):
+        summary.add([StepNumbers(1.0, {IdleCause.DATA: 0.5}, 1, 1, 1, seen=False)] * 2)
+    assert "idle/fraction" not in summary.values(complete=True, per_rank=True)
+    assert summary.values(complete=True, per_rank=False)["idle/data_seconds"] == 0.5
+    parts = {DevicePart.KERNEL: 1.0, DevicePart.COLLECTIVE: 0.75, DevicePart.EMPTY: 0.25}
+    idle = {IdleCause.DATA: 0.0, IdleCause.COLLECTIVE: 0.5}
+    summary.add([StepNumbers(2.0, idle, 1, 1, 1, parts=parts), StepNumbers(2.0, {}, 1, 1, 1, parts=parts)])
+    values = summary.values(complete=True, per_rank=True)
+    assert values["step_seconds"] == 1.25
+    assert values["microbatches"] == 2
+    assert values["idle/fraction"] == 0.125
+    assert values["idle/fraction_rank0"] == 0.25
+    assert values["busy_seconds"] == 1.75
+    assert values["imbalance"] == pytest.approx(2 / 1.75)
+    assert (values["idle/collective_seconds"], values["idle/data_seconds"]) == (0.25, 0.0)
+    assert values["gpu/kernel_seconds"] == values["gpu/kernel_seconds_rank1"] == 1.0
+    assert values["gpu/collective_seconds"] + values["gpu/empty_seconds"] == 1.0
+    assert "idle/fraction" not in summary.values(complete=False, per_rank=True)
+    assert summary.values(complete=False, per_rank=True)["gpu/kernel_seconds"] == 1.0
+
+
+@given(
+    parts=st.dictionaries(st.sampled_from(list(DevicePart)), st.floats(0, 1e6)),
+    seen=st.booleans(),
+    meetings=st.lists(st.tuples(*[st.integers(0, 2**53)] * 2), max_size=3),
+)
+def test_parts_travel_unchanged(parts, seen, meetings):
+    step = StepNumbers(1.0, meetings=meetings, parts=parts, seen=seen)
+    assert StepNumbers.from_floats([*step.to_floats(), 0.0]) == step
+
+
+# -- in a trainer --------------------------------------------------------------------------------------------
+
+
+class HostStream(Stream):
+    """The stream of a device that is never behind: its events are moments of the host."""
+
+    def mark(self) -> Any:
+        self.now = self.free = time.monotonic() * 1e3
+        return super().mark()
+
+
+def fit(rank: int, communication: str, scale: int) -> tuple[DeviceIdleMonitor, Memory]:
+    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+    fitting = trainer(2, communication=communication, callbacks=[monitor], logger=memory)
+    batches = [Minibatch(map(microbatch, step)) for step in sleeps(rank, scale)]
+    fitting.fit(Sleeper("items"), loader(batches))
+    return monitor, memory
+
+
+def _on_demand(rank: int, scale: int) -> Any:
+    measurement.compute_stream = lambda device: HostStream()  # type: ignore[assignment, return-value]
+    monitor, memory = fit(rank, "on_demand", scale)
+    return memory.steps if rank == 0 else memory.rows, monitor.complete
+
+
+def test_waits_on_a_stream_are_what_the_arithmetic_says():
+    errors: list[float] = []
+    for scale in SCALES[2]:
+        (rows, complete), rest = run_ranks(_on_demand, scale)
+        assert complete and rest == ([], True)
+        for step, row in enumerate(rows):
+            idle = check_row(row, [sum(sleeps(rank, scale)[step]) for rank in range(2)])
+            expected = expected_idle("on_demand", step, 2, scale)
+            errors.append(max(abs(a - b) for a, b in zip(idle, expected, strict=True)))
+            assert {"idle/lock_seconds", "idle/settle_seconds", "idle/data_seconds"} <= set(row)
+        if min(errors) < SLACK * scale:
+            return
+    pytest.fail(f"waiting is off by {errors} s")
+
+
+def _sampled(rank: int) -> Any:
+    """Rank 0 waits in a gather for 6 ms of its last step, by scripted records."""
+    stream = HostStream()
+    fails = ""
+
+    def watch(device: Any, waits: StreamWaits, comparable: bool) -> SampledWatch:
+        channel = SideChannel(1, measurement._PATIENCE)
+        now = stream.mark().at + 1e6
+        ran = [
+            KernelRecord(one.name, one.begin + round(now) * MS, one.end + round(now) * MS)
+            for one in EXAMPLE[rank]
+        ]
+        profile = Profile(ran, round(now) + 15, fails)
+        return SampledWatch(StepSampler(stream.mark, profile, channel.agree), waits, channel)
+
+    measurement.compute_stream = lambda device: stream  # type: ignore[assignment, return-value]
+    sources.sampled_watch = watch  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor, memory = fit(rank, "collective", 1)
+        fails = "stop" if rank == 1 else ""
+        broken, _ = fit(rank, "collective", 1)
+    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
+    return memory.rows, monitor.complete, monitor.last_epoch, broken.complete, broken.last_epoch, said
+
+
+@pytest.fixture(scope="module")
+def sampled() -> Any:
+    return run_ranks(_sampled)
+
+
+def test_the_step_that_was_looked_at_has_an_idle_fraction(sampled):
+    (rows, complete, epoch, *_), (nothing, also, same, *_) = sampled
+    assert complete and also and nothing == [] and same == epoch
+    steps = [row for _, row in rows if "step_seconds" in row]
+    assert len(steps) == STEPS == len(SLEEPS[0]) == 4
+    assert [("idle/fraction" in row, "gpu/kernel_seconds" in row) for row in steps] == [
+        (False, False)
+    ] * 3 + [(True, True)]
+    last = steps[-1]
+    assert last["gpu/kernel_seconds_rank0"] == pytest.approx(0.007)
+    assert last["gpu/kernel_seconds_rank1"] == pytest.approx(0.013)
+    assert last["gpu/collective_seconds"] == pytest.approx(0.005)
+    assert last["idle/collective_seconds"] == pytest.approx(0.003)
+    assert epoch["idle/fraction_epoch"] == last["idle/fraction"]
+    assert "idle/data_seconds" in steps[0]
+
+
+def test_without_a_profiler_on_one_rank_all_know_why(sampled):
+    for _, _, _, complete, epoch, _ in sampled:
+        assert not complete
+        assert {"step_seconds_epoch", "idle/data_seconds_epoch", "tokens_per_second_epoch"} <= set(epoch)
+        assert not any("fraction" in name or "gpu" in name or "busy" in name for name in epoch)
+    said = [line for *_, lines in sampled for line in lines if "cannot see" in line]
+    assert len(said) == 1
+    assert "under ODCStrategy on cpu (OSError: cannot stop): it logs throughput" in said[0]
+
+
+class Interrupted(Watch):
+    """Counts what it is told."""
+
+    samples = True
+    ended = interrupted = 0
+
+    def end_step(self, numbers: StepNumbers) -> None:
+        assert not numbers.seen
+        self.ended += 1
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
+
+
+def test_validation_and_the_end_of_an_epoch_interrupt(monkeypatch):
+    watch = Interrupted(complete=True)
+    monkeypatch.setattr(measurement, "watch_for", lambda *_: watch)
+    monitor = DeviceIdleMonitor(every_n_steps=1)
+    one_process(monitor, None, 0.01, val_check_interval=1, num_sanity_val_steps=0, logger=Memory())
+    assert (watch.ended, watch.interrupted) == (STEPS, STEPS + 1)
+    assert "idle/fraction" not in monitor.last_step

@@ -1,0 +1,161 @@
+"""Idle time on GPUs: what the monitor reports of work whose time events and records of kernels measure as well.
+
+One rank multiplies matrices, the others do not, so they must wait as long as that takes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from torch import Tensor
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.callbacks import DeviceIdleMonitor
+from lightning_odc.callbacks.idle.kernels import Window, parts_of
+from lightning_odc.callbacks.idle.sampling import CudaProfile
+from lightning_odc.callbacks.idle.stream_waits import ComputeStream
+from lightning_odc.callbacks.idle.summary import DevicePart
+from tests.callbacks.test_idle import Memory
+from tests.gpu.ranks import start
+from tests.support.modules import TokenModule, loader
+from tests.support.ranks import run_ranks
+
+STEPS = 5
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+
+
+def multiply(device: torch.device) -> Any:
+    """Some 0.3 s of matrix products on an H200, that the host does not wait for; on a processor, a sleep."""
+    if device.type == "cpu":
+        time.sleep(0.1)
+        return 0.1
+    stream, matrix = ComputeStream(device), torch.full((4096, 4096), 1e-4, device=device)
+    begin = stream.mark()
+    for _ in range(100):
+        matrix = matrix @ matrix
+    return begin, stream.mark()
+
+
+class Uneven(TokenModule):
+    """Rank 0 multiplies matrices before every microbatch."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__(returns)
+        self.work: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            self.work.append(multiply(batch.device))
+        return super().training_step(batch, batch_idx)
+
+    def worked(self) -> list[float]:
+        """Seconds of each."""
+        return [one if isinstance(one, float) else one[0].elapsed_time(one[1]) / 1e3 for one in self.work]
+
+
+def fit(device: torch.device, strategy: Strategy, module: Uneven, batch: Any) -> Any:
+    """Rows of the monitor, whether they are complete, and the seconds of work."""
+    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+    fitting = Trainer(
+        accelerator="cpu" if device.type == "cpu" else "gpu",
+        devices=2 if isinstance(strategy, FSDPStrategy) and strategy.parallel_devices is None else "auto",
+        strategy=strategy,
+        max_epochs=1,
+        logger=memory,
+        callbacks=[monitor],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    fitting.fit(module, loader([batch] * STEPS))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return [row for _, row in memory.rows if "step_seconds" in row], monitor.complete, module.worked()
+
+
+def shares_a_gpu(rank: int, communication: str) -> Any:
+    device, there_are = start(rank), torch.cuda.device_count()
+    devices = [torch.device("cuda", r % there_are) for r in range(2)] if there_are else [device] * 2
+    strategy = ODCStrategy(
+        communication=communication,
+        parallel_devices=devices,
+        process_group_backend="gloo",
+        hang_report_after=None,
+    )
+    return fit(device, strategy, Uneven("items"), Minibatch([TOKENS.to(device)]))
+
+
+def idle_seconds(row: dict[str, float], rank: int) -> float:
+    fraction = row[f"idle/fraction_rank{rank}"]
+    return row[f"busy_seconds_rank{rank}"] * fraction / (1 - fraction)
+
+
+def check_waits(found: list[Any]) -> None:
+    """Rank 1 waited while rank 0 worked, and rank 0 did not wait: in the step that shows it best."""
+    rows, complete, worked = found[0]
+    assert complete and len(rows) == len(worked) == STEPS
+    shares = [
+        (idle_seconds(row, 1) / seconds, idle_seconds(row, 0) / seconds)
+        for row, seconds in zip(rows[1:], worked[1:], strict=True)
+        if "idle/fraction" in row
+    ]
+    assert shares, "no step was looked at"
+    assert any(0.7 < other < 1.5 and own < 0.3 for other, own in shares), shares
+
+
+def test_ranks_wait_on_demand():
+    check_waits(run_ranks(shares_a_gpu, "on_demand", timeout=150))
+
+
+def test_parts_of_steps_with_collectives_over_gloo():
+    """Kernels are seen; who waits is not, since gloo has none."""
+    rows, complete, worked = run_ranks(shares_a_gpu, "collective", timeout=150)[0]
+    assert not complete and not any("idle/fraction" in row for row in rows)
+    seen = [(row, seconds) for row, seconds in zip(rows, worked, strict=True) if "gpu/kernel_seconds" in row]
+    assert seen
+    for row, seconds in seen:
+        assert row["gpu/kernel_seconds_rank0"] > 0.7 * seconds > 2 * row["gpu/kernel_seconds_rank1"]
+
+
+def has_a_gpu(rank: int, kind: str) -> Any:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    if kind == "fsdp":
+        return fit(device, FSDPStrategy(), Uneven("mean"), TOKENS)
+    strategy = ODCStrategy(communication="collective", hang_report_after=None)
+    return fit(device, strategy, Uneven("items"), Minibatch([TOKENS.to(device)]))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for every rank")
+@pytest.mark.parametrize("kind", ["fsdp", "collective"])
+def test_ranks_wait_inside_kernels_of_nccl(kind):
+    check_waits(run_ranks(has_a_gpu, kind, timeout=150))
+
+
+def test_records_of_kernels_agree_with_events():
+    device = torch.device("cuda", 0)
+    stream = ComputeStream(device)
+    profile = CudaProfile(device, stream.mark)
+    profile.start()
+    profile.stop()  # the first one takes long
+    profile.start()
+    begin = stream.mark()
+    first = multiply(device)
+    torch.cuda.synchronize()
+    time.sleep(0.1)
+    second = multiply(device)
+    end = stream.mark()
+    records = profile.stop()
+    length = begin.elapsed_time(end) / 1e3
+    last = records[-1].begin
+    parts = parts_of(records, Window(last - round(length * 1e9), last))
+    busy = sum(one.elapsed_time(other) for one, other in (first, second)) / 1e3
+    assert parts[DevicePart.KERNEL] == pytest.approx(busy, rel=0.05)
+    assert parts[DevicePart.COLLECTIVE] == 0.0
+    assert 0.09 < parts[DevicePart.EMPTY] < length - 0.9 * busy
