@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine
+from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.transports.choice import check_transport
+from lightning_odc.sharding.nodes import layout_of
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import arguments
@@ -113,6 +115,15 @@ class ODCFabricStrategy(ModelParallelStrategy):
             check_transport("auto", self.root_device.type, "ODCFabricStrategy")
         self._on_teardown.enter_context(part_of_the_cores(self.root_device.type, self.num_processes))
         super().setup_environment()
+        if self._layout is not None:
+            arguments.check_rows(self._layout, replicates=False, communication=self.communication)
+
+    @property
+    def _layout(self) -> Layout | None:
+        """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
+        if self.num_nodes == 1 or self.communication == "collective":
+            return None
+        return layout_of(None, self.num_nodes, self.world_size, self.global_rank)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
@@ -125,7 +136,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self._check_setup()
         with self._names.recorded(module):
             self._module = super().setup_module(module)
-        self._engine = make_engine(self, self.timeout)
+        self._engine = make_engine(self, self.timeout, self._layout)
         self._engine.attach(self._module)
         return self._module
 

@@ -163,7 +163,7 @@ class OnDemandEngine(Engine):
         self._protocol = protocol
         self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
         for unit, window in zip(self._units, protocol.windows, strict=True):
-            unit.carry(window.own_accumulator, carried)
+            unit.carry(window.by_node(window.own_accumulator), carried)
         self._publish_units()
         comms = [
             self._connect(unit, window) for unit, window in zip(self._units, protocol.windows, strict=True)
@@ -236,7 +236,7 @@ class OnDemandEngine(Engine):
         return comm
 
     def _gather(self, unit: Unit, window: UnitWindow, comm: GatherComm, output: Tensor, own: Tensor) -> None:
-        """Fill ``output`` (``[world_size * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
+        """Fill ``output`` (``[owners * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
         window.check_not_ended()  # first: after a step every parameter has changed
         if own.numel() != unit.shard_numel:
             self._gather_smaller(unit, window, own.numel() // unit.shard_numel, output)
@@ -247,9 +247,8 @@ class OnDemandEngine(Engine):
 
     def _gather_smaller(self, unit: Unit, window: UnitWindow, neighbours: int, output: Tensor) -> None:
         """Where the ranks of a smaller mesh kept the unit since its forward pass: ``reshard_after_forward=2``."""
-        transport = self.protocol.transport
-        shards = output.new_empty(transport.world_size, unit.shard_numel)
-        shards[transport.rank].copy_(window.own_shard)
+        shards = output.new_empty(window.owners, unit.shard_numel)
+        shards[window.own].copy_(window.own_shard)
         window.gather(shards.view(-1))
         unit.regroup(shards, neighbours, output)
 
@@ -260,7 +259,7 @@ class OnDemandEngine(Engine):
             self._late_hooks.hold(slot.home)
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
-        if sum(segment.numel for segment in segments) * self.protocol.transport.world_size != chunks.numel():
+        if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise self._unexpected_gradient(unit)
         if self._counts:
             window.accumulate(chunks, segments)
@@ -486,9 +485,9 @@ class OnDemandEngine(Engine):
         assert model is not None
         self.exchange("unfreeze parameters", None)  # so everything that was added has landed
         carried = {
-            slot.name: total.narrow(0, slot.grad_offset, slot.padded_numel).clone()
-            for unit in self._units
-            for total in [old.windows[unit.index].summed()]
+            slot.name: total.narrow(1, slot.grad_offset, slot.padded_numel).clone()
+            for unit, window in zip(self._units, old.windows, strict=True)
+            for total in [window.by_node(window.summed())]
             for slot in unit.trainable
         }
         used = {slot.name for unit in self._units for slot in unit.used}

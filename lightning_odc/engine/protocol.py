@@ -59,6 +59,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -67,7 +68,7 @@ from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.peers import MAILBOXES, RECORD_BOXES, Activity, Peers, Signals, Word
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
-from lightning_odc.engine.unit_window import RankState, UnitWindow
+from lightning_odc.engine.unit_window import ALONE, Column, RankState, UnitWindow
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError
 
@@ -93,6 +94,7 @@ class Protocol(RankState):
         lockstep: put a barrier at every gather and every accumulate: the control experiment that has this
             transport's cheap bytes and a collective's waits.
         hang_report: says where this rank is when ranks have waited for long.
+        column: the ranks whose shards this rank's window holds; by default this rank alone.
 
     Attributes:
         lockstep: the same, for as long as all ranks run the same microbatches.
@@ -114,10 +116,11 @@ class Protocol(RankState):
         deterministic: bool = False,
         lockstep: bool = False,
         hang_report: HangReport | None = None,
+        column: Column = ALONE,
     ) -> None:
         peers = Peers(transport, units)
         waiter = Waiter(timeout, peers.check, peers.report, hang_report)
-        super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter)
+        super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter, column)
         self.device_waits = 0
         self.signals = Signals()
         self.deterministic = deterministic
@@ -129,7 +132,7 @@ class Protocol(RankState):
         world = transport.world_size
         self._peers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._spec = WindowSpec(
-            units=self._units,
+            units=tuple(_times(unit, column.size) for unit in self._units),
             words=Word.COUNT + 2 * len(self._units),
             mailboxes=MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
@@ -194,7 +197,10 @@ class Protocol(RankState):
         return self.deterministic or bool(reason)
 
     def total(self, unit: int) -> Tensor:
-        """The gradients of the whole minibatch for this rank's shard of ``unit``, once after `end_version`."""
+        """The gradients of the whole minibatch for this rank's shard of ``unit``, 1-D.
+
+        To be called once for every unit after `end_version`, in the order of the units.
+        """
         return self.windows[unit].summed()
 
     def go_on_from(self, other: Protocol) -> None:
@@ -315,3 +321,8 @@ class Protocol(RankState):
                     "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
                     "inside a Minibatch (0 to k microbatches)."
                 )
+
+
+def _times(unit: UnitSpec, count: int) -> UnitSpec:
+    """What a window holds of a unit: the shards and the sums of so many ranks, one behind the other."""
+    return replace(unit, shard_numel=count * unit.shard_numel, grad_numel=count * unit.grad_numel)

@@ -24,11 +24,12 @@ class Traffic:
     """What went over the transport so far, on this rank.
 
     Attributes:
-        reads: Shards read from peers.
-        adds: Gradient chunks added into peers' accumulators.
-        bytes_read: Bytes copied out of peers' windows.
+        reads: Shards of other ranks that were read.
+        adds: Gradient chunks added for other ranks.
+        bytes_read: Bytes of other ranks' shards that were read.
         bytes_added: Bytes of gradients added into the windows of peers and into the own one.
         bytes_reduced: Bytes of gradients summed over nodes.
+        bytes_shared: Bytes of published shards that came from other nodes.
     """
 
     reads: int = 0
@@ -36,6 +37,24 @@ class Traffic:
     bytes_read: int = 0
     bytes_added: int = 0
     bytes_reduced: int = 0
+    bytes_shared: int = 0
+
+
+class Column(NamedTuple):
+    """The ranks whose shards one window holds. On one node it is the window's owner alone.
+
+    On several nodes it is one rank per node; see Note [A copy per node].
+
+    Attributes:
+        size: How many.
+        own: Which of them this rank is.
+    """
+
+    size: int
+    own: int
+
+
+ALONE = Column(1, 0)
 
 
 class RankState(Traced):
@@ -47,6 +66,7 @@ class RankState(Traced):
         lockstep: a barrier at every gather and every accumulate.
         peers: the other ranks.
         waiter: how this rank waits.
+        column: whose shards a window holds.
 
     Attributes:
         ended: the version has ended on all ranks, and the next one has not begun here.
@@ -55,19 +75,30 @@ class RankState(Traced):
     """
 
     def __init__(
-        self, transport: Transport, version: int, lockstep: bool, peers: Peers, waiter: Waiter
+        self,
+        transport: Transport,
+        version: int,
+        lockstep: bool,
+        peers: Peers,
+        waiter: Waiter,
+        column: Column,
     ) -> None:
         self.transport = transport
         self.version = version
         self.lockstep = lockstep
         self.peers = peers
         self.waiter = waiter
+        self.column = column
         self.ended = self.finished = False
         self.traffic = Traffic()
         self._barriers = 0
 
     def finish(self) -> None:
         """Wait until what this rank has asked of its device is done. See Note [When the host waits for its device]."""
+
+    def publish(self, window: UnitWindow, edited: bool) -> None:
+        """The own shard in a window is written: let it be read as the current version, now or later."""
+        window.announce(self.version, edited)
 
     def barrier(self) -> None:
         """Wait for all ranks: ``communication="lockstep"``."""
@@ -88,19 +119,19 @@ class RankState(Traced):
 
 
 class _Published(NamedTuple):
-    """A peer's shard.
+    """What one window holds of other ranks.
 
     Attributes:
-        owner: the peer.
+        owner: the window's.
         version: reads the version word of the unit.
-        edited: reads in which version its frozen parameters changed last.
-        shards: the only one, a view of the peer's window.
+        edited: reads in which version frozen parameters of the unit changed last.
+        parts: by rank, the shard as the only item of a list, and where it begins in the whole unit.
     """
 
     owner: int
     version: Callable[[], int]
     edited: Callable[[], int]
-    shards: list[Tensor]
+    parts: list[tuple[list[Tensor], int]]
 
 
 class Held(NamedTuple):
@@ -116,16 +147,16 @@ class Held(NamedTuple):
 
 
 class _Accumulator(NamedTuple):
-    """Where this rank adds gradients for an owner.
+    """Where this rank adds gradients to one window.
 
     Attributes:
-        owner: the rank that will take the sum.
-        total: the view of the owner's window.
+        owner: the window's.
+        totals: by rank of the column that will take the sum, the view of the window.
         lock: to hold while adding; ``None`` where no other rank adds to this place, or additions are atomic.
     """
 
     owner: int
-    total: Tensor
+    totals: list[Tensor]
     lock: Lock | None
 
 
@@ -141,6 +172,11 @@ class UnitWindow:
 
     Attributes:
         gathers: how often the unit was gathered, since somebody set it to 0.
+        owners: among how many ranks the unit is sharded.
+        own: which of them this rank is.
+        shards: what this rank's window holds, shape ``[column.size, shard_numel]``.
+        own_shard: this rank's row of it.
+        own_accumulator: where this rank adds what its own window takes.
     """
 
     def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int, edited_word: int) -> None:
@@ -151,32 +187,44 @@ class UnitWindow:
         self._state = state
         self._transport = transport = state.transport
         rank, self._world_size = transport.rank, transport.world_size
+        self.owners = state.column.size * self._world_size
+        self.own = state.column.own * self._world_size + rank
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
-        word = Word.COUNT + index
-        self._is_small = not transport.runs_ahead and self._world_size * spec.shard_bytes <= _SMALL
-        self._shards = [transport.shard(owner, index) for owner in range(self._world_size)]
+        self._word = Word.COUNT + index
+        self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
+        by_window = [
+            self._by_node(transport.shard(owner, index), spec.shard_numel)
+            for owner in range(self._world_size)
+        ]
+        self.shards = transport.shard(rank, index).view(state.column.size, spec.shard_numel)
+        self.own_shard = by_window[rank][state.column.own]
+        self._shards = [shard for shards in zip(*by_window, strict=True) for shard in shards]  # in rank order
         self._published = [
-            _Published(
-                owner,
-                transport.watch(owner, word),
-                transport.watch(owner, edited_word),
-                [self._shards[owner]],
-            )
-            for owner in own_first[1:]
+            _Published(owner, transport.watch(owner, self._word), transport.watch(owner, edited_word), parts)
+            for owner in [*own_first[1:], rank]
+            if (parts := self._parts_in(owner))
         ]
         source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
         self._source = source
         self._accumulators = [
             _Accumulator(
                 owner,
-                transport.accumulator(owner, index, source),
+                self._by_node(transport.accumulator(owner, index, source), spec.grad_numel),
                 transport.lock(owner, index) if locked else None,
             )
             for owner in own_first
         ]
         self._sums = [transport.accumulator(rank, index, source) for source in range(sources)]
-        self.own_shard = self._shards[rank]
         self.own_accumulator = self._sums[source]
+
+    def _by_node(self, whole: Tensor, numel: int) -> list[Tensor]:
+        """By rank of the column, its part of a shard or an accumulator in one window."""
+        return [whole.narrow(0, node * numel, numel) for node in range(self._state.column.size)]
+
+    def _parts_in(self, owner: int) -> list[tuple[list[Tensor], int]]:
+        """The shards of other ranks that a window holds, and where each begins in the whole unit."""
+        ranks = range(owner, self.owners, self._world_size)
+        return [([self._shards[one]], one * self.spec.shard_numel) for one in ranks if one != self.own]
 
     def publish(self, edited: bool = True) -> None:
         """Make `own_shard` readable as the current version. See Note [Versions instead of barriers].
@@ -185,15 +233,24 @@ class UnitWindow:
             edited: More than what is trained may have changed.
         """
         self._state.finished = False
-        if edited:
-            self._transport.store(self._edited_word, self._state.version)
-        self._transport.announce(Word.COUNT + self.index, self._state.version)
+        self._state.publish(self, edited)
 
-    def gather(self, out: Tensor, held: Held | None = None) -> None:
-        """Copy the peers' current shards into ``out``.
+    def announce(self, version: int, edited: bool) -> None:
+        """Say that all shards in this rank's window are those of a version.
 
         Args:
-            out: 1-D, ``world_size * shard_numel`` elements, in rank order; the own part is there already.
+            version: The version.
+            edited: More than what is trained may have changed.
+        """
+        if edited:
+            self._transport.store(self._edited_word, version)
+        self._transport.announce(self._word, version)
+
+    def gather(self, out: Tensor, held: Held | None = None) -> None:
+        """Copy the current shards of all other ranks into ``out``.
+
+        Args:
+            out: 1-D, ``owners * shard_numel`` elements, in rank order; the own part is there already.
             held: What else is there already, if anything.
 
         Raises:
@@ -206,33 +263,36 @@ class UnitWindow:
         begin = time.monotonic_ns()
         if state.lockstep:
             state.barrier()
-        for peer in self._published:
-            if peer.version() != state.version:
-                self._await_version(peer)
-            if held is not None and peer.edited() <= held.since:
-                spared += self._read_trained(peer, out.narrow(0, peer.owner * numel, numel), held.trained)
+        for window in self._published:
+            if window.version() != state.version:
+                self._await_version(window)
+            if held is not None and window.edited() <= held.since:
+                spared += self._read_trained(window, out, held.trained)
             elif not at_once:
-                read(peer.shards, out.narrow(0, peer.owner * numel, numel))
+                for shard, start in window.parts:
+                    read(shard, out.narrow(0, start, numel))
         if at_once:
             read(self._shards, out)
-        traffic, peers = state.traffic, self._world_size - 1
-        traffic.reads += peers if spared < peers * numel else 0
-        traffic.bytes_read += (peers * numel - spared) * self.spec.shard_dtype.itemsize
+        traffic, others = state.traffic, self.owners - 1
+        traffic.reads += others if spared < others * numel else 0
+        traffic.bytes_read += (others * numel - spared) * self.spec.shard_dtype.itemsize
         self._go_on("read", begin)
 
-    def _read_trained(self, peer: _Published, out: Tensor, trained: Sequence[tuple[int, int]]) -> int:
+    def _read_trained(self, window: _Published, out: Tensor, trained: Sequence[tuple[int, int]]) -> int:
         """Returns how many elements it did not read."""
-        for start, end in trained:
-            self._transport.read([peer.shards[0][start:end]], out[start:end])
-        return self.spec.shard_numel - sum(end - start for start, end in trained)
+        for (shard,), begin in window.parts:
+            for start, end in trained:
+                self._transport.read([shard[start:end]], out[begin + start : begin + end])
+        read = sum(end - start for start, end in trained)
+        return len(window.parts) * (self.spec.shard_numel - read)
 
     def accumulate(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         """Add each owner's chunk into its accumulator.
 
-        Starts with its own and goes round. Leaves out an owner whose lock is taken, and comes back to it later.
+        Starts with its own window and goes round. Leaves out a window whose lock is taken, and comes back to it later.
 
         Args:
-            chunks: 1-D, ``world_size * numel`` elements: one chunk for every owner, in rank order.
+            chunks: 1-D, ``owners * numel`` elements: one chunk for every owner, in rank order.
             segments: which elements of a chunk go where in the accumulator.
 
         Raises:
@@ -244,19 +304,15 @@ class UnitWindow:
         if self._transport.needs_locks:
             self._add_under_locks(chunks, segments)
         else:
-            rows = chunks.view(self._world_size, -1)
-            for part in segments:
-                self._transport.add_rows(
-                    self.index, self._source, part.target, rows.narrow(1, part.source, part.numel)
-                )
-        state.traffic.adds += self._world_size - 1
+            self._add_at_once(chunks, segments)
+        state.traffic.adds += self.owners - 1
         state.traffic.bytes_added += chunks.nbytes
         if state.lockstep:
             state.barrier()
         self._go_on("add", begin)
 
     def summed(self) -> Tensor:
-        """The gradients that all ranks added for this rank's shard: 1-D, ``grad_numel`` elements.
+        """The gradients that all ranks added in this rank's window: 1-D, ``grad_numel`` for each rank of the column.
 
         Read it only after the version has ended and before `clear`. A view, or the sum in rank order of one
         accumulator per source.
@@ -268,11 +324,15 @@ class UnitWindow:
             total += one
         return total
 
+    def by_node(self, accumulator: Tensor) -> Tensor:
+        """An accumulator of this rank's window, or `summed`, as ``[column.size, grad_numel]``."""
+        return accumulator.view(self._state.column.size, self.spec.grad_numel)
+
     def clear(self, start: int = 0, numel: int | None = None) -> None:
-        """Zero this rank's accumulators, or a part of them, before the next `publish`."""
+        """Zero this rank's accumulators before the next `publish`, or a part of each shard's."""
         self._state.finished = False
         for total in self._sums:
-            (total if numel is None else total.narrow(0, start, numel)).zero_()
+            (total if numel is None else self.by_node(total).narrow(1, start, numel)).zero_()
 
     def check_not_ended(self) -> None:
         """Refuse to use a version that has ended.
@@ -297,28 +357,39 @@ class UnitWindow:
         if state.tracer is not None:
             state.tracer.record(done, begin, unit=self.spec.name)
 
-    def _await_version(self, peer: _Published) -> None:
-        state, name, rank = self._state, self.spec.name, self._transport.job_rank
+    def _await_version(self, window: _Published) -> None:
+        state, name, owner = self._state, self.spec.name, window.owner
+        rank, own = self._transport.job_rank, self._transport.rank
         state.peers.begin(Activity.GATHER, self.index)
         state.waiter.until(
-            lambda: peer.version() >= state.version,
+            lambda: window.version() >= state.version,
             Cause.READ,
             lambda: (
-                f"waiting to read unit {name!r} (version {state.version}) from {self._transport.describe(peer.owner)}"
+                f"waiting to read unit {name!r} (version {state.version}) from "
+                f"{'other nodes' if owner == own else self._transport.describe(owner)}"
             ),
-            rank(peer.owner),
-            lambda: state.peers.check_not_left(peer.owner),
+            None if owner == own else rank(owner),
+            lambda: state.peers.check_not_left(owner),
         )
-        found = peer.version()
+        found = window.version()
         if found != state.version:
             raise DisagreementError(
-                f"Rank {rank(peer.owner)} has published version {found} of unit {name!r} while rank "
-                f"{rank(self._transport.rank)} still works on version {state.version}: the ranks took different "
+                f"Rank {rank(owner)} has published version {found} of unit {name!r} while rank "
+                f"{rank(own)} still works on version {state.version}: the ranks took different "
                 "numbers of optimizer steps. Every rank must call the same optimizer steps in the same order."
             )
 
+    def _add_at_once(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
+        by_node = chunks.view(self._state.column.size, self._world_size, -1)
+        for node, rows in enumerate(by_node):
+            for part in segments:
+                start = node * self.spec.grad_numel + part.target
+                self._transport.add_rows(
+                    self.index, self._source, start, rows.narrow(1, part.source, part.numel)
+                )
+
     def _add_under_locks(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
-        rows = chunks.split_with_sizes([chunks.numel() // self._world_size] * self._world_size)
+        rows = chunks.split_with_sizes([chunks.numel() // self.owners] * self.owners)
         waiting = self._add_where_free(self._accumulators, rows, segments)
         while waiting:
             self._await_any_lock(waiting)
@@ -332,24 +403,27 @@ class UnitWindow:
         for target in targets:
             lock = target.lock
             if lock is None:
-                self._add(target.total, rows[target.owner], segments)
+                self._add(target, rows, segments)
             elif lock.take():
                 try:
-                    self._add(target.total, rows[target.owner], segments)
+                    self._add(target, rows, segments)
                 finally:
                     lock.give()
             else:
                 taken.append(target)
         return taken
 
-    def _add(self, total: Tensor, row: Tensor, segments: Sequence[Segment]) -> None:
+    def _add(self, target: _Accumulator, rows: Sequence[Tensor], segments: Sequence[Segment]) -> None:
         add = self._transport.add
-        if len(segments) == 1 and segments[0].numel == self.spec.grad_numel:
-            add(total, row)
-            return
-        for segment in segments:
-            numel = segment.numel
-            add(total.narrow(0, segment.target, numel), row.narrow(0, segment.source, numel))
+        whole = len(segments) == 1 and segments[0].numel == self.spec.grad_numel
+        # With 2 ranks per node, those of window 1 are rows 1, 3, 5, ...
+        for total, row in zip(target.totals, rows[target.owner :: self._world_size], strict=True):
+            if whole:
+                add(total, row)
+                continue
+            for segment in segments:
+                numel = segment.numel
+                add(total.narrow(0, segment.target, numel), row.narrow(0, segment.source, numel))
 
     def _await_any_lock(self, targets: Sequence[_Accumulator]) -> None:
         """Sleep until one of the locks is free, without keeping it."""

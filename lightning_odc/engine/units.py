@@ -219,10 +219,15 @@ class Unit:
             module.set_gradient_divide_factor(factor)
 
     def carry(self, accumulator: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """Put gradients (1-D, padded, by parameter name) into this rank's empty accumulator."""
+        """Put gradients into this rank's empty accumulator.
+
+        Args:
+            accumulator: Shape ``[column.size, grad_numel]``.
+            gradients: By parameter name, of all ranks of the column, padded: shape ``[column.size, padded_numel]``.
+        """
         for slot in self.trainable:
             if slot.name in gradients:
-                accumulator.narrow(0, slot.grad_offset, slot.padded_numel).copy_(gradients[slot.name])
+                accumulator.narrow(1, slot.grad_offset, slot.padded_numel).copy_(gradients[slot.name])
 
     def take_fresh(self) -> list[Segment]:
         """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator.

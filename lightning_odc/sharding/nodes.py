@@ -16,17 +16,23 @@ WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_
 
 
 def layout_of(device_mesh: Any, num_nodes: int, world_size: int, rank: int) -> Layout:
-    """The layout under hybrid sharding.
+    """The layout over several nodes.
 
     Args:
         device_mesh: The argument of the user: ``None``, ``(replicate, shard)``, or a 2-D ``DeviceMesh``.
-        num_nodes: The nodes of the trainer: how often the model is replicated if the user did not say.
+        num_nodes: The nodes of the trainer: how many rows there are if the user did not say.
         world_size: The number of ranks.
         rank: The rank of this process.
 
     Raises:
-        ValueError: the mesh does not have ``world_size`` ranks, each one once and in ascending order.
+        ValueError: the mesh does not have ``world_size`` ranks, each one once and in ascending order; or nodes do not
+            have equally many.
     """
+    if device_mesh is None and world_size % num_nodes:
+        raise ValueError(
+            f"{world_size} ranks on {num_nodes} nodes: every node needs as many ranks as the others. Start equally "
+            'many on each, Trainer(devices=..., num_nodes=...), or use ODCStrategy(communication="collective").'
+        )
     if isinstance(device_mesh, DeviceMesh):
         rows = [[int(member) for member in row] for row in device_mesh.mesh.tolist()]
     else:

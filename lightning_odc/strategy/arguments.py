@@ -134,33 +134,31 @@ def offloading_backend(given: str | None) -> str:
     )
 
 
-def check_nodes(sharding_strategy: str, num_nodes: int, communication: str) -> None:
-    """Refuse to read shards of another host.
-
-    Raises:
-        ValueError: on demand, sharded over several nodes.
-    """
-    if num_nodes > 1 and sharding_strategy not in nodes.WITHIN_NODE and communication != "collective":
-        raise ValueError(
-            f"Trainer(num_nodes={num_nodes}) with sharding_strategy={sharding_strategy!r} would read shards of other "
-            "hosts on demand, which this version cannot. Write "
-            'ODCStrategy(sharding_strategy="HYBRID_SHARD"): on demand inside every node, one sum of gradients over '
-            'nodes per minibatch. Or ODCStrategy(communication="collective").'
-        )
-
-
-def check_row(layout: Layout, communication: str) -> None:
+def check_rows(layout: Layout, replicates: bool, communication: str) -> None:
     """Refuse rows of one rank, which have nothing to read on demand.
+
+    Args:
+        layout: The rows and columns of ranks.
+        replicates: Every row holds the whole model.
+        communication: The strategy's.
 
     Raises:
         ValueError: a row has one rank.
     """
-    if len(layout.row) == 1 and len(layout.rows) > 1 and communication != "collective":
+    if len(layout.row) > 1 or len(layout.rows) == 1 or communication == "collective":
+        return
+    count = len(layout.rows)
+    if replicates:
         raise ValueError(
-            f"Hybrid sharding over {len(layout.rows)} x 1 ranks shards nothing: every rank holds the whole model, and "
+            f"Hybrid sharding over {count} x 1 ranks shards nothing: every rank holds the whole model, and "
             "there is nothing to read on demand. Use several ranks per node (Trainer(devices=...), or "
             'device_mesh=(nodes, ranks per node)), or Trainer(strategy="ddp").'
         )
+    raise ValueError(
+        f"{count} nodes of one rank have nothing to read on demand: ranks read from other ranks of their node, so each "
+        "of these would hold a copy of the whole model and of its gradient. Use several ranks per node "
+        '(`devices=2`), communication="collective", or strategy="ddp".'
+    )
 
 
 def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:

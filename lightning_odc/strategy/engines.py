@@ -13,24 +13,32 @@ import torch.distributed as dist
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.hybrid.column import ColumnGroup
+from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.engine import HybridEngine
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import Replicas
+from lightning_odc.engine.hybrid.spanning import SpanningEngine
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import make_transport
+from lightning_odc.sharding.nodes import mesh_of
 from lightning_odc.strategy.arguments import memory_size
 
-#: Seconds without any sign of another host, or without progress of a sum over nodes, before that is an error; at most
-#: a quarter of ``timeout``, so that the message is not that of a wait for a rank that is slow.
+#: Seconds without any sign of another host, or without progress of a collective over nodes, before that is an error; at
+#: most a quarter and a half of ``timeout``. So the error is not that of a wait for a slow rank, and says who is gone.
 SILENCE = 30.0
 STALL = 60.0
 
 
 def make_engine(
-    strategy: Any, timeout: timedelta, *, layout: Layout | None = None, hang_report: HangReport | None = None
+    strategy: Any,
+    timeout: timedelta,
+    layout: Layout | None = None,
+    replicates: bool = False,
+    hang_report: HangReport | None = None,
 ) -> Engine:
     """The engine that moves the shards and gradients of a strategy's model. All ranks together.
 
@@ -38,6 +46,7 @@ def make_engine(
         strategy: An `ODCStrategy` or `ODCFabricStrategy`. Its arguments say which engine it gets.
         timeout: The longest wait for another rank.
         layout: The rows and columns of ranks, if there are several rows.
+        replicates: Every row holds the whole model; otherwise all rows together do.
         hang_report: Says where this rank is when ranks have waited for long.
     """
     if strategy.world_size == 1:
@@ -56,36 +65,32 @@ def make_engine(
         "hang_report": hang_report,
     }
     if layout is not None:
-        return _make_hybrid_engine(strategy, layout, rendezvous, options)
+        return _make_spanning_engine(strategy, layout, replicates, rendezvous, options)
     place = (device, strategy.global_rank, strategy.world_size)
     transport = partial(make_transport, *place, rendezvous, dist.group.WORLD)
     return OnDemandEngine(transport, rendezvous, **options)
 
 
-def _make_hybrid_engine(
-    strategy: Any, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]
-) -> HybridEngine:
-    device, rank, row, group = strategy.root_device, layout.rank, layout.row, strategy.shard_mesh.get_group()
+def _make_spanning_engine(
+    strategy: Any, layout: Layout, replicates: bool, rendezvous: Rendezvous, options: dict[str, Any]
+) -> SpanningEngine:
+    device, rank, row = strategy.root_device, layout.rank, layout.row
+    mesh = strategy.shard_mesh if replicates else mesh_of(layout, device.type)["shard"]
+    group = mesh.get_group()
     within = process_group_rendezvous(group)
-    silence, stall = min(SILENCE, options["timeout"] / 4), min(STALL, options["timeout"] / 4)
-    links: list[ReplicaLink] = []
+    silence, stall = min(SILENCE, options["timeout"] / 4), min(STALL, options["timeout"] / 2)
+    address = strategy.cluster_environment.main_address
 
     def make_link() -> ReplicaLink:
-        address = strategy.cluster_environment.main_address
-        links[:] = [ReplicaLink(rank, layout.column, rendezvous, address, layout.main_row, silence)]
-        return links[0]
+        return ReplicaLink(rank, layout.column, rendezvous, address, layout.main_row, silence)
 
-    def trouble() -> str:
-        return next((link.trouble() for link in links), "")
-
-    return HybridEngine(
-        partial(make_transport, device, row.index(rank), len(row), within, group, row),
-        rendezvous,
-        layout=layout,
-        make_link=make_link,
-        replicas=Replicas(layout, device, timedelta(seconds=stall), trouble),
-        **options,
-    )
+    transport = partial(make_transport, device, row.index(rank), len(row), within, group, row)
+    options |= {"layout": layout, "make_link": make_link}
+    if replicates:
+        replicas = Replicas(layout, device, timedelta(seconds=stall))
+        return HybridEngine(transport, rendezvous, group=replicas, **options)
+    column = ColumnGroup(layout, device, timedelta(seconds=stall))
+    return CopiesEngine(transport, rendezvous, group=column, **options)
 
 
 def hang_report_of(trainer: pl.Trainer, after: timedelta | None) -> HangReport | None:

@@ -72,8 +72,8 @@ class ODCStrategy(ShardedStrategy):
         activation_checkpointing: The same as in ``FSDPStrategy``.
         activation_checkpointing_policy: The same as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
-            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) does so inside every node, on demand, and sums gradients
-            over nodes once per minibatch; it is the way to use several nodes.
+            On several nodes they shard over all ranks, and every node keeps a copy of what is published.
+            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) shards inside every node, which holds the whole model.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
         device_mesh: The mesh of hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
@@ -212,10 +212,9 @@ class ODCStrategy(ShardedStrategy):
     def setup_environment(self) -> None:
         if self.communication != "collective":
             check_transport(self.transport, self._device_type())
-        arguments.check_nodes(self.sharding_strategy.name, self.num_nodes, self.communication)
         super().setup_environment()
         if self._layout is not None:
-            arguments.check_row(self._layout, self.communication)
+            arguments.check_rows(self._layout, self._replicates, self.communication)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -230,7 +229,7 @@ class ODCStrategy(ShardedStrategy):
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
             hang_report = hang_report_of(trainer, self.hang_report_after)
-            self._engine = make_engine(self, self.timeout, layout=self._layout, hang_report=hang_report)
+            self._engine = make_engine(self, self.timeout, self._layout, self._replicates, hang_report)
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)

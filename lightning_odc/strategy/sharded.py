@@ -149,7 +149,7 @@ class ShardedStrategy(FSDPStrategy):
         to the engine; or two, ``(replicate, shard)``, if ``fully_shard`` itself communicates. Needs the process group.
         """
         if self._mesh is None:
-            if self._layout is None:
+            if self._layout is None or not self._replicates:
                 self._mesh = mesh_for(self.root_device.type, self.world_size)
             else:
                 mesh = nodes.mesh_of(self._layout, self.root_device.type)
@@ -157,9 +157,14 @@ class ShardedStrategy(FSDPStrategy):
         return self._mesh
 
     @property
+    def _replicates(self) -> bool:
+        """Whether every row of ranks holds the whole model: hybrid sharding."""
+        return self.sharding_strategy.name in nodes.WITHIN_NODE
+
+    @property
     def _layout(self) -> Layout | None:
-        """Rows and columns of ranks; ``None`` if all of them are one row."""
-        if self.sharding_strategy.name not in nodes.WITHIN_NODE:
+        """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
+        if not (self._replicates or self._on_demand):
             return None
         layout = nodes.layout_of(self.device_mesh, self.num_nodes, self.world_size, self.global_rank)
         return layout if len(layout.rows) > 1 else None

@@ -28,6 +28,7 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
+from tests.support.nodes import make_copies_engine
 from tests.support.ranks import run_ranks
 
 STEPS = 4
@@ -73,6 +74,8 @@ def make_engine(communication: str, rank: int, **options: Any) -> Engine:
     world = dist.get_world_size()
     if communication == "collective":
         return CollectiveEngine(world, rendezvous)
+    if communication == "copies":
+        return make_copies_engine(rank, **options)
     lockstep = communication == "lockstep"
     make = lambda: SharedMemoryTransport(rank, world, rendezvous)  # noqa: E731
     return OnDemandEngine(make, rendezvous, timeout=30, lockstep=lockstep, **options)
@@ -138,11 +141,12 @@ def train(
         edit(model, step)
         engine.publish()
         traffic.append(engine.traffic)
+    engine.exchange("nothing is under way", None)
     result = {
         "parameters": full_parameters(model),
         "losses": losses,
         "without_grad": without,
-        "traffic": traffic[-1],
+        "traffic": engine.traffic,
         "reads": [after.reads - before.reads for before, after in itertools.pairwise(traffic)],
         "bytes": [after.bytes_read - before.bytes_read for before, after in itertools.pairwise(traffic)],
         "kept": engine.kept_bytes,

@@ -16,6 +16,8 @@ from tests.support.modules import TokenModule, full_parameters, loader, token_ba
 STEPS = 5
 #: Microbatches of every rank in every minibatch.
 COUNTS = (3, 1, 0, 4)
+#: By way of sharding, what is trained one after the other.
+RUNS = {"HYBRID_SHARD": [COUNTS], "FULL_SHARD": [COUNTS, (1, 1, 1, 1), (4, 4, 4, 4)]}
 VOCABULARY = 20_000
 
 
@@ -24,11 +26,11 @@ def module() -> TokenModule:
     return TokenModule("items", lr=0.01, vocab=VOCABULARY)
 
 
-def shares(rank: int | None) -> list[Minibatch]:
+def shares(rank: int | None, counts: tuple[int, ...] = COUNTS) -> list[Minibatch]:
     """This rank's, or all microbatches of every minibatch."""
-    start = 0 if rank is None else sum(COUNTS[:rank])
-    end = None if rank is None else start + COUNTS[rank]
-    lengths = [5, 9, 4, 7, 12, 3, 8, 6]
+    start = 0 if rank is None else sum(counts[:rank])
+    end = sum(counts) if rank is None else start + counts[rank]
+    lengths = [5, 9, 4, 7, 12, 3, 8, 6] * 2
     return [Minibatch(token_batches(lengths, seed=step)[start:end]) for step in range(STEPS)]
 
 
@@ -48,12 +50,19 @@ class Counter(Callback):
         self.seen = {"parameters": full_parameters(module), "traffic": traffic, "bytes_sent": self.bytes_sent}
 
 
-def main(directory: str) -> None:
-    rank, counter = int(os.environ["RANK"]), Counter()
-    strategy = ODCStrategy(sharding_strategy="HYBRID_SHARD", hang_report_after=None)
-    trainer(2, num_nodes=2, strategy=strategy, callbacks=[counter]).fit(module(), loader(shares(rank)))
-    torch.save({"host": os.uname().nodename, **counter.seen}, Path(directory) / f"rank{rank}.pt")
+def run(rank: int, sharding: str, counts: tuple[int, ...]) -> dict[str, Any]:
+    counter = Counter()
+    strategy = ODCStrategy(sharding_strategy=sharding, hang_report_after=None)
+    trainer(2, num_nodes=2, strategy=strategy, callbacks=[counter]).fit(
+        module(), loader(shares(rank, counts))
+    )
+    return {"host": os.uname().nodename, **counter.seen}
+
+
+def main(directory: str, sharding: str) -> None:
+    rank = int(os.environ["RANK"])
+    torch.save([run(rank, sharding, counts) for counts in RUNS[sharding]], Path(directory) / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

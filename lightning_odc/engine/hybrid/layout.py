@@ -37,6 +37,11 @@ class Layout:
         return tuple(row[place] for row in self.rows)
 
     @property
+    def node(self) -> int:
+        """Which row this rank is in, and its place in the column."""
+        return self.rows.index(self.row)
+
+    @property
     def columns(self) -> list[list[int]]:
         return [list(column) for column in zip(*self.rows, strict=True)]
 

@@ -71,6 +71,7 @@ class WindowSpec:
         mailboxes: number of mailboxes.
         mailbox_bytes: capacity of one mailbox.
         sources: accumulators per unit: 1 (shared, under a lock) or the world size (one per source rank).
+        holds: what that is, for messages.
     """
 
     units: tuple[UnitSpec, ...]
@@ -78,6 +79,7 @@ class WindowSpec:
     mailboxes: int = 0
     mailbox_bytes: int = 0
     sources: int = 1
+    holds: str = "published shards and gradient accumulators"
 
     @property
     def mailbox_stride(self) -> int:

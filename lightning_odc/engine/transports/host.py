@@ -58,12 +58,13 @@ def check_platform() -> None:
         )
 
 
-def check_memory(size: int, world_size: int) -> None:
+def check_memory(size: int, world_size: int, holds: str) -> None:
     """Refuse before the kernel kills: memory that is promised here is used for sure.
 
     Args:
         size: bytes of one rank's window.
         world_size: number of windows.
+        holds: what windows hold, for the message.
 
     Raises:
         WindowError: all windows together need more than is free.
@@ -72,9 +73,10 @@ def check_memory(size: int, world_size: int) -> None:
     needed = size * world_size
     if needed > available:
         raise WindowError(
-            f"the windows need {gib(needed)} GiB ({world_size} ranks of {gib(size)} GiB: published shards and "
-            f"gradient accumulators), but {gib(available)} GiB are free. Use fewer ranks per host, a smaller model, "
-            'bf16 (Trainer(precision="bf16-mixed") halves the shards), or ODCStrategy(communication="collective").'
+            f"the windows need {gib(needed)} GiB ({world_size} ranks of {gib(size)} GiB: {holds}), but "
+            f'{gib(available)} GiB are free. Use a smaller model, bf16 (Trainer(precision="bf16-mixed") halves the '
+            "shards, ODCStrategy(accumulator_dtype=torch.bfloat16) the accumulators), or "
+            'ODCStrategy(communication="collective").'
         )
 
 

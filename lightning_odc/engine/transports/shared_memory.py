@@ -73,7 +73,7 @@ class SharedMemoryTransport(Transport):
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
         host.check_platform()
         self._fence = host.make_fence()
-        host.check_memory(size, self.world_size)
+        host.check_memory(size, self.world_size, self._spec.holds)
         return secrets.token_bytes(_SECRET_BYTES)
 
     def _create(self, size: int, secret: bytes) -> Address:

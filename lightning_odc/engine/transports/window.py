@@ -178,9 +178,9 @@ def _limited(size: int, what: str, error: OSError) -> str:
 def _open(peer: int, address: Address) -> int:
     if address.host != boot_id():
         raise WindowError(
-            f"rank {peer} runs on another host, and shared memory ends at the host. Across hosts use "
-            'ODCStrategy(sharding_strategy="HYBRID_SHARD"), which shards within each node (ranks of a node must have '
-            'neighbouring numbers), or ODCStrategy(communication="collective").'
+            f"rank {peer} runs on another host, and shared memory ends at the host. Ranks of a node need neighbouring "
+            "numbers (SLURM: --distribution=block), and Trainer(num_nodes=...) must be the number of hosts. Or write "
+            'ODCStrategy(communication="collective").'
         )
     try:
         return os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,0 +1,130 @@
+"""The process group of one rank's column, and the collectives over it: a few per unit and minibatch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_odc.engine.comm import all_gather
+from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.errors import PeerFailedError
+
+_Answer = TypeVar("_Answer")
+#: More at once would not be faster, and each needs memory for what it receives.
+_UNDER_WAY = 2
+
+
+class ColumnGroup:
+    """The process group of this rank's column. All ranks of the column are there when a collective begins.
+
+    Args:
+        layout: of all ranks.
+        device: where parameters and gradients are.
+        stall: time without progress after which a collective gives up.
+
+    Attributes:
+        device: the same.
+        trouble: tells which rank of the column is gone, if one is.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, stall: timedelta) -> None:
+        self.device = device
+        self.trouble: Callable[[], str] = str
+        self._layout = layout
+        self._stall = stall
+        self._group: dist.ProcessGroup | None = None
+
+    def open(self) -> None:
+        """Make the group. All ranks of the job together; idempotent."""
+        if self._group is None:
+            self._group, _ = dist.new_subgroups_by_enumeration(self._layout.columns, timeout=self._stall)
+
+    def close(self) -> None:
+        """Give the group back. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+        """Begin to copy what every rank of the column has to all of them; returns what waits for the end of it.
+
+        Args:
+            own: 1-D. It may be its own part of ``whole``.
+            whole: 1-D, for what every rank has, one behind the other.
+
+        Raises:
+            RuntimeError: the collective broke. So does what is returned.
+        """
+        work = all_gather(_as_bytes(whole), _as_bytes(own), group=self._group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
+
+    def begin_scatter(self, sums: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum over the column, each rank one part; returns what waits for this rank's part.
+
+        A reduce-scatter. That of gloo is an all-reduce, which sends twice the bytes. So ranks exchange parts and add
+        what they receive, on every backend in the order of the nodes.
+
+        Args:
+            sums: 1-D, one part for every rank of the column, equally long. It must not change until the end.
+        """
+        heard = torch.empty_like(sums)
+        work = self._checked(
+            lambda: dist.all_to_all_single(
+                _as_bytes(heard), _as_bytes(sums), group=self._group, async_op=True
+            )
+        )
+
+        def wait() -> Tensor:
+            assert work is not None
+            self._checked(work.wait)
+            total, *others = heard.view(len(self._layout.column), -1)
+            for other in others:
+                total += other
+            return total
+
+        return wait
+
+    def blame(self, what: str, trouble: str, error: BaseException) -> str:
+        """The message of a collective that broke.
+
+        Args:
+            what: What it was to do.
+            trouble: Which rank is gone, as far as that is known.
+            error: What it said.
+        """
+        others = [rank for rank in self._layout.column if rank != self._layout.rank]
+        trouble = trouble or f"The reason is not known; ranks {others} took part in it."
+        return f"{what} over nodes broke on rank {self._layout.rank}. {trouble}\n{error}"
+
+    def _checked(self, collective: Callable[[], _Answer]) -> _Answer:
+        """A collective whose failure says which rank is to blame, as far as that is known."""
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise PeerFailedError(self.blame("A sum of gradients", self.trouble(), error)) from error
+
+
+def in_turn(begins: Iterable[Callable[[], Callable[[], _Answer]]]) -> Iterator[_Answer]:
+    """Begin one collective after the other; yields what each comes to, while the next one is under way."""
+    ends: deque[Callable[[], _Answer]] = deque()
+    for begin in begins:
+        ends.append(begin())
+        if len(ends) == _UNDER_WAY:
+            yield ends.popleft()()
+    for end in ends:
+        yield end()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Whatever the dtype, a backend can move it."""
+    return tensor.view(torch.uint8)

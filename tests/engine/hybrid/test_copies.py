@@ -1,0 +1,636 @@
+"""Full sharding over two nodes of two ranks, on one host. The link between nodes carries each byte once per minibatch.
+
+Tolerances: as in ``test_parity``, in which also the order of sums differs. All runs of the engine, and all fits of the
+strategy, follow one after the other in two launches of four processes; every test looks at the part that it is about.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.engine.collective import single_process
+from lightning_odc.engine.hybrid.copies import CopiesProtocol
+from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.hybrid.sharing import Sharing
+from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.threads import ThreadHub
+from lightning_odc.errors import WindowError
+from lightning_odc.fabric import ODCFabricStrategy
+from lightning_odc.sharding.nodes import layout_of
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
+from tests import test_fabric
+from tests.engine.test_protocol import together
+from tests.strategy.test_balance import Padded, plain, reference
+from tests.strategy.test_parity import (
+    LENGTHS,
+    STEPS,
+    assert_same,
+    minibatch,
+    one_process,
+    train,
+)
+from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
+from tests.support.modules import TokenModule, loader, trainer
+from tests.support.nodes import as_nodes, make_copies_engine
+from tests.support.ranks import run_ranks, try_ranks
+
+#: Microbatches of each rank, of six.
+COUNTS = (3, 1, 0, 2)
+ALL = 2**30
+BLOCKS = 3
+LR = 0.01
+
+
+# -- the engine -----------------------------------------------------------------------------------------------
+
+
+def _edit_one_row(model: nn.Module, step: int) -> None:
+    """After the second step the first row of a frozen weight changes, which lies on rank 0 alone."""
+    weight = model.blocks[0].up.weight  # type: ignore[index, union-attr]
+    if step == 1:
+        with torch.no_grad():
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not isinstance(weight, DTensor) or weight.device_mesh.get_rank() == 0:
+                own[0] += 0.5  # type: ignore[index, operator]
+
+
+def _unfreezing(
+    model: nn.Module,
+    shares: list[list[int]],
+    begin: Callable[[bool], None],
+    backward: Callable[[Tensor], None],
+    settle: Callable[[int], None],
+    publish: Callable[[], None],
+) -> dict[str, Tensor]:
+    """Two batches per step. Between those of the second step parameters are unfrozen; one gradient is dropped."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    for step in range(3):
+        for half in range(2):
+            if (step, half) == (1, 1):
+                model.requires_grad_(True)
+            begin(half == 0)
+            for index in shares[half]:
+                backward(minibatch(step)[index])
+            if (step, half) == (2, 0):
+                model.blocks[2].up.weight.grad = None  # type: ignore[index, union-attr]
+        settle(step)
+        optimizer.step()
+        publish()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def _unfrozen(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net(frozen=True)
+    shard_model(model, mesh_for("cpu", 4))
+    engine = make_copies_engine(rank)
+    engine.attach(model)
+
+    def backward(tokens: Tensor) -> None:
+        engine.ledger.add(tokens.numel() - 1)
+        loss = summed_loss(model, tokens)
+        with engine.backward(manual=True):
+            loss.backward()
+
+    shares = [[[0], [1], [2], [3]], [[], [4], [], [5]]]  # by batch and rank
+    parameters = _unfreezing(
+        model,
+        [by_rank[rank] for by_rank in shares],
+        lambda opens: engine.begin_batch(opens_window=opens, kind="plain batch"),
+        backward,
+        lambda _: engine.settle([]) and None,
+        engine.publish,
+    )
+    engine.close()
+    return parameters
+
+
+def _unfrozen_alone() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net(frozen=True)
+
+    def divide(step: int) -> None:
+        items = sum(tokens.numel() - 1 for tokens in minibatch(step))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= items
+
+    shares = [[0, 1, 2, 3], [4, 5]]
+    backward = lambda tokens: summed_loss(model, tokens).backward()  # noqa: E731
+    return _unfreezing(model, shares, lambda _: None, backward, divide, lambda: None)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "deterministic": {"deterministic": True},
+    "again": {"deterministic": True},
+    "frozen": {"net": {"frozen": True}, "keep": ALL, "edit": _edit_one_row},
+    "constant": {"net": {"frozen": True}},
+    "smaller mesh": {"reshard": 2, "looks": True},
+    "bf16 sums": {"accumulator_dtype": torch.bfloat16},
+}
+
+
+def _engine(rank: int) -> dict[str, Any]:
+    init_gloo(rank)
+    found: dict[str, Any] = {
+        name: train(rank, "copies", COUNTS, **{"net": {}, **case}) for name, case in CASES.items()
+    }
+    return found | {"unfrozen": _unfrozen(rank)}
+
+
+@pytest.fixture(scope="module")
+def engine() -> list[dict[str, Any]]:
+    return run_ranks(_engine, world_size=4, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def plain_net() -> dict[str, Tensor]:
+    return one_process({})
+
+
+def _shard_numel(net: dict[str, Any], trained: bool) -> int:
+    """Elements of one rank's shards, padded."""
+    parameters = [p for p in Net(**net).parameters() if p.requires_grad or not trained]
+    return sum(-(-p.shape[0] // 4) * p[0].numel() for p in parameters)
+
+
+def test_uneven_microbatches_on_two_nodes_equal_one_process(engine, plain_net):
+    for result, count in zip(engine, COUNTS, strict=True):
+        assert_same(result["fp32"]["parameters"], plain_net)
+        traffic = result["fp32"]["traffic"]
+        assert (traffic.reads > 0) == (traffic.adds > 0) == (count > 0), "the one-sided path was taken"
+
+
+def test_each_byte_goes_between_nodes_once_per_minibatch(engine):
+    net = {"frozen": True}
+    for result in engine:
+        traffic = result["fp32"]["traffic"]
+        # The other node's shards are received at the start and after every step, the sums of both nodes add up to one.
+        assert traffic.bytes_shared == (STEPS + 1) * 4 * _shard_numel({}, trained=False)
+        assert traffic.bytes_reduced == STEPS * 2 * 4 * _shard_numel({}, trained=True)
+        everything, changing = _shard_numel(net, trained=False), _shard_numel(net, trained=True)
+        assert changing < everything
+        constant = result["constant"]["traffic"]
+        assert constant.bytes_shared == 4 * (everything + STEPS * changing), "frozen parameters once"
+
+
+def test_frozen_parameters_that_one_rank_changes_reach_all_nodes(engine):
+    edited, constant = one_process({"frozen": True}, edit=_edit_one_row), one_process({"frozen": True})
+    for result in engine:
+        assert_same(result["frozen"]["parameters"], edited)
+        assert_same(result["constant"]["parameters"], constant)
+
+
+def test_kept_units_are_read_once_per_minibatch(engine):
+    reads = engine[0]["frozen"]["reads"]
+    # The first block is frozen and read a second time only because it was changed.
+    assert reads[1:] == [3 * (BLOCKS + 1), 3 * (BLOCKS + 1), 3 * BLOCKS]
+
+
+def test_unfreezing_and_dropping_in_the_middle_of_a_step(engine):
+    expected = _unfrozen_alone()
+    for result in engine:
+        assert_same(result["unfrozen"], expected)
+
+
+def test_deterministic_runs_are_bit_equal(engine, plain_net):
+    for result in engine:
+        assert_same(result["deterministic"]["parameters"], plain_net)
+        assert_same(result["again"]["parameters"], engine[0]["deterministic"]["parameters"], tolerance=0)
+
+
+def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(engine, plain_net):
+    for result in engine:
+        assert_same(result["smaller mesh"]["parameters"], plain_net)
+
+
+def test_sums_in_bf16(engine, plain_net):
+    # Sums are rounded to 2^-9 a few times. AdamW makes a step of 0.01 of any gradient, so bounds are on means.
+    for result in engine:
+        found = result["bf16 sums"]["parameters"]
+        differences = torch.cat([(found[name] - plain_net[name]).flatten() for name in plain_net]).abs()
+        assert 0 < differences.mean() < LR / 20
+        shared = result["bf16 sums"]["traffic"].bytes_reduced
+        assert shared == result["fp32"]["traffic"].bytes_reduced / 2
+
+
+# -- the strategy ---------------------------------------------------------------------------------------------
+
+
+def _shares(rank: int | None, steps: range = range(STEPS)) -> list[Minibatch]:
+    """This rank's, or all microbatches."""
+    start = 0 if rank is None else sum(COUNTS[:rank])
+    end = None if rank is None else start + COUNTS[rank]
+    return [Minibatch(token_batches(LENGTHS[step], seed=step)[start:end]) for step in steps]
+
+
+class Watcher(Callback):
+    """Keeps what there is to look at before everything is torn down."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.seen = {
+            "parameters": full_parameters(module),
+            "mesh": list(next(module.parameters()).device_mesh.shape),  # type: ignore[attr-defined]
+            "engine": type(trainer.strategy.engine).__name__,  # type: ignore[attr-defined]
+            "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        }
+
+
+def _fit(rank: int, **options: Any) -> dict[str, Any]:
+    module, watcher = TokenModule("items", lr=LR), Watcher()
+    validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
+    trainer(2, num_nodes=2, callbacks=[watcher], **options).fit(module, loader(_shares(rank)), validation)
+    return watcher.seen
+
+
+def _fit_alone(_: int, **options: Any) -> dict[str, Tensor]:
+    module = TokenModule("items", lr=LR)
+    trainer(1, **options).fit(module, loader(_shares(None)))
+    return full_parameters(module)
+
+
+class ByHand(TokenModule):
+    """Manual optimization: every rank goes backward once, and all step together."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(summed_loss(self.net, batch) / (batch.numel() - 1))
+        self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+
+
+def _by_hand(rank: int, **options: Any) -> dict[str, Tensor]:
+    module = ByHand()
+    trainer(2, num_nodes=2, **options).fit(module, loader([minibatch(step)[rank] for step in range(STEPS)]))
+    return full_parameters(module)
+
+
+def _by_hand_alone() -> dict[str, Tensor]:
+    module = ByHand()
+    optimizer = module.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for batch in minibatch(step)[:4]:
+            (summed_loss(module.net, batch) / (batch.numel() - 1) / 4).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+        optimizer.step()
+    return full_parameters(module)
+
+
+def _stealing(rank: int) -> dict[str, Tensor]:
+    module = Padded(counted=True)
+    trainer(2, num_nodes=2, strategy=ODCStrategy(balance="steal", hang_report_after=None)).fit(
+        module, plain()
+    )
+    return full_parameters(module)
+
+
+def _resumed(rank: int, path: Path, kind: str, saves_on: int, resumes_on: int) -> dict[str, Tensor]:
+    """All steps but one, a checkpoint, and the last one in another fit on another number of nodes."""
+
+    def on(nodes: int, epochs: int) -> Trainer:
+        as_nodes(rank, 4 // nodes)
+        return trainer(4 // nodes, num_nodes=nodes, max_epochs=epochs, state_dict_type=kind)
+
+    first = on(saves_on, epochs=1)
+    first.fit(TokenModule("items", lr=LR), loader(_shares(rank, range(STEPS - 1))))
+    first.save_checkpoint(path)
+    module = TokenModule("items", lr=0.5)
+    second = on(resumes_on, epochs=2)
+    second.fit(module, loader(_shares(rank, range(STEPS - 1, STEPS))), ckpt_path=path)
+    as_nodes(rank)
+    return full_parameters(module)
+
+
+def _in_fabric(rank: int) -> dict[str, Tensor]:
+    fabric = Fabric(strategy=ODCFabricStrategy(), accelerator="cpu", devices=2, num_nodes=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(*test_fabric.new_model())
+    for step in range(3):
+        test_fabric.run_step(fabric, model, optimizer, test_fabric.own(rank, COUNTS, step), clip=0.1)
+    name = type(fabric.strategy.engine).__name__  # type: ignore[attr-defined]
+    fabric.strategy.teardown()
+    assert name == "CopiesEngine"
+    return {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
+
+
+def _strategy(rank: int, directory: str) -> dict[str, Any]:
+    as_nodes(rank)
+    return {
+        "fp32": _fit(rank),
+        "zero 2": _fit(rank, sharding_strategy="SHARD_GRAD_OP"),
+        "bf16": _fit(rank, precision="bf16-mixed"),
+        "clipped": _fit(rank, gradient_clip_val=0.05),
+        "by hand": _by_hand(rank),
+        "lockstep": _by_hand(rank, communication="lockstep"),
+        "steal": _stealing(rank),
+        "full": _resumed(rank, Path(directory) / "full", "full", 2, 1),
+        "sharded": _resumed(rank, Path(directory) / "sharded", "sharded", 2, 1),
+        "back": _resumed(rank, Path(directory) / "back", "sharded", 1, 2),
+        "fabric": _in_fabric(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_strategy, str(tmp_path_factory.mktemp("copies")), world_size=4, timeout=300)
+
+
+def _alone(_: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "fp32": {},
+        "bf16": {"precision": "bf16-mixed"},
+        "clipped": {"gradient_clip_val": 0.05},
+    }
+    found = {name: _fit_alone(0, **given) for name, given in options.items()}
+    return found | {"by hand": _by_hand_alone(), "steal": reference(4)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return run_ranks(_alone, world_size=1)[0]
+
+
+def test_full_shard_on_two_nodes_shards_over_all_ranks(ranks, alone):
+    for result in ranks:
+        for name in ("fp32", "zero 2"):
+            assert_same(result[name]["parameters"], alone["fp32"])
+            assert (result[name]["mesh"], result[name]["engine"]) == ([4], "CopiesEngine")
+
+
+def test_evaluation_with_other_numbers_of_batches(ranks):
+    for result in ranks:
+        assert result["fp32"]["metrics"]["val_one"] == 1.0
+        assert result["fp32"]["metrics"] == pytest.approx(ranks[0]["fp32"]["metrics"], rel=1e-6)
+
+
+def test_clipping_and_manual_optimization(ranks, alone):
+    for result in ranks:
+        assert_same(result["clipped"]["parameters"], alone["clipped"])
+        for communication in ("by hand", "lockstep"):
+            assert_same(result[communication], alone["by hand"])
+
+
+def test_bf16_mixed(ranks, alone):
+    # As in `test_hybrid`: gradients are rounded to bf16 per microbatch, then pass through AdamW.
+    expected = alone["bf16"]
+    found = ranks[3]["bf16"]["parameters"]
+    differences = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).abs()
+    assert differences.mean() < LR / 20
+    for result in ranks:
+        assert_same(result["bf16"]["parameters"], found, tolerance=0)
+
+
+def test_work_is_stolen_inside_a_node(ranks, alone):
+    for result in ranks:
+        assert_same(result["steal"], alone["steal"])
+
+
+def test_checkpoints_go_to_one_node_and_come_from_one(ranks, alone):
+    for result in ranks:
+        for kind in ("full", "sharded", "back"):
+            assert_same(result[kind], alone["fp32"])
+
+
+def test_the_same_engine_in_fabric(ranks):
+    expected = test_fabric.reference(clip=0.1)
+    for result in ranks:
+        assert_same(result["fabric"], expected)
+
+
+class Failing(TokenModule):
+    """Rank 3 ends when all ranks have met and before it publishes, so that the others wait for its shards."""
+
+    def __init__(self, killed: bool) -> None:
+        super().__init__("items")
+        self.killed = killed
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 3 and self.global_step == 1:
+            if self.killed:
+                os._exit(9)
+            raise ZeroDivisionError("a bad sample")
+
+
+def _failing(rank: int, killed: bool) -> None:
+    as_nodes(rank)
+    trainer(2, num_nodes=2).fit(Failing(killed), loader(_shares(rank)))
+
+
+@pytest.mark.parametrize(
+    ("killed", "reason"), [(False, "ZeroDivisionError: a bad sample"), (True, "ended without a word")]
+)
+def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(killed, reason):
+    outcomes = try_ranks(_failing, killed, world_size=4, timeout=90)
+    assert killed or reason in outcomes[3].error
+    for outcome in outcomes[:3]:
+        assert "PeerFailedError" in outcome.error
+        assert "rank 3" in outcome.error.lower()
+        assert reason in outcome.error
+        assert outcome.exitcode == 1
+
+
+# -- the protocol ---------------------------------------------------------------------------------------------
+
+
+UNITS = (
+    UnitSpec("first", 3, torch.float32, 3, torch.float32),
+    UnitSpec("frozen", 2, torch.float32, 0, torch.float32),
+)
+TRAINED = [[(0, 1), (2, 3)], []]
+
+
+class Board:
+    """What the ranks of one column have said and sent so far, by kind and number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._items: dict[tuple[str, int], dict[int, Any]] = {}
+        self._changed = threading.Condition()
+
+    def post(self, kind: str, number: int, place: int, item: Any) -> None:
+        with self._changed:
+            self._items.setdefault((kind, number), {})[place] = item
+            self._changed.notify_all()
+
+    def found(self, kind: str, number: int) -> list[Any] | None:
+        items = self._items.get((kind, number), {})
+        return [items[place] for place in range(self.size)] if len(items) == self.size else None
+
+    def awaited(self, kind: str, number: int) -> list[Any]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.found(kind, number) is not None, timeout=20)
+        return self.found(kind, number) or []
+
+
+class BoardLink:
+    """A `ReplicaLink` between threads."""
+
+    def __init__(self, board: Board, kind: str, place: int) -> None:
+        self._board, self._kind, self._place, self._number = board, kind, place, 0
+
+    open = close = fail = lambda *_: None
+    trouble = missing = lambda *_: ""
+
+    def begin(self, record: Any) -> None:
+        self._number += 1
+        self._board.post(self._kind, self._number, self._place, record)
+
+    def complete(self) -> bool:
+        return self._board.found(self._kind, self._number) is not None
+
+    def records(self) -> list[Any]:
+        return self._board.awaited(self._kind, self._number)
+
+
+class SlowColumn:
+    """A `ColumnGroup` between threads, over a slow link."""
+
+    device = torch.device("cpu")
+    trouble = str
+
+    def __init__(self, board: Board, place: int) -> None:
+        self._board, self._place, self._number = board, place, 0
+
+    def _begin(self, sent: Tensor) -> Callable[[], list[Tensor]]:
+        self._number += 1
+        number = self._number
+        self._board.post("sent", number, self._place, sent.clone())
+
+        def wait() -> list[Tensor]:
+            time.sleep(0.02)
+            return self._board.awaited("sent", number)
+
+        return wait
+
+    def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
+        end = self._begin(own)
+        return lambda: whole.copy_(torch.cat(end()))
+
+    def begin_scatter(self, sums: Tensor) -> Callable[[], Tensor]:
+        end = self._begin(sums)
+        return lambda: sum(heard.view(self._board.size, -1)[self._place] for heard in end())  # type: ignore[return-value]
+
+
+def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[Any]:
+    """Three versions; returns what was read, and the sums. In version ``edits`` a rank changes what is frozen."""
+    protocol.open()
+    seen: list[Any] = []
+    frozen = float(rank)
+    for version in range(1, 4):
+        if version > 1:
+            protocol.next_version()
+        if version == edits:
+            frozen += 100
+        protocol.windows[0].own_shard.copy_(torch.tensor([10 * version + rank, frozen, -10 * version - rank]))
+        protocol.windows[1].own_shard.fill_(frozen)
+        changed = version in (1, edits)
+        protocol.windows[0].publish(changed)
+        protocol.windows[1].publish(changed)
+        for index, spec in enumerate(UNITS):
+            out = torch.zeros(world, spec.shard_numel)
+            out[rank] = protocol.windows[index].own_shard
+            protocol.windows[index].gather(out.view(-1))
+            seen.append(out.tolist())
+        chunks = torch.arange(2.0 * world).view(world, 2) + 100 * rank  # two of three numbers have a gradient
+        protocol.windows[0].accumulate(chunks.view(-1), [Segment(0, 0, 1), Segment(2, 1, 1)])
+        assert protocol.end_version("step", rank) == list(range(world))
+        seen.append([protocol.total(0).tolist(), protocol.total(1).tolist()])
+        protocol.windows[0].clear()
+    protocol.meet("end")
+    protocol.close()
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options):
+    world, rows = 2 * nodes, tuple((2 * node, 2 * node + 1) for node in range(nodes))
+    hubs, boards = [ThreadHub(2, timeout=20) for _ in rows], [Board(nodes) for _ in range(2)]
+    found: dict[int, Any] = {}
+
+    def play(rank: int) -> None:
+        node, place = divmod(rank, 2)
+        layout = Layout(rows, rank)
+        column: Any = SlowColumn(boards[place], node)
+        links: list[Any] = [BoardLink(boards[place], kind, node) for kind in ("records", "shares")]
+        transport = hubs[node].transport(place)
+        transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
+        parts = {"layout": layout, "link": links[0], "group": column, "sharing": Sharing(links[1], column)}
+        protocol = CopiesProtocol(transport, UNITS, trained=TRAINED, timeout=20, **parts, **options)
+        found[rank] = _play(protocol, rank, world, edits=3 if rank == 2 else 1)
+
+    assert together(*(partial(play, rank) for rank in range(world))) == [None] * world
+    for rank, seen in found.items():
+        for version in range(1, 4):
+            frozen = [float(one) + 100 * (version == 3 or one != 2) for one in range(world)]
+            first, second, (sums, nothing) = seen[3 * version - 3 : 3 * version]
+            assert first == [[10 * version + r, frozen[r], -10 * version - r] for r in range(world)]
+            assert second == [[frozen[r]] * 2 for r in range(world)]
+            added = 100 * sum(range(world))
+            assert sums == [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
+            assert nothing == []
+
+
+# -- what is refused ------------------------------------------------------------------------------------------
+
+
+def _one_rank_per_node(rank: int) -> list[str]:
+    as_nodes(rank, 1)
+    texts = []
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        with pytest.raises(ValueError, match="nodes of one rank") as caught:
+            trainer(1, num_nodes=2, sharding_strategy=strategy).fit(TokenModule(), loader([]))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_nodes_of_one_rank_are_refused_with_the_ways_out():
+    for texts in run_ranks(_one_rank_per_node):
+        for text in texts:
+            assert 'communication="collective"' in text
+            assert 'strategy="ddp"' in text
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"5 ranks on 2 nodes: every node needs as many ranks as the others"):
+        layout_of(None, num_nodes=2, world_size=5, rank=0)
+
+
+def test_windows_that_do_not_fit_say_what_they_hold():
+    layout, board = Layout(((0,), (1,)), 0), Board(2)
+    column: Any = SlowColumn(board, 0)
+    links: list[Any] = [BoardLink(board, kind, 0) for kind in ("records", "shares")]
+    parts = {"layout": layout, "link": links[0], "group": column, "sharing": Sharing(links[1], column)}
+    huge = [UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)]
+    transport = SharedMemoryTransport(0, 1, single_process)
+    protocol = CopiesProtocol(transport, huge, trained=[[]], timeout=20, **parts)
+    with pytest.raises(
+        WindowError, match=r"a copy of the published model and of its gradient per node, .* GiB"
+    ):
+        protocol.open()
