@@ -148,6 +148,16 @@ def checkpoint_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """This rank's shard of a parameter or of a gradient, detached: the tensor itself, not a view of it.
+
+    Why: ``to_local`` makes a new view of a parameter's shard in every call (torch 2.13), which takes as long as all the
+    rest that a step does with a small parameter. Not kept between steps: ``fully_shard`` and ``Module.to`` replace it.
+    The name is the same from torch 2.9 to 2.13.
+    """
+    return tensor._local_tensor
+
+
 def sharded_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """This rank's shard ``local`` as a part of something sharded like ``parameter``, on any device.
 

@@ -134,6 +134,7 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         default=defaults.precision,
         help=f"of the computation, {' or '.join(PRECISIONS)}",
     )
+    demo.add_argument("--device", metavar="D", default=defaults.device, help=bench_cli.DEVICE_HELP)
 
 
 def _flag(name: str) -> str:

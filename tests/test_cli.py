@@ -49,12 +49,13 @@ def test_every_option_reaches_the_demo(asked_for: list[DemoOptions], tmp_path: P
         layers=1,
         hidden_size=128,
         precision="bf16-mixed",
+        device="cuda",
         seed=7,
     )
     line = (
         f"demo --output {tmp_path} --devices 1 --communication lockstep balanced --minibatches 3 "
         "--repetitions 2 --samples-per-rank 5 --samples-per-microbatch 4 --max-length 512 --order shuffled "
-        "--equal-lengths --layers 1 --hidden-size 128 --precision bf16-mixed --seed 7"
+        "--equal-lengths --layers 1 --hidden-size 128 --precision bf16-mixed --device cuda --seed 7"
     )
     assert cli.main(line.split()) == 0
     assert asked_for == [wanted]

@@ -265,11 +265,16 @@ def _sharded_alike(rank: int) -> list[bool]:
             torch.equal(made.full_tensor(), one.full_tensor()),
             made.to_local().data_ptr() == local.data_ptr(),
         ]
+        own = _compat.local_of(parameter)
+        with torch.no_grad():
+            shown = parameter.to_local()
+        same += [own is _compat.local_of(parameter), not own.requires_grad]
+        same += [own.data_ptr() == shown.data_ptr(), own.shape == shown.shape]
     return same
 
 
 def test_a_gradient_is_sharded_like_its_parameter():
-    assert run_ranks(_sharded_alike) == [[True] * 14] * 2
+    assert run_ranks(_sharded_alike) == [[True] * 22] * 2
 
 
 def test_comms_of_a_module_are_those_that_were_set():

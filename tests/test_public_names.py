@@ -58,13 +58,13 @@ COMMANDS = {
     "demo": {
         *("--communication", "--devices", "--equal-lengths", "--hidden-size", "--layers", "--max-length"),
         *("--minibatches", "--order", "--output", "--precision", "--repetitions", "--samples-per-microbatch"),
-        *("--samples-per-rank", "--seed"),
+        *("--samples-per-rank", "--seed", "--device"),
     },
     "bench": set(),
     "bench train": {
         *("--cost", "--emulate", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
         *("--packing-ratio", "--precision", "--ranks", "--repetitions", "--runs", "--samples-per-microbatch"),
-        *("--samples-per-rank", "--seconds-per-minibatch", "--seed", "--slow-rank"),
+        *("--samples-per-rank", "--seconds-per-minibatch", "--seed", "--slow-rank", "--device"),
     },
     "bench sweep": {"--minibatches", "--most-ranks", "--output", "--seconds-per-minibatch", "sweeps"},
     "bench comm": {"--output", "--ranks", "--rounds", "--sizes", "--skew"},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lightning_odc.bench.devices import place
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.choice import make_transport
-from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 MIB = 2**20
@@ -43,12 +42,9 @@ TimeOf = Callable[[Callable[[], Any]], list[float]]
 
 def measure(rank: int, world_size: int, mib: list[int]) -> dict[str, Any]:
     """Everything about one rank; the process group is up."""
-    there_are = torch.cuda.device_count()
-    shared = world_size > there_are
-    if shared:  # here, since the server that ranks are forked from has started before
-        os.environ[OVERLAP_VARIABLE] = "1"
-    device = torch.device("cuda", rank % there_are)
-    torch.cuda.set_device(device)
+    placement = place("cuda", world_size)
+    placement.enter(rank)
+    device, shared = placement.devices[rank], placement.shares
     meet = process_group_rendezvous(dist.group.WORLD)
 
     def fresh() -> Transport:

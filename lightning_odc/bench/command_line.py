@@ -26,6 +26,10 @@ from lightning_odc.bench.options import (
 from lightning_odc.demo.options import PRECISIONS, check_extra_packages
 
 _WHAT = ("train", "sweep", "comm", "engine")
+DEVICE_HELP = (
+    "what ranks compute on, cpu or cuda; the documentation's figures are those of cpu. If there are fewer GPUs than "
+    "ranks, ranks share them, which shows that it works, not how fast"
+)
 
 _NUMBERS: dict[str, tuple[type, str]] = {
     "ranks": (int, "processes, one rank each (2, or 8 emulated devices)"),
@@ -107,6 +111,7 @@ def _add_train(kinds: Any) -> None:
     )
     train.add_argument("--cost", metavar="C", help=f"what the planner is told, one of {', '.join(COSTS)}")
     train.add_argument("--precision", metavar="P", help=f"of the computation, {' or '.join(PRECISIONS)}")
+    train.add_argument("--device", metavar="D", help=DEVICE_HELP)
     for name, (kind, text) in _NUMBERS.items():
         letter = "N" if kind is int else "X"
         train.add_argument(_flag(name), type=kind, metavar=letter, help=text)

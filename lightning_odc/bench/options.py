@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_odc.balance.planner import COLLECTIVE_SAFE
 from lightning_odc.balance.planner import POLICIES as PLANNED
-from lightning_odc.demo.options import PRECISIONS, OptionError, available_cores
+from lightning_odc.demo.options import DEVICES, PRECISIONS, OptionError, available_cores
 
 COMMUNICATIONS = ("ddp", "collective", "lockstep", "on_demand")
 PAPERS_OWN = "lb_micro_paper"
@@ -108,6 +108,7 @@ class TrainOptions:
     cost: str = "model"
     slow_rank: float = 1.0
     precision: str = "32-true"
+    device: str = "cpu"
     seconds_per_minibatch: float | None = None
     seed: int = 0
 
@@ -132,9 +133,21 @@ class TrainOptions:
             raise OptionError(
                 f"--precision {self.precision!r} is unknown: choose from {', '.join(PRECISIONS)}"
             )
+        self._check_device()
         self._check_runs()
         self._check_ranks()
         self._check_model()
+
+    def _check_device(self) -> None:
+        """What waits by the clock of the processor says nothing about a GPU."""
+        if self.device not in DEVICES:
+            raise OptionError(f"--device {self.device!r} is unknown: choose from {', '.join(DEVICES)}")
+        if self.device == "cuda" and self.emulate:
+            raise OptionError("--emulate needs no GPU, its devices only sleep: leave out --device cuda")
+        if self.device == "cuda" and self.slow_rank > 1:
+            raise OptionError(
+                "--slow-rank slows down processors, not GPUs: leave it out, or leave out --device cuda"
+            )
 
     def _check_runs(self) -> None:
         runs = self.runs or DEFAULT_RUNS

@@ -13,18 +13,24 @@ from lightning_odc.callbacks.timeline.palette import GREY, MODES
 from lightning_odc.files import write_whole
 
 
-def rows_picture(rows: Sequence[Row]) -> Figure:
-    """Seconds per minibatch with intervals; the hatched part is waiting."""
+def rows_picture(rows: Sequence[Row], caption: str = "") -> Figure:
+    """Seconds per minibatch with intervals; the hatched part is waiting, where that is known.
+
+    Args:
+        rows: One bar each.
+        caption: What is to be said about all of them, if anything.
+    """
     figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     for place, row in enumerate(rows):
         low, middle, high = row.seconds
+        idle = row.idle or 0.0
         colour = MODES.get(row.combination.communication, GREY)
         axes.barh(place, middle, color=colour, alpha=0.6)
         axes.barh(
             place,
-            middle * row.idle,
-            left=middle * (1 - row.idle),
+            middle * idle,
+            left=middle * (1 - idle),
             color="none",
             hatch="///",
             edgecolor="white",
@@ -35,6 +41,7 @@ def rows_picture(rows: Sequence[Row]) -> Figure:
     axes.set_yticks(range(len(rows)), [str(row.combination) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds per minibatch (median, 95 % interval; hatched: waiting for others)")
+    axes.set_title(caption, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

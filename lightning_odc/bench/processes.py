@@ -102,7 +102,7 @@ class _Rank(NamedTuple):
 
 
 class Ranks:
-    """Processes with a gloo process group that run one function after another, all ranks together.
+    """Processes with a process group that run one function after another, all ranks together.
 
     They are forked from a server that has imported everything once, so that many of them start in seconds. They ignore
     Ctrl-C, which is for the parent, and end when it does, however that ends.
@@ -111,6 +111,7 @@ class Ranks:
         world_size: The number of ranks.
         preload: Modules that the server imports before it forks.
         prepare: A function that is called with the rank in its process before the group is made.
+        backend: The backend of the process group.
     """
 
     def __init__(
@@ -118,9 +119,11 @@ class Ranks:
         world_size: int,
         preload: Sequence[str] = (),
         prepare: Callable[[int], None] | None = None,
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         self._prepare = prepare
+        self._backend = backend
         self._preload = ["torch.distributed", "lightning_odc.bench.processes", *preload]
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: list[_Rank] = []
@@ -150,7 +153,7 @@ class Ranks:
             watched, lifeline = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(theirs, watched, rank, self.world_size, store, self._prepare),
+                args=(theirs, watched, rank, self.world_size, store, self._prepare, self._backend),
                 daemon=True,
             )
             process.start()
@@ -266,6 +269,7 @@ def _rank_main(
     world_size: int,
     store: str,
     prepare: Callable[[int], None] | None,
+    backend: str,
 ) -> None:
     gc.freeze()  # a full collection would copy the memory that the server shares with all ranks: 0.4 s for each
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -274,7 +278,7 @@ def _rank_main(
         prepare(rank)
     torch.set_num_threads(threads_per_rank(world_size))
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (job := pipe.recv()) is not None:
         function, arguments, telling = job
         options = {"tell": partial(_tell, pipe)} if telling else {}

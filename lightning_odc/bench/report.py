@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import lightning
@@ -16,6 +17,7 @@ import transformers
 from numpy.typing import ArrayLike
 
 from lightning_odc._version import __version__
+from lightning_odc.bench.devices import Placement, place
 from lightning_odc.bench.options import TrainOptions
 from lightning_odc.bench.results import (
     Interval,
@@ -51,6 +53,8 @@ def introduction(options: TrainOptions) -> str:
     samples = cached_samples(options)
     facts = ", ".join(f"{name} {value:,.0f}" for name, value in length_facts(samples.lengths).items())
     devices = f"{options.ranks} {'emulated devices' if options.emulate else 'ranks'}"
+    if options.device == "cuda":
+        devices += " on GPUs"
     return (
         f"model {options.model} on {devices}, {options.samples_per_rank} samples per rank and minibatch; "
         f"{samples.source} (tokens: {facts}); {options.repetitions} repetitions of {options.minibatches} "
@@ -82,6 +86,12 @@ class Outcome:
         self.seconds_per_cost = 1.0
         self.load = os.getloadavg()[0]
 
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        assert self.options.ranks is not None
+        return place(self.options.device, self.options.ranks)
+
     @property
     def rows(self) -> list[Row]:
         """One per combination."""
@@ -93,7 +103,8 @@ class Outcome:
         rows = self.rows
         if not rows:
             return "Nothing was measured."
-        parts = [table(rows, self.options), "", *(sentence(split) for split in splits(self.runs))]
+        caption = [f"**{self.placement.caption}**", ""] if self.placement.caption else []
+        parts = [*caption, table(rows, self.options), "", *(sentence(split) for split in splits(self.runs))]
         difference = loss_difference(self.runs)
         verdict = "losses agree" if self.losses_agree else "LOSSES DIFFER"
         reason = "" if math.isfinite(difference) else " (a loss is NaN or infinite)"
@@ -124,6 +135,7 @@ class Outcome:
         given |= {"runs": [str(run) for run in self.options.runs or ()], "output": None}
         return {
             "options": given,
+            "caption": self.placement.caption or None,
             "lengths": {"source": samples.source, "tokens": length_facts(samples.lengths)},
             "baseline": str(baseline_of([row.combination for row in self.rows])),
             "rows": [row.record() for row in self.rows],
@@ -134,7 +146,7 @@ class Outcome:
             "cut_short": self.failure or None,
             "error": self.details or None,
             "runs": [_run_record(run) for run in self.runs if run.count],
-            "machine": machine(self.load),
+            "machine": machine(self.load, self.placement.gpus),
         }
 
     def write_files(self) -> None:
@@ -156,7 +168,7 @@ class Outcome:
         write_whole(folder / "bench.md", f"{introduction(self.options)}\n\n{self.text}\n".encode())
         from lightning_odc.bench.pictures import rows_picture, write_picture
 
-        write_picture(folder / "bench.png", rows_picture(self.rows))
+        write_picture(folder / "bench.png", rows_picture(self.rows, self.placement.caption))
         print(f"files in {folder}/: bench.json, bench.md, bench.png")
 
 
@@ -171,8 +183,13 @@ def length_facts(lengths: ArrayLike) -> dict[str, float]:
     }
 
 
-def machine(load: float) -> dict[str, Any]:
-    """What JSON files say about where they come from."""
+def machine(load: float, gpus: int = 0) -> dict[str, Any]:
+    """What JSON files say about where they come from.
+
+    Args:
+        load: The load average before the run.
+        gpus: The number of GPUs that were used, the first ones that torch sees.
+    """
     return {
         "system": platform.platform(),
         "cores": available_cores(),
@@ -182,6 +199,7 @@ def machine(load: float) -> dict[str, Any]:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "transformers": transformers.__version__,
+        **({"gpus": [torch.cuda.get_device_name(gpu) for gpu in range(gpus)]} if gpus else {}),
     }
 
 

@@ -44,7 +44,7 @@ class MinibatchRecord:
         settling: Seconds of own work in settle and publish.
         processor: Seconds of processor time, all threads.
         bytes_read: Bytes of shards that it read from peers.
-        meetings: Times at which this rank entered and left each collective.
+        meetings: When this rank entered and left each collective.
     """
 
     seconds: float
@@ -72,6 +72,7 @@ class Totals:
         traffic: Reads and adds over the transport, by the names of the engine's ``Traffic``.
         stolen: Microbatches of others that it ran.
         policy: The policy of the plans that it ran.
+        sees_waits: Whether it knows all its waits for others. By collectives on GPUs the host does not see them.
     """
 
     peak_bytes: int = 0
@@ -79,6 +80,7 @@ class Totals:
     traffic: dict[str, int] = field(default_factory=dict)
     stolen: int = 0
     policy: str = ""
+    sees_waits: bool = True
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Run:
         bounds: Seconds of each minibatch without any communication, if they are known: of emulated devices, and of
             plans that are run as they were made, so not under ``steal``, where ranks take from each other.
         estimates: Idle fraction of each minibatch by the planner's cost, if the plan is run as it was made.
+        common_clock: Whether the moments of meetings are of one clock for all ranks, as they are on processors.
     """
 
     combination: Combination
@@ -99,6 +102,7 @@ class Run:
     totals: list[Totals] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)
+    common_clock: bool = True
 
     @property
     def count(self) -> int:
@@ -127,7 +131,7 @@ class Run:
         """Replace the meetings of a minibatch by the waits in them, which only all ranks together tell."""
         of_ranks = self.of(index)
         if any(one.meetings for one in of_ranks):
-            waited = waits_in_meetings([one.meetings for one in of_ranks], common_clock=True)
+            waited = waits_in_meetings([one.meetings for one in of_ranks], self.common_clock)
             for one, seconds in zip(of_ranks, waited or (), strict=False):
                 one.waits["collective"] = seconds
                 one.meetings = []
@@ -140,9 +144,9 @@ class Row:
     Attributes:
         seconds: Time per minibatch: the median, with its interval.
         speed_up: Speed-up over the baseline, with its interval; ``None`` without common minibatches.
-        idle: Fraction of waiting.
+        idle: Fraction of waiting; ``None`` where a rank does not see all its waits.
         estimated_idle: The same by the planner's cost; ``None`` where `Run.estimates` are empty.
-        over_bound: Time over the busy time of the busiest rank, minus 1.
+        over_bound: Time over the busy time of the busiest rank, minus 1; ``None`` where `idle` is.
         settling: Fraction of settle and publish, waiting left out.
         processor: Fraction of the machine's cores that was busy.
         peak_bytes: Memory of the rank that took most, its window left out.
@@ -157,9 +161,9 @@ class Row:
     combination: Combination
     seconds: Interval
     speed_up: Interval | None
-    idle: float
+    idle: float | None
     estimated_idle: float | None
-    over_bound: float
+    over_bound: float | None
     settling: float
     processor: float
     peak_bytes: int
@@ -275,6 +279,7 @@ def _row(
             processor += sum(one.processor for one in of_ranks)
             read += sum(one.bytes_read for one in of_ranks)
             bound += run.bounds[index] if run.bounds else 0.0
+    seen = all(one.sees_waits for run in runs for one in run.totals)
     ended = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
     stolen = [sum(one.stolen for one in run.totals) / run.count for run in runs if run.totals]
     estimates = [run.estimates[index] for run in runs if run.estimates for index in run.timed]
@@ -282,9 +287,9 @@ def _row(
         combination=combination,
         seconds=median_interval(list(own.values())),
         speed_up=ratio_interval(slow, own),
-        idle=idle / (world_size * span),
+        idle=idle / (world_size * span) if seen else None,
         estimated_idle=statistics.fmean(estimates) if estimates else None,
-        over_bound=span / busiest - 1,
+        over_bound=span / busiest - 1 if seen else None,
         settling=settling / (world_size * span),
         processor=processor / (cores * span),
         peak_bytes=int(statistics.median(one.peak_bytes for one in ended)) if ended else 0,

@@ -148,7 +148,7 @@ def cell(sweep: str, value: Any, outcome: Outcome) -> Cell:
         bound=_bound(slow) / _bound(best),
         long_bound=long[0] / long[1],
         efficiency={str(one): row.efficiency or 0.0 for one, row in rows.items()},
-        idle={str(one): row.idle for one, row in rows.items()},
+        idle={str(one): row.idle or 0.0 for one, row in rows.items()},
         overhead_seconds=outcome.overhead,
         seconds_per_minibatch=best.seconds[1],
         processor=max(row.processor for row in rows.values()),

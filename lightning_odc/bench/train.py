@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_odc.bench import training
+from lightning_odc.bench.devices import place
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.lengths import Samples
 from lightning_odc.bench.models import count_parameters, emulated_cost, find_config
@@ -75,7 +76,8 @@ def train_all(outcome: Outcome, watch: Watch | None = None) -> None:
     """
     options = outcome.options
     assert options.ranks is not None
-    with _progress(options) as advance, Ranks(options.ranks, PRELOAD) as ranks:
+    where = outcome.placement
+    with _progress(options) as advance, Ranks(options.ranks, PRELOAD, where.enter, where.backend) as ranks:
         _run_all(outcome, watch, ranks, advance)
 
 
@@ -87,7 +89,8 @@ def _run_all(outcome: Outcome, watch: Watch | None, ranks: Ranks, advance: Advan
         outcome.overhead, outcome.seconds_per_cost = _calibrate(options, ranks, advance)
     for repetition in range(options.repetitions):
         for combination in options.runs:
-            run = Run(combination, repetition, [[] for _ in range(ranks.world_size)])
+            nothing_yet: list[list[MinibatchRecord]] = [[] for _ in range(ranks.world_size)]
+            run = Run(combination, repetition, nothing_yet, common_clock=not outcome.placement.gpus)
             run.estimates = training.estimated_idle(options, combination, count)
             if options.emulate and not combination.changes_plans:
                 bounds = training.planned_bounds(options, combination, count)
@@ -134,7 +137,7 @@ def _calibrate(options: TrainOptions, ranks: Ranks, advance: Advance) -> tuple[f
 
 
 def check(options: TrainOptions, ranks: str = "--ranks", model: str = "a smaller --model") -> None:
-    """What needs to look at models, lengths and memory.
+    """What needs to look at devices, models, lengths and memory.
 
     Args:
         options: The options, filled.
@@ -147,6 +150,7 @@ def check(options: TrainOptions, ranks: str = "--ranks", model: str = "a smaller
     assert options.ranks is not None
     assert options.model is not None
     assert options.samples_per_rank is not None
+    place(options.device, options.ranks)
     samples = training.cached_samples(options)
     needed = options.ranks * options.samples_per_rank
     if needed > len(samples):
@@ -164,7 +168,10 @@ def check(options: TrainOptions, ranks: str = "--ranks", model: str = "a smaller
 
 
 def _check_model(options: TrainOptions, model: str, samples: Samples) -> int:
-    """Whether the model can read the samples; returns the bytes of its state and of its logits on one rank."""
+    """Whether the model can read the samples; returns the bytes of host memory that it takes on one rank.
+
+    These are its state and its logits; of a model on a GPU, its parameters before they go there.
+    """
     assert options.ranks is not None
     longest = int(samples.lengths.max())
     config = find_config(model, longest)
@@ -179,6 +186,8 @@ def _check_model(options: TrainOptions, model: str, samples: Samples) -> int:
         )
     parameters = count_parameters(model, config)
     whole = parameters * 4  # once, before it is sharded
+    if options.device == "cuda":
+        return whole
     state = parameters * _STATE_BYTES // options.ranks + whole
     if any(run.communication == "ddp" for run in options.runs or ()):
         state = parameters * 4 * 5

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
@@ -23,17 +24,20 @@ from lightning_odc.balance.arrays import Plan, as_lengths
 from lightning_odc.balance.costs import Cost, pair_of
 from lightning_odc.balance.evaluate import collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.planner import Planner
+from lightning_odc.bench.devices import Placement, place
 from lightning_odc.bench.emulation import SleepingLayer, SleepingModel, collate_by
 from lightning_odc.bench.lengths import Samples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, emulated_cost, find_config, planned_cost
 from lightning_odc.bench.options import AUTO, EQUAL_COUNTS, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.bench.processes import Tell
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
-from lightning_odc.callbacks.idle.sources import GradientWatch, MeetingTracer
+from lightning_odc.callbacks.idle.sources import GradientWatch, watch_for
+from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
+from lightning_odc.engine.keeping import CudaMemory
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""
@@ -60,7 +64,8 @@ def fit(
         callbacks: More callbacks for the trainer.
         tell: A function that takes the records.
     """
-    _begin_memory()
+    placement = place(options.device, world_size)
+    _begin_memory(placement.devices[rank])
     by_hand = combination.communication == "ddp"
     slowness = options.slow_rank if rank == world_size - 1 else 1.0
     loader: Any
@@ -78,7 +83,7 @@ def fit(
         config = find_config(options.model, int(cached_samples(options).lengths.max()))
         module = CausalModel(config, options.seed, slowness, by_hand)
     recorder = MinibatchRecorder(tell)
-    trainer = _trainer(options, combination, world_size, [recorder, *callbacks])
+    trainer = make_trainer(options, combination, placement, [recorder, *callbacks])
     trainer.fit(module, ByHand(loader) if by_hand else loader)
     return recorder.totals
 
@@ -316,16 +321,15 @@ class MinibatchRecorder(Callback):
         self._before: Books = ({}, 0.0, 0.0, 0)
         self._done: MinibatchRecord | None = None
         self._ended = 0.0
-        self._meetings: Any = None
+        self._watch = Watch(complete=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(pl_module, BenchModule)
-        if not isinstance(strategy, ODCStrategy):
-            self._meetings = pl_module.watch = GradientWatch(pl_module, strategy.root_device)
-        elif strategy.communication == "collective" and trainer.world_size > 1:
-            self._meetings = MeetingTracer()
-            strategy.engine.listen(self._meetings)
+        if isinstance(strategy, ODCStrategy):
+            self._watch = watch_for(trainer, pl_module, waits=None)  # what the host sees
+        else:
+            self._watch = pl_module.watch = GradientWatch(pl_module, strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._close(trainer, time.monotonic())
@@ -341,20 +345,19 @@ class MinibatchRecorder(Callback):
         # After the last minibatch there is no next start: its span ends with it.
         self._close(trainer, self._ended)
         strategy = trainer.strategy
+        self.totals.sees_waits = self._watch.complete
+        self._watch.release()
         if isinstance(strategy, ODCStrategy):
-            strategy.engine.unlisten(self._meetings)
             self.totals.window_bytes = strategy.engine.window_bytes
             self.totals.traffic = asdict(strategy.engine.traffic)
             self.totals.stolen = getattr(strategy.engine, "stolen", 0)
             self.totals.policy = cast(Any, trainer.train_dataloader).recipe.policy
-        elif isinstance(self._meetings, GradientWatch):
-            self._meetings.release()
-        self.totals.peak_bytes = _peak_private()
+        self.totals.peak_bytes = _peak_bytes(strategy.root_device)
 
     def _close(self, trainer: Trainer, now: float) -> None:
         """End the running minibatch, if there is one, at ``now``."""
         waits, settling, processor, bytes_read = after = self._books(trainer)
-        meetings = [] if self._meetings is None else self._meetings.take_meetings()
+        meetings = self._watch.read(self._watch.take_meetings(), wait=True) or []
         if self._began is not None and self._done is not None:
             before, done = self._before, self._done
             done.seconds = now - self._began
@@ -376,14 +379,18 @@ class MinibatchRecorder(Callback):
         return waits, settling, time.process_time(), engine.traffic.bytes_read
 
 
-def _trainer(
-    options: TrainOptions, combination: Combination, world_size: int, callbacks: list[Callback]
+def make_trainer(
+    options: TrainOptions, combination: Combination, placement: Placement, callbacks: list[Callback]
 ) -> Trainer:
+    """The trainer of one rank, whose process group is there already."""
     communication: Any = combination.communication
-    strategy: Any = "ddp"
-    if communication != "ddp":
+    strategy: Any
+    if communication == "ddp":
+        strategy = DDPStrategy(parallel_devices=placement.devices)
+    else:
         layers: Any = {SleepingLayer} if options.emulate else None
         strategy = ODCStrategy(
+            parallel_devices=placement.devices,
             communication=communication,
             auto_wrap_policy=layers,
             hang_report_after=None,
@@ -391,8 +398,7 @@ def _trainer(
         )
     return Trainer(
         strategy=strategy,
-        accelerator="cpu",
-        devices=world_size,
+        accelerator=placement.accelerator,
         precision=options.precision,  # type: ignore[arg-type]
         max_steps=WARM_UP + options.minibatches,
         callbacks=callbacks,
@@ -411,12 +417,20 @@ def _balancing(options: TrainOptions, combination: Combination) -> dict[str, Any
     return {"balance": "auto", "cost": _planned_cost(options, combination), "max_tokens": most}
 
 
-def _begin_memory() -> None:
-    """Give back what earlier runs have freed, and let the kernel forget the peak so far."""
+def _begin_memory(device: torch.device) -> None:
+    """Give back what earlier runs have freed, and let the device, or the kernel, forget the peak so far."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        CudaMemory(device).begin()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Peak of the memory of a GPU, or of this process, without windows."""
+    return CudaMemory(device).peak() if device.type == "cuda" else _peak_private()
 
 
 def _peak_private() -> int:

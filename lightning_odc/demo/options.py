@@ -14,9 +14,11 @@ Mode = Literal["collective", "on_demand", "lockstep", "balanced"]
 ``"balanced"``: one-sided, with all that ``strategy="odc_balanced"`` chooses by itself."""
 Order = Literal["sorted", "shuffled"]
 Precision = Literal["32-true", "bf16-mixed"]
+Device = Literal["cpu", "cuda"]
 MODES: tuple[str, ...] = get_args(Mode)
 ORDERS: tuple[str, ...] = get_args(Order)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+DEVICES: tuple[str, ...] = get_args(Device)
 EXTRA_PACKAGES = ("transformers", "matplotlib", "rich")
 RANKS_PER_CORE = 4
 SHORTEST_CAP = 64
@@ -48,6 +50,7 @@ class DemoOptions:
     layers: int = 4
     hidden_size: int = 256
     precision: Precision = "32-true"
+    device: Device = "cpu"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,6 +91,7 @@ class DemoOptions:
         chosen: list[tuple[str, str, tuple[str, ...]]] = [
             ("order", self.order, ORDERS),
             ("precision", self.precision, PRECISIONS),
+            ("device", self.device, DEVICES),
             *(("communication", mode, MODES) for mode in self.communication),
         ]
         for name, value, known in chosen:

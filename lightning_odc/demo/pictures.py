@@ -42,11 +42,12 @@ def lengths_picture(lengths: Sequence[int], cap: int, dropped: int) -> Figure:
     return figure
 
 
-def minibatches_picture(seconds: Mapping[str, NDArray[np.float64]]) -> Figure:
+def minibatches_picture(seconds: Mapping[str, NDArray[np.float64]], caption: str = "") -> Figure:
     """Time of every timed minibatch under every mode: a bar for the median, a dot for each repetition.
 
     Args:
         seconds: The times by mode, ``[repetition, minibatch]``.
+        caption: What is to be said about all of them, if anything.
     """
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -61,7 +62,8 @@ def minibatches_picture(seconds: Mapping[str, NDArray[np.float64]]) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("minibatch (the same samples under every mode)")
     axes.set_ylabel("seconds")
-    axes.set_title("time per minibatch: bar, median; dots, repetitions", fontsize=11, pad=12)
+    title = "time per minibatch: bar, median; dots, repetitions"
+    axes.set_title(f"{title}\n{caption}" if caption else title, fontsize=11, pad=12)
     figure.legend(frameon=False, loc="outside lower center", ncols=len(seconds))
     _plain(axes)
     return figure

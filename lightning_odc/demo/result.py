@@ -146,11 +146,14 @@ class Result:
         write_json(folder / "result.json", self.as_dict() | {"timelines": {}})  # also if a picture fails
         lengths = lengths_picture(corpus.lengths, corpus.max_length, corpus.dropped)
         write_picture(folder / "lengths.png", lengths)
-        write_picture(folder / "minibatches.png", minibatches_picture(self.seconds))
+        caption = self.outcome.placement.caption
+        write_picture(folder / "minibatches.png", minibatches_picture(self.seconds, caption))
         timelines = {
             mode: load_timeline(timeline_folder(folder, mode) / "timeline.json") for mode in self.runs
         }
-        draw_timelines({TITLES[mode]: one for mode, one in timelines.items()}, folder / "timelines.png")
+        of_ranks = f" ({caption})" if caption else ""
+        titled = {f"{TITLES[mode]}{of_ranks}": one for mode, one in timelines.items()}
+        draw_timelines(titled, folder / "timelines.png")
         shown = {
             mode: {
                 "trace": str(timeline_folder(Path(), mode) / "timeline.json"),
@@ -177,9 +180,12 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of ``result.json`` but for the timelines."""
-        here = machine(self.outcome.load)
-        of_machine = {name: here.pop(name) for name in ("system", "cores", "load_before")}
+        placement = self.outcome.placement
+        here = machine(self.outcome.load, placement.gpus)
+        names = ("system", "cores", "load_before", "gpus")
+        of_machine = {name: here.pop(name) for name in names if name in here}
         return {
+            "caption": placement.caption or None,
             "runs": self.runs,
             "speedup": self.speedups.get("on_demand"),
             "speedups": self.speedups,

@@ -34,16 +34,16 @@ def run_demo(options: DemoOptions) -> int:
         The exit code: 0, or 1 if the losses of the modes differ by more than rounding explains.
 
     Raises:
-        OptionError: the output folder cannot be written to, or text or memory do not suffice for the options.
+        OptionError: the output folder cannot be written to, or text, memory or GPUs do not suffice for the options.
         SystemExit: a rank failed.
         KeyboardInterrupt: Ctrl-C; the processes that were started have ended.
     """
     prepare_output(options.output)
     console = Console(highlight=False, soft_wrap=True)
-    corpus = read_samples(options.max_length, equal=options.equal_lengths)
     outcome = Outcome(preset(options))
     train.check(outcome.options, "--devices", "fewer --layers")
-    show_data(console, options, corpus, outcome.load)
+    corpus = read_samples(options.max_length, equal=options.equal_lengths)
+    show_data(console, options, corpus, outcome)
     try:
         train.train_all(outcome, partial(timeline_recorders, options))
     except RankFailedError as error:
@@ -68,6 +68,7 @@ def preset(options: DemoOptions) -> TrainOptions:
         repetitions=options.repetitions,
         max_length=options.max_length,
         precision=options.precision,
+        device=options.device,
         seed=options.seed,
     )
 
@@ -89,9 +90,9 @@ def timeline_recorders(
     return [TimelineRecorder(timeline_folder(options.output, mode_of(combination)), (last, last))]
 
 
-def show_data(console: Console, options: DemoOptions, corpus: Corpus, load: float) -> None:
+def show_data(console: Console, options: DemoOptions, corpus: Corpus, outcome: Outcome) -> None:
     """Print what is trained on and how ranks share it, before the run."""
-    cores = available_cores()
+    cores, load, placement = available_cores(), outcome.load, outcome.placement
     console.print(
         f"[bold]{len(corpus.samples):,} functions and classes[/] of Python {platform.python_version()}'s "
         f"standard library; {corpus.dropped:,} longer than {corpus.max_length:,} tokens left out"
@@ -100,14 +101,16 @@ def show_data(console: Console, options: DemoOptions, corpus: Corpus, load: floa
     console.print("tokens: " + ", ".join(f"{name} {value:,.0f}" for name, value in facts.items()))
     console.print(histogram_text(corpus.lengths, corpus.max_length))
     own = " (balanced: as it chooses)" if "balanced" in options.communication else ""
+    each = f"{threads_per_rank(options.devices)} thread(s) per rank"
+    if placement.gpus:
+        each = placement.caption or "a GPU for each rank"
     console.print(
         f"minibatch: {options.devices} rank(s) x {options.samples_per_rank} samples, "
-        f"{options.samples_per_microbatch} per microbatch, {options.order}{own}; "
-        f"{threads_per_rank(options.devices)} thread(s) per rank"
+        f"{options.samples_per_microbatch} per microbatch, {options.order}{own}; {each}"
     )
     if load > BUSY_LOAD * cores:
         console.print(f"[yellow]this machine is busy (load {load / cores:.1f} per core): expect uneven times")
-    if options.devices > cores:
+    if options.devices > cores and not placement.gpus:
         console.print(
             f"[yellow]{options.devices} ranks share {cores} cores: a waiting rank lends its core to a busy one, so the "
             "times say little about the modes"
@@ -136,6 +139,8 @@ def histogram_text(lengths: Sequence[int], longest: int, width: int = 40) -> str
 def show_results(console: Console, result: Result) -> None:
     """Print the table, whether the losses agree, and where the files are."""
     options, outcome = result.options, result.outcome
+    if caption := outcome.placement.caption:
+        console.print(f"[yellow]{caption}")
     console.print(results_table(result))
     difference = loss_difference(outcome.runs)
     verdict = "[green]losses agree[/]" if outcome.losses_agree else "[bold red]LOSSES DIFFER[/]"
@@ -190,8 +195,7 @@ def results_table(result: Result) -> Table:
             f"{median:.3f} [{first:.3f}-{third:.3f}]",
             f"{run['loss'][-1]:.4f}",
             f"x{result.speedups[mode]:.2f}" if result.speedups else "-",
-            f"{run['idle_share']:z.1%}",
-            f"{run['over_bound']:z.1%}",
+            *("-" if run[name] is None else f"{run[name]:z.1%}" for name in ("idle_share", "over_bound")),
         ]
         table.add_row(*map(escape, cells))
     return table

@@ -97,34 +97,33 @@ class StalenessGuard:
         """
         found = {}
         for unit in self._units:
-            frozen = [(start, end) for slot, start, end in unit.places() if slot.grad_offset < 0]
-            if frozen:
-                published, now = self._windows[unit.index].own_shard, self._shard_now(unit)
-                pairs = [_as_integers(published[start:end], now[start:end]) for start, end in frozen]
-                found[unit.index] = torch.stack([first.ne(second).any() for first, second in pairs]).any()
-        differ = torch.stack(list(found.values())).tolist() if found else []
-        return {index for index, is_different in zip(found, differ, strict=True) if is_different}
+            if len(unit.trainable) < len(unit.slots):
+                parts = unit.parts(self._windows[unit.index].own_shard)
+                differ = [_differ(there, now.to(there)) for slot, there, now in parts if slot.grad_offset < 0]
+                found[unit.index] = torch.stack(differ).any()
+        answers = torch.stack(list(found.values())).tolist() if found else []
+        return {index for index, is_different in zip(found, answers, strict=True) if is_different}
 
     def _shard_now(self, unit: Unit) -> Tensor:
-        """What this rank would publish if it did so now."""
+        """What this rank would publish if it did so now.
+
+        A copy of one unit: to compare parameter by parameter without one takes as long, on every device.
+        """
         own = torch.zeros_like(self._windows[unit.index].own_shard)
         unit.write_shard(own)
         return own
 
     def _compare_shard(self, unit: Unit, own: Tensor) -> None:
-        now = None if self._deferred else own  # not to keep it until the step settles
-        self._expect_same(
-            self._windows[unit.index].own_shard, own, unit.index, partial(self._changed, unit, now)
-        )
+        published = self._windows[unit.index].own_shard
+        self._expect_same(published, own, unit.index, partial(self._changed, unit))
         self._compared.add(unit.index)
 
-    def _changed(self, unit: Unit, now: Tensor | None) -> StaleShardError:
-        published = self._windows[unit.index].own_shard
-        own = self._shard_now(unit) if now is None else now
-        changed = (slot.name for slot, a, b in unit.places() if not _same_bits(published[a:b], own[a:b]))
+    def _changed(self, unit: Unit) -> StaleShardError:
+        parts = unit.parts(self._windows[unit.index].own_shard)
+        name = next((slot.name for slot, there, now in parts if not _same_bits(there, now.to(there))), None)
         return StaleShardError(
-            f"Parameter {next(changed, None)!r} changed after it was published, so peers would compute with its old "
-            "value. Change parameters outside the optimizer step on all ranks together, and then call "
+            f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "
+            "parameters outside the optimizer step on all ranks together, and then call "
             "`trainer.strategy.publish_parameters()` on all of them."
         )
 
@@ -143,10 +142,15 @@ class StalenessGuard:
             if not _same_bits(one, other):
                 raise error()
             return
-        first, second = _as_integers(one, other)
-        differ, before = first.ne(second).any(), self._differ.get(what)
+        differ, before = _differ(one, other), self._differ.get(what)
         self._differ[what] = differ if before is None else before.logical_or_(differ)
         self._errors[what] = error
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Whether two 1-D tensors of one dtype differ in any bit, as a tensor with one element on their device."""
+    first, second = _as_integers(one, other)
+    return first.ne(second).any()
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

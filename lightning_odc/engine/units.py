@@ -30,7 +30,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +87,18 @@ class ParamSlot:
     @property
     def local(self) -> Tensor:
         """This rank's unpadded shard (detached, same memory)."""
-        with torch.no_grad():
-            return self.sharded.to_local()
+        return _compat.local_of(self.sharded)
+
+    def at_rest(self) -> Tensor:
+        """The same of what optimizers hold, also while the parameter is gathered, or kept by a smaller mesh.
+
+        If the parameter was replaced, `home` is the new one from here on.
+        """
+        current: Any = self.current
+        is_new = current is not self.home and isinstance(current, DTensor)
+        if is_new and current.device_mesh == self.home.device_mesh:
+            self.home = current
+        return _compat.local_of(self.home)
 
 
 @dataclass
@@ -121,6 +131,7 @@ class Unit:
     trained: list[tuple[int, int]] = field(default_factory=list)
     shard_numel: int = 0
     _whole: list[Segment] = field(default_factory=list)
+    _sizes: list[int] = field(default_factory=list)
 
     def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
         """Give every parameter its place, after its compute dtype is known; in the accumulator if it has gradients."""
@@ -136,6 +147,7 @@ class Unit:
         self.trainable = [slot for slot in self.slots if slot.grad_offset >= 0]
         self._whole = _joined(self.trainable)
         self.shard_numel = shard_offset
+        self._sizes = [end - start for _, start, end in self.places()]
         self.trained = _runs([(start, end) for slot, start, end in self.places() if slot.grad_offset >= 0])
         own = self.trainable[0].sharded.dtype if self.trainable else torch.float32
         summed_in = torch.promote_types(own, accumulator_dtype or torch.float32)
@@ -155,19 +167,28 @@ class Unit:
     def write_shard(self, target: Tensor) -> None:
         """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
         places, values = [], []
-        for slot in self.slots:
-            current = slot.current
-            # Else it is gathered, or kept by a smaller mesh, and what optimizers hold is what it was.
-            if isinstance(current, DTensor) and current.device_mesh == slot.home.device_mesh:
-                slot.home = current
-            local = slot.home.to_local().reshape(-1)
-            if self.as_bytes:
-                local = local.to(slot.compute_dtype).view(torch.uint8)
-            places.append(target.narrow(0, slot.shard_offset, local.numel()))
-            values.append(local)
+        for _, place, value in self.parts(target):
+            places.append(place)
+            values.append(value)
         # With `cpu_offload` from pinned host memory: cast on the GPU, and not waited for here. The optimizer step that
         # changes shards next comes after a meeting.
         torch._foreach_copy_(places, values, non_blocking=True)
+
+    def parts(self, shard: Tensor) -> Iterator[tuple[ParamSlot, Tensor, Tensor]]:
+        """Every parameter, where it lies in a published shard, and what is to be there now: both 1-D, without padding.
+
+        The last one has the dtype and the device of the parameter, so its memory is that of the parameter; in a unit
+        that is published as bytes, it is a copy in bytes.
+
+        Args:
+            shard: 1-D, as `spec` says.
+        """
+        for slot, place in zip(self.slots, shard.split_with_sizes(self._sizes), strict=True):
+            value = slot.at_rest().reshape(-1)
+            if self.as_bytes:
+                value = value.to(slot.compute_dtype).view(torch.uint8)
+            numel = value.numel()
+            yield slot, place if place.numel() == numel else place[:numel], value
 
     def regroup(self, shards: Tensor, neighbours: int, target: Tensor) -> None:
         """Fill the all-gather buffer of a smaller mesh.
@@ -200,7 +221,7 @@ class Unit:
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The parameters of a gathered unit: name, this rank's slice of it, and its shard, which should be the same."""
         for slot in self.slots:
-            whole, shard = slot.current, slot.home.to_local()
+            whole, shard = slot.current, _compat.local_of(slot.home)
             if shard.numel() and shard.dim():
                 own = _own_slice(whole.detach(), slot.home, shard)
                 yield slot.name, own.reshape(-1), shard.to(own.device, own.dtype).reshape(-1)
@@ -260,15 +281,16 @@ class Unit:
         """
         empty: list[tuple[DTensor, Tensor]] = []
         kept: list[tuple[DTensor, Tensor]] = []
-        for slot, was_used in zip(self.slots, used, strict=True):
-            if was_used and slot.grad_offset >= 0:
+        is_used = dict(zip(self.slots, used, strict=True))
+        parts = total.split_with_sizes([slot.padded_numel for slot in self.trainable])
+        for slot, part in zip(self.trainable, parts, strict=True):
+            if is_used[slot]:
                 parameter = slot.sharded
-                local = parameter.to_local()
-                # Without the padding at its end.
-                gradient = total.narrow(0, slot.grad_offset, local.numel()).view(local.shape)
+                local = _compat.local_of(parameter)
+                gradient = part[: local.numel()].view(local.shape)  # without the padding at its end
                 (empty if parameter.grad is None else kept).append((parameter, gradient))
         if kept:
-            there = [cast(DTensor, parameter.grad).to_local() for parameter, _ in kept]
+            there = [_compat.local_of(cast(DTensor, parameter.grad)) for parameter, _ in kept]
             torch._foreach_add_(there, [gradient for _, gradient in kept], alpha=scale)
         if empty:
             scaled = torch._foreach_mul([gradient for _, gradient in empty], scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -56,8 +57,14 @@ def read_log(directory: str | Path, name: str) -> list[float]:
 
 
 def mean_of_log(directory: str | Path, name: str, skip: int = 0) -> float:
-    """The mean of `read_log` without its first ``skip`` values, in which a training warms up."""
-    return fmean(read_log(directory, name)[skip:])
+    """The mean of `read_log` without its first ``skip`` values, in which a training warms up.
+
+    NaN if nothing of that name was logged, as idle time is not where a device's waits are not seen.
+    """
+    try:
+        return fmean(read_log(directory, name)[skip:])
+    except KeyError:
+        return math.nan
 
 
 def show(figure: Figure, description: str) -> None:

@@ -9,8 +9,9 @@
 # - how it grows with the skew of the lengths and with the number of devices.
 #
 # **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
-# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. You should know what a training
-# loop in PyTorch looks like. You need not know how sharding works.
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. (On a machine with GPUs, set
+# `DEVICE = "cuda"` below.) You should know what a training loop in PyTorch looks like. You need not know how
+# sharding works.
 
 # %%
 from lightning.pytorch import Trainer
@@ -22,9 +23,14 @@ from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.demo.corpus import read_corpus
 from lightning_odc.lessons import pictures, replay, texts
 from lightning_odc.lessons.dealing import DealtTexts, deal_minibatches
+from lightning_odc.lessons.devices import ranks_on
 from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 
 quiet()
+
+# "cuda": a GPU for each of two ranks, or one for both (which shows that it works,
+# not how fast)
+DEVICE = "cpu"
 
 # %% [markdown]
 # ## Real texts are uneven
@@ -148,16 +154,14 @@ show(
 # Arithmetic is patient. So let us train: a small Llama with random weights, on the minibatches from above,
 # sharded over two processes, with the collectives that PyTorch uses (`communication="collective"` is stock
 # `fully_shard`). Then the same minibatches with on-demand communication. A `TimelineRecorder` writes down what
-# every rank does when.
+# every rank does when. (`ranks_on("cpu", strategy)` stands for `accelerator="cpu", devices=2, strategy=strategy`.)
 
 
 # %%
 def train(name, communication, corpus, plan, steps):
     """Train on a plan, and return the timeline of the given optimizer steps."""
     trainer = Trainer(
-        strategy=ODCStrategy(communication=communication),
-        accelerator="cpu",
-        devices=2,
+        **ranks_on(DEVICE, ODCStrategy(communication=communication)),
         max_epochs=1,
         use_distributed_sampler=False,  # the data module deals out the texts itself
         callbacks=[TimelineRecorder(f"runs/{name}", steps=steps)],

@@ -9,8 +9,9 @@
 # - the second line, which lets ranks have different amounts of work.
 #
 # **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
-# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. You should have written a
-# `LightningModule` before. [Notebook 1](01_seeing_the_imbalance.ipynb) explains why ranks wait.
+# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. (On a machine with GPUs, set
+# `DEVICE = "cuda"` below.) You should have written a `LightningModule` before.
+# [Notebook 1](01_seeing_the_imbalance.ipynb) explains why ranks wait.
 
 # %%
 import torch
@@ -29,6 +30,7 @@ from lightning_odc.callbacks import (
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.demo.corpus import VOCABULARY, encode, read_corpus
 from lightning_odc.lessons import pictures
+from lightning_odc.lessons.devices import ranks_on
 from lightning_odc.lessons.display import (
     QUIET,
     mean_of_log,
@@ -41,6 +43,10 @@ from lightning_odc.lessons.display import (
 quiet()
 # DDP in a notebook forks this process: safe as long as torch has no threads in it
 torch.set_num_threads(1)
+
+# "cuda": a GPU for each of two ranks, or one for both (which shows that it works,
+# not how fast)
+DEVICE = "cpu"
 
 # %% [markdown]
 # ## A training that you could have written
@@ -90,17 +96,16 @@ def loader(batch_size=1):
 # (`pack_samples` lays the texts of a batch into one row, without padding. With `batch_size=1` a row is one text.)
 #
 # The trainer: two processes, four texts per process and optimizer step, one after the other. The strategy is the
-# whole difference between the runs that follow. Two callbacks watch: `DeviceIdleMonitor` logs how long the ranks
-# wait, `TimelineRecorder` writes down who does what when.
+# whole difference between the runs that follow. (`ranks_on("cpu", strategy)` stands for
+# `accelerator="cpu", devices=2, strategy=strategy`.) Two callbacks watch: `DeviceIdleMonitor` logs how long the
+# ranks wait, `TimelineRecorder` writes down who does what when.
 
 
 # %%
 def fit(name, strategy, batch_size=1, accumulate=4):
     model = Reader()
     trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
+        **ranks_on(DEVICE, strategy),
         max_steps=5,
         accumulate_grad_batches=accumulate,
         log_every_n_steps=1,

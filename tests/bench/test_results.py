@@ -148,6 +148,15 @@ def test_waits_in_collectives_are_known_when_all_ranks_have_told() -> None:
     assert [rank[1].waits["collective"] for rank in one.ranks] == [pytest.approx(0.3), 0.0]
 
 
+def test_of_clocks_that_differ_only_durations_are_compared() -> None:
+    one = run(COLLECTIVE, [1.0])
+    one.common_clock = False
+    for rank, came in enumerate((0, 5_300_000_000)):
+        one.ranks[rank][1].meetings = [(came, 400_000_000 + 5_000_000_000 * rank)]
+    one.resolve(1)
+    assert [rank[1].waits["collective"] for rank in one.ranks] == [pytest.approx(0.3), 0.0]
+
+
 def test_losses_are_compared_minibatch_by_minibatch() -> None:
     other = run(BALANCED, [1.0, 1.0])
     assert loss_difference([run(COLLECTIVE, [1.0, 1.0]), other]) == 0

@@ -1,14 +1,21 @@
 """What the notebooks use besides the package does what they say it does."""
 
+import math
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_odc import ODCStrategy
+from lightning_odc.bench.devices import Placement
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
-from lightning_odc.lessons import pictures, strokes, texts
+from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
+from lightning_odc.lessons import devices, pictures, strokes, texts
 from lightning_odc.lessons.dealing import deal_minibatches
 from lightning_odc.lessons.display import mean_of_log, read_log
 from lightning_odc.lessons.interleavings import (
@@ -216,6 +223,7 @@ def test_logs_are_read(tmp_path):
     assert read_log(tmp_path, "idle/fraction") == [0.5]
     with pytest.raises(KeyError, match="'other' was not logged"):
         read_log(tmp_path, "other")
+    assert math.isnan(mean_of_log(tmp_path, "other"))
 
 
 @settings(max_examples=50, deadline=None)
@@ -267,3 +275,20 @@ def test_plans_follow_the_seed():
 def test_too_large_a_minibatch_is_refused():
     with pytest.raises(ValueError, match="2 ranks x 3 samples is more than the 5"):
         deal_minibatches([1] * 5, ranks=2, samples_per_rank=3, minibatches=1, seed=0)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("odc", ODCStrategy), ("ddp_notebook", DDPStrategy)])
+def test_ranks_that_share_a_gpu_get_it_from_their_strategy(name, kind, monkeypatch):
+    monkeypatch.setenv(OVERLAP_VARIABLE, "")
+    monkeypatch.setattr(devices, "place", lambda device, ranks: Placement(ranks, gpus=1))
+    told = devices.ranks_on("cuda", name)
+    strategy = told.pop("strategy")
+    assert told == {"accelerator": "gpu"}  # with "devices", Lightning would count GPUs
+    assert isinstance(strategy, kind)
+    assert strategy.parallel_devices == [torch.device("cuda", 0)] * 2
+    assert strategy.process_group_backend == "cpu:gloo,cuda:gloo"
+    assert os.environ[OVERLAP_VARIABLE] == "1"
+
+
+def test_ranks_on_processors_are_what_a_user_would_write():
+    assert devices.ranks_on("cpu", "odc") == {"accelerator": "cpu", "devices": 2, "strategy": "odc"}

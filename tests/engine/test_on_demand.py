@@ -211,3 +211,23 @@ def _reads_small_and_large(rank: int) -> list[int]:
 def test_a_small_unit_is_read_in_one_call_and_a_large_one_peer_by_peer():
     # The large one has 1 peer; the small one's call takes the own shard along.
     assert run_ranks(_reads_small_and_large) == [[1, 2]] * 2
+
+
+def _assigns(rank: int) -> float:
+    """Every parameter is replaced by another one, whose numbers are 7."""
+    init_gloo(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = attached(rank, model)
+    with torch.no_grad():
+        sevens = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
+        model.load_state_dict(sevens, assign=True)
+        engine.refresh()
+        found = float(model(torch.ones(1, 4))[0, 0])
+    engine.exchange("end", None)
+    engine.close()
+    return found
+
+
+def test_a_parameter_that_was_replaced_is_published():
+    first = 4 * 7 + 7
+    assert run_ranks(_assigns) == [4 * 7 * first + 7] * 2

@@ -14,26 +14,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_odc.bench.devices import Placement, place
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.choice import make_transport
 from lightning_odc.engine.transports.cuda import CudaTransport
-from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 from tests.support.fake_device import fake_cuda
 
 
 def start(rank: int) -> torch.device:
     """Join a gloo group, which takes ranks that share a GPU; returns this rank's device."""
-    world, there_are = int(os.environ["WORLD_SIZE"]), torch.cuda.device_count()
-    if there_are == 0:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    if world > there_are:
-        os.environ[OVERLAP_VARIABLE] = "1"
-    device = torch.device("cuda", rank % there_are)
-    torch.cuda.set_device(device)
+    placement = placed()
+    placement.enter(rank)
     dist.init_process_group("gloo")
-    return device
+    return placement.devices[rank]
+
+
+def placed() -> Placement:
+    """The devices of all ranks."""
+    return place("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["WORLD_SIZE"]))
 
 
 def rendezvous() -> Callable[[Any], list[Any]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
-from tests.gpu.ranks import engine, gathered_parameters, rendezvous, start
+from tests.gpu.ranks import engine, gathered_parameters, placed, rendezvous, start
 from tests.strategy.test_parity import LR, STEPS, assert_same, minibatch
 from tests.support.models import Net, summed_loss
 from tests.support.modules import TokenModule, loader
@@ -182,10 +182,8 @@ def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
 
 def with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
     device = start(rank)
-    there_are = torch.cuda.device_count()
-    devices = [torch.device("cuda", r % there_are) for r in range(2)] if there_are else [device] * 2
     strategy = ODCStrategy(
-        parallel_devices=devices,
+        parallel_devices=placed().devices,
         process_group_backend="gloo",  # for host and device memory
         cpu_offload=offload,
         hang_report_after=None,
@@ -193,7 +191,7 @@ def with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False
     module = TokenModule("items")
     share = Minibatch([tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])])
     trainer = Trainer(
-        accelerator="gpu" if there_are else "cpu",
+        accelerator=placed().accelerator,
         strategy=strategy,
         precision=precision,  # type: ignore[arg-type]
         max_epochs=2,

@@ -1,0 +1,189 @@
+"""Which device each rank of a benchmark has, and what is said of ranks that share one. No GPU is needed."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from lightning_odc import ODCStrategy, cli
+from lightning_odc.bench import training
+from lightning_odc.bench.devices import Placement, place
+from lightning_odc.bench.options import Combination, TrainOptions
+from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.report import Outcome, introduction
+from lightning_odc.bench.results import MinibatchRecord, Run, Totals
+from lightning_odc.demo.options import DemoOptions, OptionError
+from lightning_odc.demo.pictures import minibatches_picture
+from lightning_odc.demo.result import Result
+from lightning_odc.demo.run import preset, show_results
+from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
+from tests.demo.test_result import CORPUS
+
+CAPTION = "2 ranks on one GPU: shows that it works, not how fast"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that gives this machine so many GPUs, as far as torch says."""
+
+    def there_are(count: int) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_name", "GPU number {}".format)
+
+    return there_are
+
+
+@pytest.mark.parametrize(
+    ("ranks", "there_are", "numbers", "backend", "caption"),
+    [
+        (2, 2, [0, 1], "cpu:gloo,cuda:nccl", ""),
+        (2, 8, [0, 1], "cpu:gloo,cuda:nccl", ""),
+        (1, 1, [0], "cpu:gloo,cuda:nccl", ""),
+        (2, 1, [0, 0], "cpu:gloo,cuda:gloo", CAPTION),
+        (3, 2, [0, 1, 0], "cpu:gloo,cuda:gloo", "3 ranks on 2 GPUs: shows that it works, not how fast"),
+    ],
+)
+def test_a_gpu_each_if_there_are_enough(
+    ranks: int, there_are: int, numbers: list[int], backend: str, caption: str, gpus: Any
+) -> None:
+    gpus(there_are)
+    placement = place("cuda", ranks)
+    assert placement.devices == [torch.device("cuda", number) for number in numbers]
+    assert (placement.accelerator, placement.backend, placement.caption) == ("gpu", backend, caption)
+    assert placement.shares == bool(caption)
+
+
+def test_processors_ask_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cuda, "device_count")
+    placement = place("cpu", 2)
+    assert placement.devices == [torch.device("cpu")] * 2
+    assert (placement.accelerator, placement.backend, placement.caption) == ("cpu", "gloo", "")
+
+
+def test_what_to_write_where_there_is_no_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(0)
+    with pytest.raises(OptionError, match=r'^There is no GPU .* torch finds none .* Write "cpu" instead\.$'):
+        place("cuda", 2)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ValueError, match=r'is built without CUDA\. Write "cpu" instead, or install a build'):
+        place("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("demo --device cuda", 'There is no GPU for device "cuda": torch finds none'),
+        ("bench train --device cuda", 'There is no GPU for device "cuda": torch finds none'),
+        ("demo --device gpu", "--device 'gpu' is unknown: choose from cpu, cuda"),
+        ("bench train --device gpu", "--device 'gpu' is unknown: choose from cpu, cuda"),
+        ("bench train --device cuda --emulate", "leave out --device cuda"),
+        ("bench train --device cuda --slow-rank 2", "--slow-rank slows down processors, not GPUs"),
+    ],
+)
+def test_options_that_cannot_work_get_one_line(
+    line: str, message: str, gpus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus(0)
+    assert cli.main([*line.split(), "--output", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("lightning-odc: ") and err.count("\n") == 1
+    assert message in err
+
+
+def _enter_without_a_gpu(rank: int) -> None:
+    """In the process of a rank, which nothing else uses."""
+    torch.cuda.set_device = lambda device: os.environ.update(DEVICE=str(device))  # type: ignore[assignment, misc]
+    Placement(2, gpus=1).enter(rank)
+
+
+def _found(rank: int, world_size: int) -> tuple[str | None, str | None, str]:
+    return os.environ.get(OVERLAP_VARIABLE), os.environ.get("DEVICE"), dist.get_backend_config()
+
+
+def test_ranks_that_share_a_gpu_are_told_in_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that they are forked from has started before, and without the variable."""
+    monkeypatch.delenv(OVERLAP_VARIABLE, raising=False)
+    with Ranks(2, (), _enter_without_a_gpu, Placement(2, gpus=1).backend) as ranks:
+        found = ranks.call(_found)
+    assert found == [("1", "cuda:0", "cpu:gloo,cuda:gloo")] * 2
+    assert OVERLAP_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(("there_are", "number"), [(2, 1), (1, 0)])
+@pytest.mark.parametrize("communication", ["on_demand", "collective", "ddp"])
+def test_the_trainer_gets_these_devices(
+    communication: str, there_are: int, number: int, gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(there_are)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(training, "Trainer", lambda **options: given.update(options))
+    options = TrainOptions(device="cuda").filled()
+    training.make_trainer(options, Combination(communication, "lb_micro"), place("cuda", 2), [])
+    strategy = given["strategy"]
+    assert given["accelerator"] == "gpu"
+    assert "devices" not in given  # or Lightning would count GPUs
+    assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", number)]
+    assert isinstance(strategy, ODCStrategy) == (communication != "ddp")
+
+
+def measured(options: TrainOptions, sees_waits: bool = True) -> Outcome:
+    """What two ranks told of one timed minibatch of every combination."""
+    outcome = Outcome(options)
+    for combination in outcome.options.runs or ():
+        ranks = [[MinibatchRecord(1.0, {"settle": 0.1}, 3.0, 3) for _ in range(2)] for _ in range(2)]
+        totals = [Totals(traffic={"reads": 1}, sees_waits=sees_waits) for _ in range(2)]
+        outcome.runs.append(Run(combination, 0, ranks, totals))
+    return outcome
+
+
+def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus: Any, tmp_path: Path) -> None:
+    gpus(1)
+    options = TrainOptions(device="cuda", lengths="aime", output=tmp_path).filled()
+    outcome = measured(options)
+    assert "on 2 ranks on GPUs, " in introduction(options)
+    assert outcome.text.startswith(f"**{CAPTION}**\n\n| ")
+    outcome.write_files()
+    assert CAPTION in (tmp_path / "bench.md").read_text()
+    record = outcome.as_dict()
+    assert (record["caption"], record["machine"]["gpus"]) == (CAPTION, ["GPU number 0"])
+    gpus(2)
+    assert CAPTION not in measured(options).text
+    assert measured(options).as_dict()["caption"] is None
+
+
+def test_the_demo_on_a_shared_gpu_says_so_everywhere(gpus: Any) -> None:
+    gpus(1)
+    options = DemoOptions(device="cuda", minibatches=1, repetitions=1)
+    result = Result(options, CORPUS, measured(preset(options)))
+    record = result.as_dict()
+    assert (record["caption"], record["config"]["device"]) == (CAPTION, "cuda")
+    assert record["machine"]["gpus"] == ["GPU number 0"]
+    assert "gpus" not in record["versions"]
+    console = Console(width=80, file=io.StringIO())
+    show_results(console, result)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == CAPTION
+    (axes,) = minibatches_picture(result.seconds, result.outcome.placement.caption).axes
+    assert axes.get_title().endswith(f"\n{CAPTION}")
+
+
+def test_waits_that_the_host_does_not_see_are_not_zero(gpus: Any) -> None:
+    gpus(2)
+    (row, *_) = measured(TrainOptions(device="cuda", lengths="aime").filled(), sees_waits=False).rows
+    assert (row.idle, row.over_bound) == (None, None)
+    (row, *_) = measured(TrainOptions(lengths="aime").filled()).rows
+    assert row.idle == pytest.approx(0.1)

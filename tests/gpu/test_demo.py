@@ -1,0 +1,38 @@
+"""The demo on GPUs: two ranks, one GPU each if there are two, else sharing one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+SMALL = "--layers 2 --hidden-size 64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 1"
+
+
+def test_the_demo_trains_two_ranks_on_cuda(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "lightning_odc", "demo", "--device", "cuda", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [*line, *SMALL.split()], env=os.environ, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    shares = torch.cuda.device_count() < 2
+    caption = "2 ranks on one GPU: shows that it works, not how fast" if shares else None
+    assert result["caption"] == caption
+    assert caption is None or caption in done.stdout
+    assert len(result["machine"]["gpus"]) == (1 if shares else 2)
+    assert list(result["runs"]) == ["collective", "on_demand", "balanced"]
+    assert result["runs"]["collective"]["traffic_per_minibatch"]["reads"] == 0
+    for mode in ("on_demand", "balanced"):  # the one-sided path was taken, and its waits were measured
+        assert result["runs"][mode]["traffic_per_minibatch"]["reads"] > 0
+        assert 0 <= result["runs"][mode]["idle_share"] < 1
+    assert result["loss_disagreement"] <= result["loss_tolerance"]
