@@ -119,11 +119,13 @@ def _named(text: str) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether a dotted name is a module or something in it."""
+    """Whether a dotted name is a module or something in it; of one that needs what is not installed, the module."""
     try:
         pkgutil.resolve_name(name)
-    except (ModuleNotFoundError, AttributeError):
+    except AttributeError:
         return False
+    except ModuleNotFoundError as error:
+        return not (error.name or "lightning_odc").startswith("lightning_odc")
     return True
 
 

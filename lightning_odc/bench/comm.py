@@ -1,7 +1,5 @@
 """``lightning-odc bench comm``: reading, adding and settling beside the process group's collectives and a plain copy.
 
-Note [What a round times]
-~~~~~~~~~~~~~~~~~~~~~~~~~
 Every round does each exchange once, right after a barrier and in changing order, on all ranks at once, for one fp32
 unit of the given size. Without skew a round's time is that of its slowest rank. With skew rank ``r`` of ``W`` comes
 ``skew * r / (W - 1)`` seconds later than the first, and a round's time is the mean over ranks of the time from a rank's
@@ -60,7 +58,7 @@ def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: fl
         world_size: The number of ranks.
         unit_bytes: The size of the whole (unsharded) fp32 unit.
         rounds: The number of timed rounds.
-        skew: Seconds, see Note [What a round times].
+        skew: Seconds, see above.
     """
     numel = max(unit_bytes // 4 // world_size, 1)
     spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
@@ -146,7 +144,7 @@ class Result:
 
 
 def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[Result]:
-    """One result per operation, see Note [What a round times]."""
+    """One result per operation."""
     combine: Callable[[Sequence[float]], float] = statistics.fmean if skew else max
     rounds = {
         name: [combine(of) for of in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]

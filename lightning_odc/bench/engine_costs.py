@@ -1,16 +1,12 @@
 """``lightning-odc bench engine``: what the engine's Python costs, and what adding into a busy owner costs the owner.
 
-Note [The engine's own Python]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in every unit (two gathers and
+*The engine's own Python.* A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in every unit (two gathers and
 one accumulate) and the context of the backward pass are timed one by one, between all that ``fully_shard`` does itself,
 so caches are as cold as in a training. A clock that times nothing is subtracted. The shards have a few bytes, so that
 copying them takes almost no time. Ranks take turns, so that no rank waits for another's lock. Processor time counts,
 which other programs do not enter. The hooks that note gradients are not in it: each is one call in C.
 
-Note [A busy owner]
-~~~~~~~~~~~~~~~~~~~
-Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things without a pause:
+*A busy owner.* Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things without a pause:
 nothing; add gradients into accumulators of their own, in private memory; add the same gradients into rank 0's
 accumulator. The second takes the same bandwidth but leaves the owner's memory alone, so what the third adds to it is
 the cost of being added to. By the clock, more ranks than cores compete for the cores, which is no cost of adding; the
@@ -101,7 +97,7 @@ class _Clock:
 def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> dict[str, list[float]]:
     """Microseconds of every block of microbatches, each block a minibatch.
 
-    See Note [The engine's own Python].
+    The top of this file says how.
 
     Args:
         rank: The rank of this process.
@@ -183,7 +179,7 @@ def _run_block(model: nn.Module, around_backward: Callable[[], AbstractContextMa
 def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, list[Spent]]:
     """On rank 0 what its work took in every round, by what the peers do; nothing on others.
 
-    See Note [A busy owner].
+    The top of this file says how.
     """
     torch.set_num_threads(1)
     numel = mib * 2**20 // 4

@@ -1,7 +1,5 @@
 """Where the samples of a benchmark come from: real text, a file, a data set, or a named distribution.
 
-Note [Named distributions]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
 The data sets of the paper are not shipped. What is published about their lengths is a mean and, for one of them, the
 longest: LongAlign 16.5K tokens on average and at most 64K, SWE-Smith 34.7K, answers on AIME about 9K (*Revisiting
 Parameter Server in LLM Post-Training*, arXiv 2601.19362). The named distributions are lognormal with these means, cut
@@ -37,7 +35,7 @@ _COLUMNS = ("length", "num_tokens", "n_tokens")
 
 @dataclass(frozen=True)
 class Published:
-    """What is known of a data set's lengths, in tokens: see Note [Named distributions]."""
+    """What is known of a data set's lengths, in tokens."""
 
     mean: float
     longest: int
@@ -106,7 +104,7 @@ def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
 
 
 def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> LengthArray:
-    """Lengths from a named distribution, int64 ``[count]``, see Note [Named distributions].
+    """Lengths from a named distribution, int64 ``[count]``.
 
     Args:
         name: One of `PUBLISHED`.

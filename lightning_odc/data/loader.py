@@ -1,7 +1,5 @@
 """``BalancedDataLoader``: what one rank does of every minibatch, balanced over ranks.
 
-Note [Not a DataLoader]
-~~~~~~~~~~~~~~~~~~~~~~~
 Lightning replaces every ``torch.utils.data.DataLoader`` by one with a distributed sampler of its own, and the sampler
 of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
 It has what Lightning looks for otherwise: ``__len__``; ``state_dict`` and ``load_state_dict``, saved with the loops;
@@ -469,7 +467,7 @@ class BalancedDataLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """Where Lightning looks for ``set_epoch``; see Note [Not a DataLoader]."""
+        """Where Lightning looks for ``set_epoch``."""
         return SimpleNamespace(sampler=self)
 
     def state_dict(self) -> dict[str, Any]:
