@@ -14,12 +14,13 @@ except ModuleNotFoundError as error:
 class RayODCStrategy(ODCStrategy, RayFSDPStrategy):  # type: ignore[misc]
     """`ODCStrategy` whose devices and rank numbers are Ray's.
 
-    Give it to the ``Trainer`` of a Ray worker, and that to ``ray.train.lightning.prepare_trainer``. On demand, ranks read
-    each other's memory, so all workers must be on one node: ``ScalingConfig(placement_strategy="STRICT_PACK")``.
+    Give it to the ``Trainer`` of a Ray worker, and that to ``ray.train.lightning.prepare_trainer``. On demand, ranks
+    read each other's memory, so all workers must be on one node:
+    ``ScalingConfig(placement_strategy="STRICT_PACK")``.
 
     Args:
         **options: As in `ODCStrategy`.
 
     Example:
-        ``Trainer(strategy=RayODCStrategy(balance="auto"), plugins=[RayLightningEnvironment()], devices="auto")``
+        ``Trainer(strategy=RayODCStrategy(balance="auto"), plugins=[RayLightningEnvironment()])``
     """

@@ -1,16 +1,17 @@
 """``lightning-odc bench engine``: what the engine's Python costs, and what adding into a busy owner costs the owner.
 
-*The engine's own Python.* A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in every unit (two gathers and
-one accumulate) and the context of the backward pass are timed one by one, between all that ``fully_shard`` does itself,
-so caches are as cold as in a training. A clock that times nothing is subtracted. The shards have a few bytes, so that
-copying them takes almost no time. Ranks take turns, so that no rank waits for another's lock. Processor time counts,
-which other programs do not enter. The hooks that note gradients are not in it: each is one call in C.
+*The engine's own Python.* A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in
+every unit (two gathers and one accumulate) and the context of the backward pass are timed one by one, between all
+that ``fully_shard`` does itself, so caches are as cold as in a training. A clock that times nothing is subtracted.
+The shards have a few bytes, so that copying them takes almost no time. Ranks take turns, so that no rank waits for
+another's lock. Processor time counts, which other programs do not enter. The hooks that note gradients are not in it:
+each is one call in C.
 
-*A busy owner.* Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things without a pause:
-nothing; add gradients into accumulators of their own, in private memory; add the same gradients into rank 0's
-accumulator. The second takes the same bandwidth but leaves the owner's memory alone, so what the third adds to it is
-the cost of being added to. By the clock, more ranks than cores compete for the cores, which is no cost of adding; the
-owner's processor time leaves that out and keeps what the memory makes slower.
+*A busy owner.* Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things
+without a pause: nothing; add gradients into accumulators of their own, in private memory; add the same gradients into
+rank 0's accumulator. The second takes the same bandwidth but leaves the owner's memory alone, so what the third adds
+to it is the cost of being added to. By the clock, more ranks than cores compete for the cores, which is no cost of
+adding; the owner's processor time leaves that out and keeps what the memory makes slower.
 """
 
 from __future__ import annotations
