@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -119,13 +120,13 @@ def _named(text: str) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether a dotted name is a module or something in it; of one that needs what is not installed, the module."""
+    """Whether a dotted name is a module or something in it; not known of one that needs what is not installed."""
+    if name.startswith("lightning_odc.ray") and importlib.util.find_spec("ray") is None:
+        return True
     try:
         pkgutil.resolve_name(name)
-    except AttributeError:
+    except (ModuleNotFoundError, AttributeError):
         return False
-    except ModuleNotFoundError as error:
-        return not (error.name or "lightning_odc").startswith("lightning_odc")
     return True
 
 

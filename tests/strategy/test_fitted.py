@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,26 +13,26 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.balance import FittedCost, quadratic
+from lightning_odc.strategy.stopwatch import Stopwatch
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.strategy.test_parity import assert_same
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
 
-SECONDS_PER_TOKEN = 2e-3  # far more than all else takes, even on a busy machine
-
 
 class Lame(Padded):
-    """Needs time by the token, and remembers on which samples."""
+    """Needs time by the token, by a clock that a busy machine does not move, and remembers on which samples."""
 
     def __init__(self, slowness: float, **options: Any) -> None:
         super().__init__(**options)
         self.slowness = slowness
         self.tokens: list[int] = []
+        self.clock = 0.0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         count = int((batch >= 0).sum())
         self.tokens.append(count)
-        time.sleep(SECONDS_PER_TOKEN * self.slowness * count)
+        self.clock += 1e-3 * self.slowness * count
         return super().training_step(batch, batch_idx)
 
 
@@ -40,6 +41,7 @@ def _fit(
 ) -> dict[str, Any]:
     """Fit a loader of the user's own, of which minibatches are accumulated, or a plain one, where they are folded."""
     module = Lame(3.0 if rank == world - 1 else 1.0, counted=True)
+    Stopwatch._now = lambda _: module.clock  # type: ignore[method-assign]
     options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **strategy}
     t = trainer(world, strategy=ODCStrategy(**options), **trains)
     explicit = {"minibatch_size": 4, "cost": "fitted", "weighting": "next_token", "collate_fn": pad}
@@ -82,6 +84,24 @@ def test_the_slow_rank_gets_less_from_the_second_minibatch_on():
     fast, slow = (sum(result["tokens"]) for result in results)
     assert slow < 0.65 * fast
     assert 2 < results[0]["slow"][1] / results[0]["slow"][0] < 4
+
+
+def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
+    waited = 0.0
+    stopwatch = Stopwatch(lambda: waited, torch.device("cpu"))
+    cost: Any = SimpleNamespace(measures=lambda _: True)
+    minibatch: Any = SimpleNamespace(origin=SimpleNamespace(cost=cost, number=3))
+    detail: Any = SimpleNamespace(lengths=[5])
+    stopwatch.open(minibatch)
+    for seconds in (0.0, 100.0):
+        stopwatch.begin(detail)
+        for _ in range(2):  # forward and backward
+            with stopwatch.running():
+                time.sleep(0.01)
+                waited += seconds
+    (measured,) = stopwatch.take()  # the other one has only waited
+    assert measured[:2] == (3, [5])
+    assert measured[2] >= 0.02
 
 
 def test_accumulated_minibatches_report_together():
