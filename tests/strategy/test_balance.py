@@ -322,7 +322,9 @@ def test_a_plan_that_tight_caps_make_slower_says_so():
     samples = [torch.zeros(length) for length in (8, 8, 8, 8, 2, 2, 2, 2)]
     options: dict[str, Any] = {"minibatch_size": 4, "cost": "tokens", "num_replicas": 2, "rank": 0}
     free = BalancedDataLoader(samples, collate_fn=list, **options)
-    tight = BalancedDataLoader(samples, max_tokens=[8, 2], collate_fn=list, **options)  # long samples fit on rank 0 alone
+    tight = BalancedDataLoader(
+        samples, max_tokens=[8, 2], collate_fn=list, **options
+    )  # long samples fit on rank 0 alone
     said = [brief(loader, ModelCost("tokens", None, ""), batches=1) for loader in (free, tight)]
     assert "1.00x as fast (planned" in said[0]
     assert "0.62x as fast, since `max_tokens` leaves less room than your batches take" in said[1]
