@@ -18,8 +18,7 @@ class RayODCStrategy(ODCStrategy, RayFSDPStrategy):  # type: ignore[misc]
     read each other's memory, so all workers must be on one node:
     ``ScalingConfig(placement_strategy="STRICT_PACK")``.
 
-    Args:
-        **options: As in `ODCStrategy`.
+    Arguments are those of `ODCStrategy`.
 
     Example:
         ``Trainer(strategy=RayODCStrategy(balance="auto"), plugins=[RayLightningEnvironment()])``
