@@ -17,13 +17,14 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.strategy.out_of_memory import Relief
+from lightning_odc.strategy.out_of_memory import Relief, is_out_of_memory
 from tests.support.models import full_parameters
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, try_ranks
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB."
 TOLERANCE = 1e-12
+FIRST_ROW = "the first row"  # fits nowhere
 ROWS = (4, 3, 5)  # of the microbatches of the rank that runs out; microbatch m has rows of 4 + m tokens
 
 
@@ -53,7 +54,7 @@ class Short(TokenModule):
         super().__init__(**options)
         self.double()
         self.told, self.trips = list(told), 0
-        self.shape: tuple[int, int] = (0, 0)
+        self.batch = torch.empty(0, 0)
         self.dropout = nn.Dropout(dropout)
         self.states: list[dict[str, Tensor]] = []
         for place, layer in self.places().items():
@@ -67,13 +68,14 @@ class Short(TokenModule):
         if self.global_step >= len(self.told) or self.told[self.global_step] is None:
             return
         *where, fits = self.told[self.global_step]
-        rows, tokens = self.shape
-        if [place, phase, tokens - 4] == where and rows > fits:
+        rows, tokens = self.batch.shape
+        does_not_fit = 0 in self.batch[:, 0] if fits == FIRST_ROW else rows > fits
+        if [place, phase, tokens - 4] == where and does_not_fit:
             self.trips += 1
             raise torch.OutOfMemoryError(TEXT)
 
     def loss(self, batch: Tensor) -> Tensor:
-        self.shape = (batch.shape[0], batch.shape[1])
+        self.batch = batch
         logits = self.net(batch)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
@@ -90,7 +92,10 @@ class Short(TokenModule):
 
 
 def table(rows: int, tokens: int, seed: int) -> Tensor:
-    return torch.randint(11, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    """Random tokens; the first one of a row, which is not predicted, is its number."""
+    made = torch.randint(11, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    made[:, 0] = torch.arange(rows)
+    return made
 
 
 def batches(rank: int, steps: int, weighted: bool = True) -> list[Minibatch]:
@@ -162,6 +167,14 @@ def fit(rank: int, told: list[Any], **options: Any) -> dict[str, Any]:
     return {"states": module.states, "trips": module.trips, "reliefs": collects.reliefs, "said": said}
 
 
+def wrong_steps(
+    found: dict[str, Any], told: list[Any], expected: list[dict[str, Tensor]]
+) -> dict[Any, float]:
+    """The steps after which parameters differ, by what was told."""
+    by_step = zip(told, differences(found["states"], expected), strict=True)
+    return {tuple(one): difference for one, difference in by_step if difference > TOLERANCE}
+
+
 def every_place(rank: int, returns: str, strategy: dict[str, Any]) -> Any:
     return fit(rank, TABLE, returns=returns, strategy=strategy)
 
@@ -175,14 +188,125 @@ def test_every_unit_in_both_passes_of_every_microbatch(returns: str, strategy: d
     expected = one_process(len(TABLE))
     other, cut = run_ranks(every_place, returns, strategy)
     assert other["trips"] == 0
-    for found in (other, cut):
-        wrong = {
-            tuple(told): difference
-            for told, difference in zip(TABLE, differences(found["states"], expected), strict=True)
-            if difference > TOLERANCE
-        }
-        assert not wrong
+    assert not wrong_steps(other, TABLE, expected)
+    assert not wrong_steps(cut, TABLE, expected)
     for (_, _, m, fits), reliefs in zip(TABLE, cut["reliefs"], strict=True):
         assert reliefs[0] == Relief((4 + m) * ROWS[m], ROWS[m], m, "split", "memory")
         assert len(reliefs) >= (ROWS[m] - 1 if fits == 1 else 1)
     assert len(cut["said"]) == 1, "it is said once"
+
+
+SKIPPED = [[place, phase, m, FIRST_ROW] for place, phase, m, _ in TABLE]
+
+
+def leaves_out(rank: int) -> Any:
+    return fit(rank, SKIPPED, strategy={"on_out_of_memory": "skip"})
+
+
+def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out() -> None:
+    """Also where its gradient had been added before: it is taken back."""
+    left_out = {step: m for step, (_, _, m, _) in enumerate(SKIPPED)}
+    other, cut = run_ranks(leaves_out)
+    expected = one_process(len(SKIPPED), left_out)
+    assert not wrong_steps(other, SKIPPED, expected)
+    assert not wrong_steps(cut, SKIPPED, expected)
+    for m, reliefs in zip(left_out.values(), cut["reliefs"], strict=True):
+        assert reliefs[-1] == Relief(4 + m, 1, m, "skip", "memory") or reliefs.count(
+            Relief(4 + m, 1, m, "skip", "memory")
+        )
+    first = [line for line in cut["said"] if "left out" in line][0]
+    assert (
+        first
+        == "Microbatch 0 of this rank, 1 sample, 4 tokens, does not fit into memory: it is left out of the gradient."
+    )
+
+
+def does_not_fit(rank: int, communication: str, answer: str) -> None:
+    strategy = {"communication": communication, "on_out_of_memory": answer}
+    same = [Minibatch([table(2, 4, 0)])]
+    module = Short([["1", "backward", 0, FIRST_ROW]] if rank == 1 else ())
+    trainer(2, strategy=ODCStrategy(hang_report_after=None, **strategy)).fit(module, loader(same))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("communication", "answer", "advice"),
+    [
+        ("on_demand", "split", "2 samples, 8 tokens; 1 sample, 4 tokens; 1 sample, 4 tokens."),
+        (
+            "on_demand",
+            "raise",
+            'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again',
+        ),
+        ("lockstep", "skip", 'communication="lockstep" makes the other ranks wait'),
+    ],
+)
+def test_an_error_keeps_the_words_of_torch_and_says_what_to_do(
+    communication: str, answer: str, advice: str
+) -> None:
+    survivor, failed = try_ranks(does_not_fit, communication, answer, timeout=60)
+    assert f"torch.OutOfMemoryError: {TEXT}" in failed.error
+    assert advice in failed.error
+    assert "activation_checkpointing_policy={Block}" in failed.error
+    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in survivor.error
+    assert TEXT in survivor.error
+
+
+class Refuses(Short):
+    """Returns ``None``, or a loss that is not finite, for one microbatch."""
+
+    def __init__(self, microbatch: int | None, what: str) -> None:
+        super().__init__()
+        self.microbatch, self.what = microbatch, what
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        if batch.shape[1] - 4 != self.microbatch:
+            return output
+        return None if self.what == "none" else output * float(self.what)
+
+
+def refuses(rank: int) -> dict[str, Any]:
+    found = {}
+    for what, m, communication in [
+        ("none", 0, "on_demand"),
+        ("none", 2, "on_demand"),
+        ("nan", 1, "on_demand"),
+        ("inf", 2, "on_demand"),
+        ("nan", 1, "lockstep"),
+    ]:
+        module = Refuses(m if rank == 1 else None, what)
+        data = batches(rank, 1) if communication == "on_demand" else batches(1, 1)
+        collects = Collects()
+        t = trainer(
+            2,
+            strategy=ODCStrategy(hang_report_after=None, on_nonfinite="skip", communication=communication),
+            callbacks=[collects],
+        )
+        t.fit(module, loader(data))
+        found[what, m, communication] = module.states[0], collects.reliefs[0]
+    return found
+
+
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone() -> None:
+    found = run_ranks(refuses)
+    for what, m, communication in found[0]:
+        module = Short()
+        counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
+        counted += list(batches(0, 1)[0] if communication == "on_demand" else batches(1, 1)[0])
+        loss = sum(module.loss(one) for one in counted) / sum(one[:, 1:].numel() for one in counted)
+        loss.backward()
+        module.configure_optimizers().step()
+        for states, _ in (one[what, m, communication] for one in found):
+            assert differences([states], [full_parameters(module)])[0] < TOLERANCE, (what, m)
+        relief = Relief((4 + m) * ROWS[m], ROWS[m], m, "skip", "nonfinite")
+        assert found[1][what, m, communication][1] == ([] if what == "none" else [relief])
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError(TEXT))
+    assert is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(refused.value)
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
