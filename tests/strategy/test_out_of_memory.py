@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.strategy.out_of_memory import Relief, is_out_of_memory
-from tests.support.models import full_parameters
+from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -47,15 +47,15 @@ class Short(TokenModule):
 
     Args:
         told: By optimizer step the place, the pass and the microbatch, and the most rows that fit.
-        dropout: Of what the embedding returns.
+        wide: In float64.
     """
 
-    def __init__(self, told: Sequence[Any] = (), dropout: float = 0.0, **options: Any) -> None:
+    def __init__(self, told: Sequence[Any] = (), wide: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        self.double()
+        if wide:
+            self.double()
         self.told, self.trips = list(told), 0
         self.batch = torch.empty(0, 0)
-        self.dropout = nn.Dropout(dropout)
         self.states: list[dict[str, Tensor]] = []
         for place, layer in self.places().items():
             layer.register_forward_pre_hook(lambda *_, place=place: self.trip(place, "forward"))
@@ -249,6 +249,84 @@ def test_an_error_keeps_the_words_of_torch_and_says_what_to_do(
     assert "activation_checkpointing_policy={Block}" in failed.error
     assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in survivor.error
     assert TEXT in survivor.error
+
+
+class Manual(Short):
+    """Tries a batch, and then its halves."""
+
+    def __init__(self, told: Sequence[Any] = (), **options: Any) -> None:
+        super().__init__(told, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        try:
+            self.manual_backward(self.loss(batch) / batch.numel())
+        except torch.OutOfMemoryError:
+            with self.trainer.strategy.retrying():  # type: ignore[attr-defined]
+                for part in batch.split(1):
+                    self.manual_backward(self.loss(part) / batch.numel())
+        optimizer.step()
+
+
+class Compiled(Short):
+    def configure_model(self) -> None:
+        for name, block in self.net.blocks.named_children():
+            block.compile(backend="aot_eager", dynamic=True)
+
+
+def plain_batches(rank: int, steps: int) -> list[Tensor]:
+    return [table(4, 4, 10 * step + rank) for step in range(steps)]
+
+
+#: By name: the module, options of the trainer and the strategy, whether batches are plain, the largest difference.
+WAYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], bool, float]] = {
+    "plain": (Short, {}, {}, True, TOLERANCE),
+    "accumulated": (Short, {"accumulate_grad_batches": 2}, {}, True, TOLERANCE),
+    "minibatches accumulated": (Short, {"accumulate_grad_batches": 2}, {}, False, TOLERANCE),
+    "manual": (Manual, {}, {}, True, TOLERANCE),
+    "offload": (Short, {}, {"cpu_offload": True}, False, TOLERANCE),
+    "checkpointing": (Short, {}, {"activation_checkpointing_policy": {Block}}, False, TOLERANCE),
+    "two kept": (Short, {}, {"sharding_strategy": "SHARD_GRAD_OP"}, False, TOLERANCE),
+    "compiled": (Compiled, {}, {}, False, TOLERANCE),
+    # Gradients of parts are rounded to 8 and 11 bits like that of the whole, and steps are lr times them.
+    "bf16": (Short, {"precision": "bf16-mixed"}, {}, False, 0.1 * 2**-6),
+    "fp16": (Short, {"precision": "16-mixed"}, {}, False, 0.1 * 2**-9),
+}
+SOME = [
+    None,
+    ["head", "backward", 0, 1],
+    ["1", "backward", 0, 2],
+    ["embed", "backward", 0, 1],
+    ["2", "forward", 0, 1],
+]
+
+
+def run_way(rank: int, world_size: int, name: str, told: list[Any]) -> Any:
+    kind, options, strategy, is_plain, _ = WAYS[name]
+    module = kind(told if rank == world_size - 1 else (), wide="precision" not in options)
+    t = trainer(world_size, strategy=ODCStrategy(hang_report_after=None, **strategy), **options)
+    source = 1 if world_size == 1 else rank
+    batches_of = plain_batches if is_plain else batches
+    steps = len(SOME) * options.get("accumulate_grad_batches", 1)
+    t.fit(module, loader(batches_of(source, steps)))
+    return module.states, module.trips
+
+
+def every_way(rank: int, world_size: int) -> dict[str, Any]:
+    return {name: [run_way(rank, world_size, name, told) for told in ([], SOME)] for name in WAYS}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_way_of_training(world_size: int) -> None:
+    """Against the same run with enough memory, which other tests compare with one process."""
+    found = run_ranks(every_way, world_size, world_size=world_size, timeout=300)
+    for name, (*_, tolerance) in WAYS.items():
+        for rank, ((expected, none), (states, trips)) in enumerate(one[name] for one in found):
+            assert not none
+            assert (trips >= len(SOME) - 1) == (rank == world_size - 1), name
+            assert max(differences(states, expected)) <= tolerance, name
 
 
 class Refuses(Short):
