@@ -37,7 +37,7 @@ from lightning_odc.strategy.callbacks import first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.launcher import end_scripts_at_exit
-from lightning_odc.strategy.out_of_memory import TRY, Answer
+from lightning_odc.strategy.out_of_memory import TRY, Answer, explained
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
 from lightning_odc.strategy.step import Training, call_step
@@ -346,17 +346,10 @@ class ODCStrategy(ShardedStrategy):
 
     @contextmanager
     def retrying(self) -> Iterator[None]:
-        """Run a batch that ran out of memory again in parts, with manual optimization.
+        """Run a batch that ran out of memory again in parts, with manual optimization; to be called in ``except``.
 
-        Call it in ``except``. It frees what the batch has gathered and computed. In the context, units whose gradient
-        was added before add nothing, so the losses of the parts must add up to that of the whole::
-
-            try:
-                self.manual_backward(self.loss(batch))
-            except torch.OutOfMemoryError:
-                with self.trainer.strategy.retrying():
-                    for half in batch.chunk(2):
-                        self.manual_backward(self.loss(half) * len(half) / len(batch))
+        It frees what the batch has gathered and computed. In the context, units whose gradient was added before add
+        nothing, so the losses of the parts must add up to that of the whole. See *Running out of memory*.
 
         Raises:
             RuntimeError: outside ``except`` or ``trainer.fit``; or the error that is handled, with a note, where a
@@ -398,6 +391,7 @@ class ODCStrategy(ShardedStrategy):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("test_step", *args, **kwargs)
 
+    @explained()
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if not (args and isinstance(args[0], Minibatch)):
             return call_step(self, self.engine, name, *args, **kwargs)
@@ -407,6 +401,7 @@ class ODCStrategy(ShardedStrategy):
         self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
         return self._evaluation.step(name, *args, **kwargs)
 
+    @explained()
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         run = partial(call_step, self, self.engine, "predict_step")
         if args and isinstance(args[0], Minibatch):

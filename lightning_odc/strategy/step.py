@@ -283,7 +283,7 @@ class Training:
         self._index = index
         attempt = Attempt(task, index, self._strategy.root_device)
         with self._rescue.watching() as failures:
-            attempt.item = self.forward(task)
+            attempt.item = self.forward(attempt.run)
         return attempt, failures[0] if failures else None
 
     def _finish(self, attempt: Attempt) -> None:

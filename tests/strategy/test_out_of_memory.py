@@ -20,6 +20,7 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.strategy.out_of_memory import Relief, is_out_of_memory
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
+from tests.support.nodes import as_nodes
 from tests.support.ranks import run_ranks, try_ranks
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB."
@@ -272,7 +273,7 @@ class Manual(Short):
 
 class Compiled(Short):
     def configure_model(self) -> None:
-        for name, block in self.net.blocks.named_children():
+        for block in self.net.blocks:
             block.compile(backend="aot_eager", dynamic=True)
 
 
@@ -388,3 +389,32 @@ def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(refused.value)
     assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
+
+
+NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "backward", 2, FIRST_ROW]]
+
+
+def over_nodes(rank: int) -> dict[str, Any]:
+    found = {}
+    for name, options in {
+        "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+        "copies": {},
+    }.items():
+        if name == "copies":
+            as_nodes(rank)
+        module = Short(NODES if rank == 3 else ())
+        strategy = ODCStrategy(hang_report_after=None, on_out_of_memory="skip", **options)  # type: ignore[arg-type]
+        nodes = {"devices": 2, "num_nodes": 2} if name == "copies" else {}
+        t = trainer(4, strategy=strategy, **nodes)
+        mine = batches(1 if rank == 3 else 0, len(NODES)) if rank in (0, 3) else [Minibatch([])] * len(NODES)
+        t.fit(module, loader(mine))
+        found[name] = {"states": module.states, "trips": module.trips}
+    return found
+
+
+def test_ranks_of_several_nodes() -> None:
+    expected = one_process(len(NODES), {2: 2})
+    for rank, found in enumerate(run_ranks(over_nodes, world_size=4, timeout=240)):
+        for name, one in found.items():
+            assert bool(one["trips"]) == (rank == 3)
+            assert not wrong_steps(one, NODES, expected), name
