@@ -418,3 +418,54 @@ def test_ranks_of_several_nodes() -> None:
         for name, one in found.items():
             assert bool(one["trips"]) == (rank == 3)
             assert not wrong_steps(one, NODES, expected), name
+
+
+class Evaluated(Short):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        raise torch.OutOfMemoryError(TEXT)
+
+
+class Chunked(Short):
+    """Calls a unit once for every row, so that the parts of a microbatch call it less often."""
+
+    def places(self) -> dict[str, nn.Module]:
+        return {"embed": self.net.embed, "2": self.net.blocks[2]}
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.batch = batch
+        x = torch.cat([self.net.blocks[2](row[None]) for row in self.net.embed(batch)])
+        return self.net.head(x).square().sum()
+
+
+def ends(rank: int, what: str) -> None:
+    strategy = ODCStrategy(hang_report_after=None)
+    data = loader([Minibatch([table(4, 4, 0)])])
+    if what == "validation":
+        trainer(2, strategy=strategy).validate(Evaluated(), loader([table(4, 4, 0)]), verbose=False)
+    elif what == "chunks":
+        trainer(2, strategy=strategy).fit(Chunked([["embed", "backward", 0, 1]]), data)
+    else:
+        module = Short([["1", "forward", 0, 1]])
+        module.trip = _fails_otherwise  # type: ignore[method-assign]
+        trainer(2, strategy=strategy).fit(module, data)
+
+
+def _fails_otherwise(place: str, phase: str) -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("validation", "Batches are cut in training alone."),
+        (
+            "chunks",
+            "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times",
+        ),
+        ("another error", "RuntimeError: CUDA error: device-side assert triggered"),
+    ],
+)
+def test_what_ends_a_run_all_the_same(what: str, says: str) -> None:
+    for outcome in try_ranks(ends, what, timeout=60):
+        assert outcome.exitcode == 1
+        assert says in outcome.error
