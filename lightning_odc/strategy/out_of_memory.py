@@ -122,7 +122,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what to do if memory runs out in an evaluation, whose batches are not cut: a step may log anything of them."""
+    """Say what to do if memory runs out in an evaluation. Its batches are not cut: a step may log anything of them."""
     try:
         yield
     except Exception as error:

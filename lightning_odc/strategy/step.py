@@ -206,12 +206,10 @@ class Training:
     def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch that is one microbatch, with Lightning's backward pass behind it."""
         self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
-        task = Task(batch, 1.0, None)
-        attempt, failure = self._forward(task, 0)
+        attempt, failure = self._forward(Task(batch, 1.0, None), 0)
         if failure is not None:
             return self._plain_in_parts(attempt, failure)
         if attempt.item is None:
-            self.leave_out(task)
             return None
         self.count(attempt.item)
         self._last = attempt

@@ -215,7 +215,7 @@ def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out() -> None:
         assert reliefs[-1] == Relief(4 + m, 1, m, "skip", "memory") or reliefs.count(
             Relief(4 + m, 1, m, "skip", "memory")
         )
-    first = [line for line in cut["said"] if "left out" in line][0]
+    first = next(line for line in cut["said"] if "left out" in line)
     assert (
         first
         == "Microbatch 0 of this rank, 1 sample, 4 tokens, does not fit into memory: it is left out of the gradient."
@@ -379,6 +379,24 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone() -
             assert differences([states], [full_parameters(module)])[0] < TOLERANCE, (what, m)
         relief = Relief((4 + m) * ROWS[m], ROWS[m], m, "skip", "nonfinite")
         assert found[1][what, m, communication][1] == ([] if what == "none" else [relief])
+
+
+def refuses_plain(rank: int) -> Any:
+    module = Refuses(0 if rank == 1 else None, "nan")
+    t = trainer(
+        2, strategy=ODCStrategy(hang_report_after=None, on_nonfinite="skip"), accumulate_grad_batches=2
+    )
+    t.fit(module, loader([table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]))
+    return module.states[-1]
+
+
+def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean() -> None:
+    module = Short()
+    losses = [module.loss(table(4, 5, step)) / 16 for step in (0, 1, 1)]  # of three batches of four
+    (sum(losses) / 3).backward()
+    module.configure_optimizers().step()
+    for states in run_ranks(refuses_plain):
+        assert differences([states], [full_parameters(module)])[0] < TOLERANCE
 
 
 def test_what_counts_as_out_of_memory() -> None:
