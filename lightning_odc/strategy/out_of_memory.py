@@ -23,8 +23,8 @@ import copy
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -146,7 +146,7 @@ def cut_graph(value: Any) -> None:
     """Let tensors, which others may still hold, no longer hold what their backward pass needs."""
 
     def cut(tensor: Tensor) -> None:
-        if tensor.grad_fn is not None and not tensor._is_view():
+        with suppress(RuntimeError):  # a view stays what it is
             tensor.detach_()
 
     apply_to_collection(value, Tensor, cut)
@@ -173,7 +173,7 @@ def _described(task: Task) -> str:
 def _copied(task: Task) -> Task:
     """A task with a mapping of its own."""
     batch = task.microbatch
-    return task._replace(microbatch=copy.copy(batch)) if isinstance(batch, Mapping) else task
+    return task._replace(microbatch=copy.copy(batch)) if isinstance(batch, MutableMapping) else task
 
 
 class Attempt:
@@ -336,7 +336,11 @@ class Rescue:
 
     def _parts(self, task: Task) -> list[Task]:
         """Both parts; of what cannot be cut the whole, to run once more."""
-        parts = parts_of(task, self._shifts_labels)
+        try:
+            parts = parts_of(task, self._shifts_labels)
+        except Exception as problem:  # a collator that needs the whole, say
+            self._history[-1] += f" (which cannot be cut: {type(problem).__name__}: {problem})"
+            return [task]
         if task.detail is None or task.detail.samples is None:
             return parts or [task]
         return [part._replace(microbatch=self._steps.move(part.microbatch)) for part in parts] or [task]

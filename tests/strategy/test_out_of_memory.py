@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.strategy.out_of_memory import Relief, is_out_of_memory
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
@@ -145,13 +145,26 @@ TABLE = [
 
 
 class Collects(Callback):
-    """Takes what was cut in every step."""
+    """Keeps what was cut in every step, whoever takes it."""
 
     def __init__(self) -> None:
         self.reliefs: list[list[Relief]] = []
+        self._taken: list[Relief] = []
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        reliefs = trainer.strategy._training._rescue.reliefs
+        take = reliefs.take_reliefs
+
+        def take_and_keep() -> list[Relief]:
+            self._taken += (taken := take())
+            return taken
+
+        reliefs.take_reliefs = take_and_keep
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.reliefs.append(trainer.strategy._training.take_reliefs())
+        trainer.strategy._training.take_reliefs()
+        self.reliefs.append(self._taken)
+        self._taken = []
 
 
 def fit(rank: int, told: list[Any], **options: Any) -> dict[str, Any]:
@@ -438,6 +451,12 @@ def test_ranks_of_several_nodes() -> None:
             assert not wrong_steps(one, NODES, expected), name
 
 
+def needs_four(batch: list[Tensor]) -> Tensor:
+    if len(batch) != 4:
+        raise ValueError("four, please")
+    return torch.stack(batch)
+
+
 class Evaluated(Short):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         raise torch.OutOfMemoryError(TEXT)
@@ -460,6 +479,11 @@ def ends(rank: int, what: str) -> None:
     data = loader([Minibatch([table(4, 4, 0)])])
     if what == "validation":
         trainer(2, strategy=strategy).validate(Evaluated(), loader([table(4, 4, 0)]), verbose=False)
+    elif what == "a collator":
+        loader_of_fours = BalancedDataLoader(
+            list(table(8, 4, 0)), minibatch_size=4, lengths=[4] * 8, max_tokens=16, collate_fn=needs_four
+        )
+        trainer(2, strategy=strategy).fit(Short([["1", "forward", 0, 1]]), loader_of_fours)
     elif what == "chunks":
         trainer(2, strategy=strategy).fit(Chunked([["embed", "backward", 0, 1]]), data)
     else:
@@ -479,6 +503,10 @@ def _fails_otherwise(place: str, phase: str) -> None:
         (
             "chunks",
             "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times",
+        ),
+        (
+            "a collator",
+            "16 tokens (which cannot be cut: ValueError: four, please)",
         ),
         ("another error", "RuntimeError: CUDA error: device-side assert triggered"),
     ],
