@@ -253,10 +253,8 @@ class OnDemandEngine(Engine):
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
         if additions.begin_adding(unit.index):
-            if not self._counts:
-                chunks.zero_()
             if self._counts or self._lockstep:  # where the others wait at the barrier
-                window.accumulate(chunks, segments)
+                window.accumulate(chunks if self._counts else chunks.zero_(), segments)
             additions.end_adding()
 
     # -- what the strategy calls --------------------------------------------------------------------------
