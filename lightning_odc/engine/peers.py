@@ -71,6 +71,7 @@ class Activity(IntEnum):
     GATHER = 1
     ACCUMULATE = 2
     MEET = 3
+    NETWORK = 4
 
 
 class Doing(NamedTuple):
@@ -78,7 +79,7 @@ class Doing(NamedTuple):
 
     Attributes:
         activity: what.
-        unit: with which unit, below 2**22.
+        unit: with which unit, below 2**21.
         since: since when, in milliseconds of the monotonic clock, below 2**39 (17 years).
     """
 
@@ -88,11 +89,11 @@ class Doing(NamedTuple):
 
     @classmethod
     def of(cls, word: int) -> Doing:
-        return cls(Activity(word & 3), word >> 2 & 0x3FFFFF, word >> 24)
+        return cls(Activity(word & 7), word >> 3 & 0x1FFFFF, word >> 24)
 
     @staticmethod
     def word(activity: Activity, unit: int, nanoseconds: int) -> int:
-        return nanoseconds // 1_000_000 << 24 | unit << 2 | activity
+        return nanoseconds // 1_000_000 << 24 | unit << 3 | activity
 
     @property
     def seconds(self) -> float:
@@ -105,6 +106,7 @@ _ACTIVITY_TEXT = {
     Activity.GATHER: "reading shards of unit {unit!r}",
     Activity.ACCUMULATE: "adding gradients of unit {unit!r}",
     Activity.MEET: "waiting for the others at a meeting",
+    Activity.NETWORK: "waiting for other nodes, for unit {unit!r}",
 }
 
 

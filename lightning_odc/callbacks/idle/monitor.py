@@ -27,7 +27,8 @@ class DeviceIdleMonitor(Callback):
 
     - ``idle/fraction``, ``idle/worst_fraction``, ``idle/worst_rank``: waiting as a part of the time, over all ranks,
       and of the rank that waited most;
-    - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``collective``, ``broadcast``, ``data``;
+    - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``network``, ``collective``,
+      ``broadcast``, ``data``;
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
     - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, where steps on GPUs are profiled;
     - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``.
