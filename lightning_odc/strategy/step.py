@@ -304,6 +304,8 @@ class Training:
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
         opens_window = self._module.automatic_optimization and is_first
+        if kind == "Minibatch" and not self._module.automatic_optimization:
+            self._engine.drop_emptied_anywhere()
         self._engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
 
     def _run(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
