@@ -21,9 +21,9 @@ def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any)
     rows = json.loads((tmp_path / "copies.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == list(copies.VARIANTS)
     for row in rows:
-        # Headers, acknowledgements and records; control words and mailboxes.
+        # Headers, acknowledgements and records; control words.
         assert row["formula"] is None or 1 < row["bytes per parameter"] / row["formula"] < 1.05
-        assert 1 <= row["held"] / row["formula held"] < 1.02
+        assert 1 <= row["held"] / row["formula held"] < 1.005
         assert row["difference"] < (1e-5 if row["variant"] != copies.FULL_BF16 else 1e-2)
     assert rows[0]["bytes"] > 4 * rows[2]["bytes"], "stock sharding moves more, in every microbatch"
     assert "| 2 | FULL_SHARD | 4.0" in capsys.readouterr().out
