@@ -65,6 +65,7 @@ from lightning_odc.errors import DisagreementError, ODCError
 from lightning_odc.strategy import device_memory
 from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.logbook import LogBook, flush
+from lightning_odc.strategy.out_of_memory import Reliefs
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.stopwatch import Stopwatch
@@ -231,6 +232,7 @@ class Training:
 
     Attributes:
         leaves_out: Whether the microbatch at hand counts nothing, so that neither its loss nor its gradients do.
+        reliefs: What was not run as planned since the last settle.
     """
 
     def __init__(self, strategy: ShardedStrategy, engine: Engine, fp16: bool) -> None:
@@ -242,6 +244,7 @@ class Training:
         self._logbook = LogBook()
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
         self._memory = device_memory.MemoryMeter(device_memory.memory_of(strategy.root_device), engine)
+        self.reliefs = Reliefs()
         self._totals: list[Total] = []  # of values that were logged in this optimizer step
         self.leaves_out = CountsNothing()
         self._more = False  # another backward pass of this batch follows
@@ -382,7 +385,7 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        measured = [self._stopwatch.take(), self._memory.take()]
+        measured = [self._stopwatch.take(), self._memory.take(self.reliefs.take_reliefs())]
         records = self._engine.settle(self._logbook.post(), measured)
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
         self._stopwatch.report([record.measured[0] for record in records])
