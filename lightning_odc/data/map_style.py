@@ -39,7 +39,7 @@ from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction
 from lightning_odc.data.memory_cap import LaggedCap
-from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Origin
+from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Origin, Samples, Task
 from lightning_odc.data.plan import MinibatchPlan, Schedule
 from lightning_odc.data.position import Order
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
@@ -159,8 +159,18 @@ class MapReading:
         return minibatch
 
     def _details(self, epoch: int, microbatches: list[list[int]]) -> list[Detail]:
-        seed, lengths, rows = self.schedule.recipe.seed, self.schedule.lengths, self.schedule.collation.rows
-        return [Detail(rows(lengths.of(own)), (seed, epoch, own[0], 1)) for own in microbatches]
+        return [self._detail(epoch, own) for own in microbatches]
+
+    def _detail(self, epoch: int, indices: list[int]) -> Detail:
+        lengths = self.schedule.collation.rows(self.schedule.lengths.of(indices))
+        samples = Samples(indices, partial(self._part, epoch))
+        return Detail(lengths, (self.schedule.recipe.seed, epoch, indices[0], 1), samples)
+
+    def _part(self, epoch: int, indices: list[int]) -> Task:
+        """A microbatch of some samples, weighted as a plan would."""
+        lengths = self.schedule.lengths.values[indices]
+        weight = float(self.schedule.recipe.sample_weights(lengths).sum())
+        return Task(self.read(epoch, indices), weight, self._detail(epoch, indices))
 
     def _fetch(self, epoch: int, microbatches: list[list[list[int]]], rank: int, number: int) -> Any:
         return self.read(epoch, microbatches[rank][number])

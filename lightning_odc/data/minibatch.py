@@ -33,10 +33,24 @@ class Detail(NamedTuple):
         lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them. Where
             samples have several numbers each, lists of them, tokens first.
         seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
+        samples: The samples, where they can be read again.
     """
 
     lengths: list[Any]
     seed: tuple[int, ...]
+    samples: Samples | None = None
+
+
+class Samples(NamedTuple):
+    """The samples of a microbatch, by which a part of it can be read.
+
+    Attributes:
+        indices: Those of the samples in the data set.
+        read: Makes a microbatch of some of them.
+    """
+
+    indices: list[int]
+    read: Callable[[list[int]], Task]
 
 
 class Microbatch(NamedTuple):

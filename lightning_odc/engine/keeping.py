@@ -283,6 +283,13 @@ class Keeping:
                 freed.append(kept.unit)
         return freed
 
+    def give_back(self) -> None:
+        """Keep nothing from now on in this version: memory has run out."""
+        for kept in self._kept:
+            kept.comm.drop()
+            kept.keep(False)
+        self.bytes = 0
+
     def _room(self) -> int:
         """Bytes that may be kept."""
         if not self._has_measured:

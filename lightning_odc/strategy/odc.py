@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from lightning_odc.strategy.callbacks import first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.launcher import end_scripts_at_exit
+from lightning_odc.strategy.out_of_memory import TRY, Answer
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
 from lightning_odc.strategy.step import Training, call_step
@@ -100,6 +102,10 @@ class ODCStrategy(ShardedStrategy):
             model keeps them apart: ``True``, ``False``, or ``"auto"`` where that pays by the cost.
         hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
+        on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts, and
+            raises for a single sample: the gradient stays what it was, and the alternative is the end of the run.
+            ``"skip"`` leaves a single sample out of the gradient and its weight. ``"raise"`` ends the run at once.
+        on_nonfinite: ``"skip"`` leaves a microbatch out of the gradient and its weight if its loss is not finite.
         **kwargs: Arguments of FSDP1. Those that have no meaning for ``fully_shard`` are refused by name.
 
     Raises:
@@ -140,6 +146,8 @@ class ODCStrategy(ShardedStrategy):
         weighting: Any = "auto",
         packing: Packing = False,
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
+        on_out_of_memory: Answer = "split",
+        on_nonfinite: Literal["skip"] | None = None,
         **kwargs: Any,
     ) -> None:
         arguments.check_strategy(locals())  # all of them, by name
@@ -166,6 +174,8 @@ class ODCStrategy(ShardedStrategy):
         self.accumulator_dtype = accumulator_dtype
         self.keep_gathered = keep_gathered
         self.hang_report_after = hang_report_after
+        self.on_out_of_memory = on_out_of_memory
+        self.on_nonfinite = on_nonfinite
         self.balance = balance
         self._balance_options = {
             "max_tokens": max_tokens,
@@ -242,7 +252,13 @@ class ODCStrategy(ShardedStrategy):
         self.setup_precision_plugin()
         if fitting:
             computed_in = (self.precision_plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
-            self._training = Training(self, self._engine, fp16=torch.float16 in computed_in)
+            self._training = Training(
+                self,
+                self._engine,
+                fp16=torch.float16 in computed_in,
+                on_out_of_memory=self.on_out_of_memory,
+                skips_nonfinite=self.on_nonfinite == "skip",
+            )
             self.precision_plugin.training = self._training
 
     @property
@@ -319,6 +335,37 @@ class ODCStrategy(ShardedStrategy):
             self.engine.tracer.record("optimizer", settled)
         training.end_step()
         return output
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        run = super().backward
+        if self._training is None:
+            return run(closure_loss, optimizer, *args, **kwargs)
+        return self._training.last_backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
+
+    @contextmanager
+    def retrying(self) -> Iterator[None]:
+        """Run a batch that ran out of memory again in parts, with manual optimization.
+
+        Call it in ``except``. It frees what the batch has gathered and computed. In the context, units whose gradient
+        was added before add nothing, so the losses of the parts must add up to that of the whole::
+
+            try:
+                self.manual_backward(self.loss(batch))
+            except torch.OutOfMemoryError:
+                with self.trainer.strategy.retrying():
+                    for half in batch.chunk(2):
+                        self.manual_backward(self.loss(half) * len(half) / len(batch))
+
+        Raises:
+            RuntimeError: outside ``except`` or ``trainer.fit``; or the error that is handled, with a note, where a
+                batch cannot run again: under ``communication="collective"``, or with torch before 2.13.
+        """
+        if self._training is None:
+            raise RuntimeError(f"retrying() belongs into a training step:\n{TRY}")
+        with self._training.retrying():
+            yield
 
     def settle_gradients(self) -> None:
         """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.
