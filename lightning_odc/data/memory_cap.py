@@ -5,7 +5,8 @@ Note [After running out]
 A microbatch that ran out of memory was cut and run again, which takes time. So the plans that follow have a lower cap:
 80 % of the tokens that ran out, on all ranks that had the same cap, since the same samples may be on any of them next
 time. It stays at least the longest sample, which is never cut. Plans that were made before may run out, too, at as many
-tokens. That changes nothing more.
+tokens. That changes nothing more. Nor does a sample that does not fit alone: no cap helps it. For the same reason the
+whole microbatch counts and not the parts that ran out, too: one sample in all of them may be the reason.
 
 A cap that is a number of the user's, or his largest batch, stays there: nothing tells that more fits. Under ``"auto"``
 memory is measured. So the cap rises again by the rules below when 64 optimizer steps have passed quietly, but never
@@ -80,6 +81,18 @@ class MemoryUse(NamedTuple):
         return int(self.tokens * (math.sqrt(factor) if factor > 1 else max(factor, 0.0)))
 
 
+class RanOut(NamedTuple):
+    """A microbatch that ran out of memory.
+
+    Attributes:
+        tokens: Its tokens, padding included; 0 where they are not known.
+        samples: The number of its samples; 0 where it is not known.
+    """
+
+    tokens: int
+    samples: int
+
+
 class MemoryCap:
     """Caps that follow measured memory; a function of what was measured, so they are equal on all ranks.
 
@@ -110,17 +123,19 @@ class MemoryCap:
         self._quiet = 0
         self._latest: Sequence[MemoryUse | None] = ()
 
-    def observe(self, by_rank: Sequence[MemoryUse | None], ran_out: Sequence[Sequence[int]] = ()) -> None:
+    def observe(self, by_rank: Sequence[MemoryUse | None], ran_out: Sequence[Sequence[RanOut]] = ()) -> None:
         """Take in one optimizer step.
 
         Args:
             by_rank: What each rank measured, if it ran anything.
-            ran_out: By rank, the tokens of each microbatch that ran out of memory; 0 where they are not known.
+            ran_out: By rank, the microbatches that ran out of memory.
         """
-        failed = [(rank, tokens) for rank, own in enumerate(ran_out) for tokens in own]
-        for rank, tokens in failed:
-            self._fall(rank, tokens)
-        self._quiet = 0 if failed else self._quiet + 1
+        failed = [(rank, one) for rank, own in enumerate(ran_out) for one in own]
+        too_full = [(rank, one) for rank, one in failed if one.samples != 1]
+        for rank, one in too_full:
+            self._fall(rank, one.tokens)
+        self.ran_out += len(failed)
+        self._quiet = 0 if too_full else self._quiet + 1
         self._latest = by_rank
         if self.rises and not failed:
             self._follow(by_rank)
@@ -138,7 +153,6 @@ class MemoryCap:
             self.caps[other] = lower
             self._limits[other] = min(self._limits[other], max(int(_MOST * tokens), 1))
         self._uses = [[] for _ in self.caps]
-        self.ran_out += 1
 
     def _follow(self, by_rank: Sequence[MemoryUse | None]) -> None:
         for rank, (uses, use) in enumerate(zip(self._uses, by_rank, strict=True)):
@@ -233,14 +247,14 @@ class LaggedCap(History["int | list[int]"]):
         """Take in what the ranks told of an optimizer step; the same, in the same order, on all ranks.
 
         Args:
-            by_rank: The number of the latest minibatch, the fields of a `MemoryUse` or ``None``, and the tokens of each
-                microbatch that ran out of memory; ``None`` for a rank that has nothing to tell.
+            by_rank: The number of the latest minibatch, the fields of a `MemoryUse` or ``None``, and of each microbatch
+                that ran out of memory those of a `RanOut`; ``None`` for a rank that has nothing to tell.
         """
         told = [(0, None, ()) if one is None else one for one in by_rank]
         numbers = [one[0] for one in by_rank if one is not None]
         if numbers:
             uses = [None if use is None else MemoryUse(*use) for _, use, _ in told]
-            self.cap.observe(uses, [ran_out for _, _, ran_out in told])
+            self.cap.observe(uses, [[RanOut(*one) for one in ran_out] for _, _, ran_out in told])
             self.learn(max(numbers), self.cap.value)
             self.forget()
 

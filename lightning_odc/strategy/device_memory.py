@@ -72,11 +72,9 @@ class MemoryMeter:
             reliefs: The microbatches of this rank that were not run as planned.
 
         Returns:
-            The minibatch's number, the fields of a `MemoryUse` or ``None``, and the tokens of each microbatch that ran
-            out of memory.
+            The minibatch's number, the fields of a `MemoryUse` or ``None``, and of each microbatch those of a `RanOut`.
         """
-        use = self._use()
-        ran_out = [relief.tokens for relief in reliefs if relief.reason == "memory"]
+        use, ran_out = self._use(), _ran_out(reliefs)
         return [self._number, use, ran_out] if use or ran_out else None
 
     def _use(self) -> list[int] | None:
@@ -95,7 +93,7 @@ class MemoryMeter:
         before = self._cap.cap.value
         self._cap.observe(by_rank)
         after = self._cap.cap.value
-        ran_out = [(max(one[2]), rank) for rank, one in enumerate(by_rank) if one is not None and one[2]]
+        ran_out = [(max(one[2])[0], rank) for rank, one in enumerate(by_rank) if one is not None and one[2]]
         if ran_out and after != before:
             tokens, rank = max(ran_out)
             begin = "" if self._cap.measures else f" To begin with it, write max_tokens={after}."
@@ -103,3 +101,13 @@ class MemoryMeter:
                 f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
                 f"tokens ran out of memory on rank {rank}.{begin}"
             )
+
+
+def _ran_out(reliefs: Sequence[Relief]) -> list[list[int]]:
+    """Of each microbatch the largest part that ran out of memory, as the fields of a `RanOut`."""
+    whole: dict[int, list[int]] = {}
+    for relief in reliefs:
+        if relief.reason == "memory":
+            part = [relief.tokens, relief.samples]
+            whole[relief.index] = max(whole.get(relief.index, part), part)
+    return list(whole.values())

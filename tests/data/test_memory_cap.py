@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.data.memory_cap import LaggedCap, MemoryCap, MemoryUse
+from lightning_odc.data.memory_cap import LaggedCap, MemoryCap, MemoryUse, RanOut
 from lightning_odc.data.minibatch import Minibatch
 
 GB = 10**9
@@ -28,6 +28,10 @@ def dense(tokens: int) -> int:
 
 def use(tokens: int, takes: Callable[[int], int] = linear, usable: int = USABLE) -> MemoryUse:
     return MemoryUse(tokens, BASE, takes(tokens), usable)
+
+
+def out(tokens: int, samples: int = 2) -> RanOut:
+    return RanOut(tokens, samples)
 
 
 def run(
@@ -106,40 +110,44 @@ def test_equal_measurements_give_equal_caps_and_a_state_goes_on() -> None:
 
 def test_a_cap_falls_below_what_ran_out_on_all_ranks_that_had_it() -> None:
     cap = MemoryCap(3, [4000, 4000, 1500], 1000, apart=True, rises=False)
-    cap.observe([None] * 3, [[], [3000], []])
+    cap.observe([None] * 3, [[], [out(3000)], []])
     assert cap.value == [2400, 2400, 1500]
-    cap.observe([None] * 3, [[], [], [0]])
+    cap.observe([None] * 3, [[], [], [out(0)]])
     assert cap.value == [2400, 2400, 1200], "not known: that of a full microbatch"
-    cap.observe([None] * 3, [[2900, 1450], [], []])
-    assert cap.value == [1160, 1160, 1200], "a half that ran out, too"
+    cap.observe([None] * 3, [[out(2900), out(1450)], [], []])
+    assert cap.value == [1160, 1160, 1200], "two microbatches"
     assert cap.ran_out == 4
+    cap.observe([None] * 3, [[out(1000, samples=1)], [], []])
+    assert (cap.value, cap.ran_out) == ([1160, 1160, 1200], 5), (
+        "no cap helps a sample that does not fit alone"
+    )
 
 
 def test_plans_made_before_that_run_out_too_change_nothing_more() -> None:
     cap = MemoryCap(2, 1000, 100, apart=False, rises=False)
     for _ in range(3):
-        cap.observe([None, None], [[1000], [990]])
+        cap.observe([None, None], [[out(1000)], [out(990)]])
     assert cap.value == 792
 
 
 def test_a_cap_stays_above_the_longest_sample() -> None:
     cap = MemoryCap(2, 1000, 900, apart=False, rises=False)
-    cap.observe([None, None], [[950], []])
+    cap.observe([None, None], [[out(950)], []])
     assert cap.value == 900
     unlike = MemoryCap(2, [1000, 500], 900, apart=True, rises=False)
-    unlike.observe([None, None], [[1000], [500]])
+    unlike.observe([None, None], [[out(1000)], [out(500)]])
     assert unlike.value == [900, 400], "the longest sample fits on rank 0"
 
 
 def test_a_number_of_the_users_never_rises() -> None:
     cap = MemoryCap(1, 1000, 10, apart=True, rises=False)
-    cap.observe([None], [[1000]])
+    cap.observe([None], [[out(1000)]])
     assert set(run(cap, 100, linear)) == {800}
 
 
 def test_a_measured_cap_rises_again_after_a_while_and_not_to_what_ran_out() -> None:
     cap = MemoryCap(1, 10_000, 900, apart=True)
-    cap.observe([use(10_000)], [[10_000]])
+    cap.observe([use(10_000)], [[out(10_000)]])
     assert cap.value == 8000
     caps = run(cap, 200, linear)
     assert caps[:62] == [8000] * 62
@@ -149,14 +157,14 @@ def test_a_measured_cap_rises_again_after_a_while_and_not_to_what_ran_out() -> N
 
 def test_a_full_memory_lowers_a_cap_that_has_fallen_at_once() -> None:
     cap = MemoryCap(1, 31_000, 900, apart=True)
-    cap.observe([None], [[31_000]])
+    cap.observe([None], [[out(31_000)]])
     cap.observe([MemoryUse(24_800, BASE, 79 * GB, USABLE)])
     assert cap.caps[0] < 24_800
 
 
 def test_equal_records_give_equal_caps_and_a_state_goes_on_after_running_out() -> None:
     first, second = MemoryCap(2, 1000, 10, True), MemoryCap(2, 1000, 10, True)
-    first.observe([use(1000), use(1000)], [[], [1000]])
+    first.observe([use(1000), use(1000)], [[], [out(1000)]])
     run(first, 60, linear, (USABLE, USABLE))
     second.load_state_dict(first.state_dict())
     caps = run(first, 20, linear, (USABLE, USABLE))
@@ -172,7 +180,7 @@ def test_what_was_learnt_is_left_where_the_user_has_chosen_another_cap(
     given: int, rises: bool, message: str
 ) -> None:
     before = MemoryCap(1, 1000, 10, True, rises=rises)
-    before.observe([None], [[500]])
+    before.observe([None], [[out(500)]])
     now = MemoryCap(1, given, 10, True, rises=False)
     with pytest.raises(ValueError, match=message):
         now.load_state_dict(before.state_dict())
@@ -182,7 +190,7 @@ def test_what_was_learnt_is_left_where_the_user_has_chosen_another_cap(
 def test_what_is_logged() -> None:
     cap = MemoryCap(2, 1000, 10, True)
     assert cap.values() == {"memory/max_tokens": 1000, "memory/ran_out": 0}
-    cap.observe([MemoryUse(900, 0, 50, 100), MemoryUse(900, 0, 70, 100)], [[], [900]])
+    cap.observe([MemoryUse(900, 0, 50, 100), MemoryUse(900, 0, 70, 100)], [[], [out(900)]])
     assert cap.values() == {"memory/max_tokens": 720, "memory/ran_out": 1, "memory/used_fraction": 0.7}
 
 
@@ -293,7 +301,7 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it(max_tokens: Any, exp
         largest, minibatch = 0, next(minibatches)
         assert isinstance(minibatch, Minibatch) and minibatch.origin is not None
         largest = max(sum(map(len, batch)) for batch in minibatch)
-        ran_out = [36] if minibatch.origin.number == 1 else []
+        ran_out = [[36, 4]] if minibatch.origin.number == 1 else []
         assert minibatch.origin.cap is not None
         minibatch.origin.cap.observe([[minibatch.origin.number, None, ran_out]] if ran_out else [None])
     assert own.max_tokens == expected
