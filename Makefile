@@ -25,8 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small language model with collectives, on demand and balanced, and compare; ARGS="--help"
 	$(BIN)/lightning-odc demo $(ARGS)
 
-test: $(STAMP) ## run the tests; ARGS="-k name" picks some, ARGS="-n 2 --dist loadscope" runs two at a time
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## run the tests, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one
+	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, idle, hybrid, memory, traffic, robustness.faults ...; ARGS="--help"
 	$(if $(NAME),,$(error make bench NAME=planner, idle, hybrid, memory, traffic, robustness.faults, .endurance, .resume_trials or .stalls))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,17 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
+from lightning_odc.callbacks.idle import sources
 from lightning_odc.callbacks.idle.channels import NoteChannel
 from lightning_odc.callbacks.idle.measurement import StepMeter
+from lightning_odc.callbacks.idle.sources import DataClock
 from lightning_odc.callbacks.idle.summary import (
     IdleCause,
     IdleSummary,
@@ -629,3 +632,12 @@ def test_a_share_that_comes_as_a_whole_is_counted_as_a_whole():
     meter.count(Minibatch([]))
     step = meter.end_step()
     assert (step.microbatches, step.samples, step.tokens) == (2, 3, 6)
+
+
+def test_a_loader_that_waits_for_other_ranks_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = iter([1_000_000_000, 9_000_000_000]), iter([2.0, 7.0])
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic_ns=lambda: next(now)))
+    clock = DataClock(PassThroughProfiler(), on_fetch=lambda *_: None, waited=lambda: next(waited))
+    clock.start("[_TrainingEpochLoop].train_dataloader_next")
+    clock.stop("[_TrainingEpochLoop].train_dataloader_next")
+    assert clock.seconds == 8.0 - 5.0

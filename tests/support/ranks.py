@@ -36,6 +36,7 @@ _PRELOAD = [
     "peft",
     "tests.support.models",
     "tests.support.modules",
+    "tests.support.first_step",
 ]
 
 

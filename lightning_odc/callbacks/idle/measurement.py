@@ -148,7 +148,12 @@ class IdleMeasurement:
         self._broadcasts: list[Passage] = []
         self._in_batch = False
         self._meter = StepMeter(self._waits)
-        self._data = DataClock(cast(Any, trainer).profiler, on_fetch=self._fetch, waits=self._stream_waits)
+        self._data = DataClock(
+            cast(Any, trainer).profiler,
+            on_fetch=self._fetch,
+            waited=lambda: sum(self.watch.waits().values()),
+            waits=self._stream_waits,
+        )
         self._data.install(trainer)
         self._calls: CallCounter | None = None
         if isinstance(trainer.strategy, ODCStrategy):

@@ -278,28 +278,36 @@ class DataClock(Profiler):
         inner: The trainer's own profiler.
         on_fetch: Called whenever a batch is about to be fetched, with that gap: the end of the last profiled action
             and the present, in nanoseconds of the monotonic clock.
+        waited: The seconds for which this rank has waited for other ranks so far. A loader that plans with them does
+            so while it fetches.
         waits: What is told of the fetching, on a device that runs ahead of its host.
 
     Attributes:
-        seconds: Seconds spent fetching so far.
+        seconds: Seconds spent fetching so far, without what ``waited`` counts.
         seen: Whether a batch was ever fetched.
     """
 
     def __init__(
-        self, inner: Profiler, on_fetch: Callable[[int, int], None], waits: StreamWaits | None = None
+        self,
+        inner: Profiler,
+        on_fetch: Callable[[int, int], None],
+        waited: Callable[[], float],
+        waits: StreamWaits | None = None,
     ) -> None:
         super().__init__()
         self.seconds = 0.0
         self.seen = False
         self._inner = inner
         self._on_fetch = on_fetch
+        self._waited = waited
+        self._waited_before = 0.0
         self._waits = waits
         self._last = self._began = 0
 
     def start(self, action_name: str) -> None:
         self._inner.start(action_name)
         if action_name.endswith(FETCH_ACTION):
-            self._began = time.monotonic_ns()
+            self._began, self._waited_before = time.monotonic_ns(), self._waited()
             self._on_fetch(self._last, self._began)
             if self._waits is not None:
                 self._waits.enter(IdleCause.DATA)
@@ -307,7 +315,7 @@ class DataClock(Profiler):
     def stop(self, action_name: str) -> None:
         self._last = time.monotonic_ns()
         if self._began and action_name.endswith(FETCH_ACTION):
-            self.seconds += (self._last - self._began) / 1e9
+            self.seconds += (self._last - self._began) / 1e9 - (self._waited() - self._waited_before)
             self._began, self.seen = 0, True
             if self._waits is not None:
                 self._waits.causes.add(IdleCause.DATA)
