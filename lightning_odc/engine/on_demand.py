@@ -253,7 +253,9 @@ class OnDemandEngine(Engine):
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
         if additions.begin_adding(unit.index):
-            if self._counts:
+            if not self._counts:
+                chunks.zero_()
+            if self._counts or self._lockstep:  # where the others wait at the barrier
                 window.accumulate(chunks, segments)
             additions.end_adding()
 

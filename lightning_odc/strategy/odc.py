@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,10 +24,8 @@ from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import is_broken_group
-from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.choice import check_transport
-from lightning_odc.errors import ODCError, PeerFailedError, WaitTimeoutError
+from lightning_odc.errors import WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy import arguments
@@ -36,8 +33,9 @@ from lightning_odc.strategy.agreement import compare_programs
 from lightning_odc.strategy.callbacks import first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
+from lightning_odc.strategy.failing import tell_peers
 from lightning_odc.strategy.launcher import end_scripts_at_exit
-from lightning_odc.strategy.out_of_memory import TRY, Answer
+from lightning_odc.strategy.out_of_memory import TRY, Answer, explained
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
 from lightning_odc.strategy.step import Training, call_step
@@ -100,12 +98,12 @@ class ODCStrategy(ShardedStrategy):
             microbatch are counted. Counts that ``training_step`` returns as ``num_items`` go before it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
             model keeps them apart: ``True``, ``False``, or ``"auto"`` where that pays by the cost.
-        hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
-            ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts, and
             raises for a single sample: the gradient stays what it was, and the alternative is the end of the run.
             ``"skip"`` leaves a single sample out of the gradient and its weight. ``"raise"`` ends the run at once.
         on_nonfinite: ``"skip"`` leaves a microbatch out of the gradient and its weight if its loss is not finite.
+        hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
+            ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         **kwargs: Arguments of FSDP1. Those that have no meaning for ``fully_shard`` are refused by name.
 
     Raises:
@@ -145,9 +143,9 @@ class ODCStrategy(ShardedStrategy):
         length_fn: Callable[[Any], int | Sequence[int]] | None = None,
         weighting: Any = "auto",
         packing: Packing = False,
-        hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         on_out_of_memory: Answer = "split",
         on_nonfinite: Literal["skip"] | None = None,
+        hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
         arguments.check_strategy(locals())  # all of them, by name
@@ -287,25 +285,9 @@ class ODCStrategy(ShardedStrategy):
         if self._engine is None or self._failed:
             return  # peers are told once: by the first of all callbacks, before Lightning comes here
         self._failed = True
-        text = "".join(traceback.format_exception(exception))
-        prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
-        trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
-        own = "".join(traceback.format_exception_only(exception)).rstrip()
-        if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
-            exception.add_note(f"This followed from something else. {trouble}")
-            prefix = FOLLOWED
-        self._engine.fail(prefix + text)
+        tell_peers(self._engine, exception)
         if isinstance(exception, WaitTimeoutError):
             end_scripts_at_exit(self.launcher)
-
-    def _peer_trouble(self, exception: BaseException) -> str:
-        """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
-        patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
-        trouble = self.engine.peer_trouble()
-        while not trouble and time.monotonic() < patience:
-            time.sleep(0.01)
-            trouble = self.engine.peer_trouble()
-        return trouble
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -346,17 +328,10 @@ class ODCStrategy(ShardedStrategy):
 
     @contextmanager
     def retrying(self) -> Iterator[None]:
-        """Run a batch that ran out of memory again in parts, with manual optimization.
+        """Run a batch that ran out of memory again in parts, with manual optimization; to be called in ``except``.
 
-        Call it in ``except``. It frees what the batch has gathered and computed. In the context, units whose gradient
-        was added before add nothing, so the losses of the parts must add up to that of the whole::
-
-            try:
-                self.manual_backward(self.loss(batch))
-            except torch.OutOfMemoryError:
-                with self.trainer.strategy.retrying():
-                    for half in batch.chunk(2):
-                        self.manual_backward(self.loss(half) * len(half) / len(batch))
+        It frees what the batch has gathered and computed. In the context, units whose gradient was added before add
+        nothing, so the losses of the parts must add up to that of the whole. See *Running out of memory*.
 
         Raises:
             RuntimeError: outside ``except`` or ``trainer.fit``; or the error that is handled, with a note, where a
@@ -398,6 +373,7 @@ class ODCStrategy(ShardedStrategy):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("test_step", *args, **kwargs)
 
+    @explained()
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if not (args and isinstance(args[0], Minibatch)):
             return call_step(self, self.engine, name, *args, **kwargs)
@@ -407,6 +383,7 @@ class ODCStrategy(ShardedStrategy):
         self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
         return self._evaluation.step(name, *args, **kwargs)
 
+    @explained()
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         run = partial(call_step, self, self.engine, "predict_step")
         if args and isinstance(args[0], Minibatch):

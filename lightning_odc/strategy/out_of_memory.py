@@ -120,6 +120,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_plain and any(words in str(error) for words in _WORDS)
 
 
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do if memory runs out in an evaluation. Its batches are not cut: a step may log anything of them."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(
+                "Batches are cut in training alone. Make those of this loader smaller: DataLoader(..., batch_size=1), "
+                "or BalancedDataLoader(..., max_tokens=...)."
+            )
+        raise
+
+
 def release(error: BaseException) -> None:
     """Let go of the local variables of all frames that an error has come through, which hold what was computed."""
     chain: BaseException | None = error
@@ -156,6 +170,12 @@ def _described(task: Task) -> str:
     return f"{what}{named}" + f", {tokens} tokens" * bool(tokens)
 
 
+def _copied(task: Task) -> Task:
+    """A task with a mapping of its own."""
+    batch = task.microbatch
+    return task._replace(microbatch=copy.copy(batch)) if isinstance(batch, Mapping) else task
+
+
 class Attempt:
     """One run of a microbatch, or of a part of one.
 
@@ -166,13 +186,14 @@ class Attempt:
         is_last_try: It ran out of memory before, and cannot be cut.
 
     Attributes:
+        run: What the step gets, which may take items out of a mapping.
+        task: The same, as it was before.
         item: What it contributes, once its forward pass has ended.
     """
 
     def __init__(self, task: Task, index: int, device: torch.device, is_last_try: bool = False) -> None:
-        # A step may take items out of a mapping, and a part needs them again.
-        kept = copy.copy(task.microbatch) if isinstance(task.microbatch, Mapping) else task.microbatch
-        self.task = task._replace(microbatch=kept)
+        self.run = task
+        self.task = _copied(task)
         self.index = index
         self.is_last_try = is_last_try
         self.item: Contribution | None = None
@@ -329,7 +350,7 @@ class Rescue:
         return [] if attempt.item is None else [attempt.item]
 
     def _pass(self, attempt: Attempt, added: Added) -> None:
-        item = self._steps.forward(attempt.task)
+        item = self._steps.forward(attempt.run)
         if item is None:
             return
         attempt.item = item
@@ -353,7 +374,7 @@ class Rescue:
         is_taken_back = False
         with self.watching(), self._steps.quiet():
             try:
-                self._negative_pass(attempt.task, added)
+                self._negative_pass(attempt, added)
             except TakenBackError as end:
                 is_taken_back = True
                 release(end)
@@ -366,8 +387,8 @@ class Rescue:
             )
             raise error
 
-    def _negative_pass(self, task: Task, added: Added) -> None:
-        item = self._steps.forward(task)
+    def _negative_pass(self, attempt: Attempt, added: Added) -> None:
+        item = self._steps.forward(_copied(attempt.task))
         if item is not None:
             self._engine.resume(added, takes_back=True)
             self._steps.backward(-item.loss)

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat
-from lightning_odc.data.batch_size import label_count
+from lightning_odc.data.batch_size import label_count, sample_count
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.additions import Added
@@ -84,12 +84,14 @@ class _Batch:
         kwargs: The rest of it.
         by_labels: Whether labels are counted, where there are any.
         counting: What planned weights count.
+        samples: The number of its samples if it is a plain one, by which Lightning weights what is logged.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     by_labels: bool = False
     counting: Counting = Counting.PLANNED
+    samples: int = 1
 
 
 class _WithValue(torch.autograd.Function):
@@ -203,20 +205,24 @@ class Training:
 
     def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch that is one microbatch, with Lightning's backward pass behind it."""
-        self._batch = _Batch(args, kwargs, counting=Counting.MEAN)
-        task = Task(batch, 1.0, None)
-        attempt, failure = self._forward(task, 0)
+        self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
+        attempt, failure = self._forward(Task(batch, 1.0, None), 0)
         if failure is not None:
-            sums = _Sums()
-            for item in self._rescue.again(attempt, failure):
-                sums.add(item)
-            return {"loss": self._with_value(None, sums), **sums.extras}
+            return self._plain_in_parts(attempt, failure)
         if attempt.item is None:
-            self.leave_out(task)
             return None
         self.count(attempt.item)
         self._last = attempt
         return self._output
+
+    def _plain_in_parts(self, attempt: Attempt, failure: Exception) -> dict[str, Any]:
+        """Run a plain batch in parts. What they log is logged once: it may be synchronised with other ranks."""
+        sums = _Sums()
+        with self._logbook.recording(self._module):
+            for item in self._rescue.again(attempt, failure):
+                sums.add(item)
+        flush(self._logbook.take(), self._module)
+        return {"loss": self._with_value(None, sums), **sums.extras}
 
     @property
     def _accumulated(self) -> int:
@@ -275,7 +281,7 @@ class Training:
         self._index = index
         attempt = Attempt(task, index, self._strategy.root_device)
         with self._rescue.watching() as failures:
-            attempt.item = self.forward(task)
+            attempt.item = self.forward(attempt.run)
         return attempt, failures[0] if failures else None
 
     def _finish(self, attempt: Attempt) -> None:
@@ -345,7 +351,7 @@ class Training:
             item = self._left_out(item, task)
             output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
         self._output = output
-        self._logbook.weigh(task.weight if item is None else item.weight)
+        self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
         return item
 
     def _left_out(self, item: Contribution, task: Task) -> Contribution:
