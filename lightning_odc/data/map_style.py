@@ -312,7 +312,11 @@ def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
     kills = host_memory.Kills()
     try:
         yield from minibatches
-    except (RuntimeError, OSError, EOFError) as error:  # torch says it, or a connection to the worker breaks first
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+    ) as error:  # torch says it, or a connection to the worker breaks first
         is_plain = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
         if not is_plain and (verdict := kills.verdict()):
             error.add_note(verdict)

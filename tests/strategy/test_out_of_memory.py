@@ -151,7 +151,7 @@ class Collects(Callback):
         self.reliefs: list[list[Relief]] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.reliefs.append(trainer.strategy._training.take_reliefs())
+        self.reliefs.append(trainer.strategy._training.reliefs)
 
 
 def fit(rank: int, told: list[Any], **options: Any) -> dict[str, Any]:
