@@ -188,6 +188,24 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     return list(groups)
 
 
+def forward_order(root: FSDPModule) -> list[Any]:
+    """The groups of `group_of` in the order in which they ran since the last backward pass, as often as they ran.
+
+    Why: a microbatch that runs again in parts must run every unit as often as before, and a hook of ours on every unit
+    would be one more graph break under `torch.compile`. `fully_shard` keeps this list for its prefetching (torch 2.9 to
+    2.13) and empties it behind a backward pass.
+    """
+    order: list[Any] = getattr(
+        root._get_fsdp_state()._comm_ctx, "post_forward_order", []
+    )  # before the first run
+    return order
+
+
+def group_of(module: FSDPModule) -> Any:
+    """What stands for the parameter group of a ``fully_shard``-ed module in `forward_order`."""
+    return _groups_of(module)[0]
+
+
 def modules_grouped_with(module: FSDPModule) -> tuple[Any, ...]:
     """The modules of the group that a ``fully_shard``-ed module belongs to, as they were passed to ``fully_shard``.
 

@@ -215,6 +215,23 @@ def test_groups_and_settings_of_fully_shard():
     assert run_ranks(_what_was_set, world_size=1) == [[True, True, True, False, False, True]]
 
 
+def _ran(rank: int) -> list[list[int]]:
+    init_gloo(rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    groups = [_compat.group_of(model), _compat.group_of(model[0])]
+    found = [_compat.forward_order(model)[:]]
+    loss = model(torch.ones(1, 2)).sum() + model(torch.ones(1, 2)).sum()
+    found.append([groups.index(group) for group in _compat.forward_order(model)])
+    loss.backward()
+    return [*found, _compat.forward_order(model)[:]]
+
+
+def test_fully_shard_knows_which_groups_have_run():
+    assert run_ranks(_ran, world_size=1) == [[[], [1, 0, 1, 0], []]]
+
+
 def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
     init_gloo(rank)
     policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float16, torch.bfloat16)]

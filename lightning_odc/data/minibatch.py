@@ -33,10 +33,39 @@ class Detail(NamedTuple):
         lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them. Where
             samples have several numbers each, lists of them, tokens first.
         seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
+        samples: The samples, where they can be read again.
     """
 
     lengths: list[Any]
     seed: tuple[int, ...]
+    samples: Samples | None = None
+
+
+class Samples(NamedTuple):
+    """The samples of a microbatch, by which a part of it can be read.
+
+    Attributes:
+        indices: Those of the samples in the data set.
+        read: Makes a microbatch of some of them.
+    """
+
+    indices: list[int]
+    read: Callable[[list[int]], Task]
+
+
+class Microbatch(NamedTuple):
+    """What ``BalancedDataLoader(unroll=True)`` yields.
+
+    Attributes:
+        batch: What ``collate_fn`` returned.
+        weight: The factor of its mean loss; 1 on average over the microbatches of a minibatch on all ranks, and 0
+            for one that only keeps the ranks together.
+        last: Whether it ends its minibatch.
+    """
+
+    batch: Any
+    weight: float
+    last: bool
 
 
 class Task(NamedTuple):

@@ -53,6 +53,25 @@ def random_numbers_of(detail: Detail | None, device: torch.device) -> Iterator[N
         yield
 
 
+class RandomState:
+    """The global generators as they were at one moment.
+
+    Args:
+        device: The device whose generator belongs to it besides the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._inside = _states()
+        self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+
+    def restore(self) -> None:
+        """Let them go on from there."""
+        _restore(self._inside)
+        if self._device is not None and self._on_device is not None:
+            torch.cuda.set_rng_state(self._on_device, self._device)
+
+
 class PrivateRng:
     """Random numbers of one's own: inside :meth:`active`, the global generators go on from where they last were there.
 

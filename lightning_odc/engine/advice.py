@@ -1,10 +1,14 @@
-"""What to write instead, where torch's own message about sharded parameters does not say it."""
+"""What to write instead of what cannot work on shards, where torch's own message does not say it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from torch.optim import LBFGS, Optimizer
+
+from lightning_odc import _compat
+from lightning_odc.engine.units import Unit
+from lightning_odc.errors import ODCError
 
 #: A penalty on the parameters, for messages.
 PENALTY = """\
@@ -82,3 +86,46 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
             "and flattens parameters, which are sharded. Write torch.optim.AdamW(self.parameters(), lr=1e-4), or "
             'train with Trainer(strategy="ddp").'
         )
+
+
+def undivided(name: str) -> ODCError:
+    """The error for a loss that depends on the shards of a parameter, where gradients have weights."""
+    return ODCError(
+        f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
+        "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
+        f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
+    )
+
+
+def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
+    """Refuse hooks of ``fully_shard`` that would see zeros on demand.
+
+    Raises:
+        ValueError: a unit has one.
+    """
+    for unit in units:
+        if _compat.has_all_reduce_hook(unit.modules[0]):
+            raise ValueError(
+                f"`set_all_reduce_hook` was called on {unit.name!r}, but on demand no gradient passes there: ranks "
+                "add gradients to their owners, which have the sums at the optimizer step. Change gradients in "
+                '`on_before_optimizer_step`, or use ODCStrategy(communication="collective").'
+            )
+
+
+def unexpected_gradient(unit: Unit, prepared: bool) -> ODCError:
+    """The error for gradients that have no place in the accumulators.
+
+    Args:
+        unit: The unit that has them.
+        prepared: Whether there are accumulators at all.
+    """
+    names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
+    if not prepared:
+        return ODCError(
+            f"A backward pass reached unit {unit.name!r}, but `trainer.validate`, `test` and `predict` make no "
+            "room for gradients. Freeze the model (`self.requires_grad_(False)`), or run it in `trainer.fit`."
+        )
+    return ODCError(
+        f"Unit {unit.name!r} has gradients of parameters that were frozen when the batch began: {names}. Unfreeze "
+        "them before, in `on_train_batch_start` or `on_train_epoch_start`, on all ranks."
+    )

@@ -21,15 +21,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.engine.additions import Added
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.tracing import Traced, Tracer, fanout
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
 _PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
+_NO_RESET = (
+    f"torch {torch.__version__} cannot take back a step that broke off: install torch 2.13 or newer, which has "
+    "`FSDPModule.reset_iter_state`"
+)
 
 
 class Counting(StrEnum):
@@ -105,6 +112,7 @@ class Ledger:
     plans: list[str] = field(default_factory=list)
     is_last: bool = False
     is_idle: bool = False  # ran nothing at all, so it goes along with what the others ran
+    left_out: float = 0.0  # the part of the plain batches of this step that counts nothing
 
     def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides]).
@@ -131,6 +139,17 @@ class Ledger:
             self.least = min(self.least, weight)
         self.microbatches += 1
 
+    def withdraw(self, weight: float | Tensor, counting: Counting) -> None:
+        """A microbatch that was added has broken off. What runs in its place is added for itself."""
+        if counting is Counting.MEAN:
+            return
+        self.weight = self.weight - (weight.detach() if isinstance(weight, Tensor) else weight)
+        self.microbatches -= 1
+
+    def leave_out(self, part: float) -> None:
+        """So much of the plain batches of this step has no part in the gradient, nor in what it is divided by."""
+        self.left_out += part
+
     def begin_minibatch(self, plan: str | None) -> None:
         self.is_weighted = True
         if plan is not None:
@@ -141,7 +160,7 @@ class Ledger:
         return SettleRecord(
             batches=None if self.is_idle else _WEIGHTED if self.is_weighted else _PLAIN,
             counting=self.counting and self.counting.value,
-            weight=float(self.weight) if self.is_weighted else 1.0,
+            weight=float(self.weight) if self.is_weighted else 1.0 - self.left_out,
             least=float(self.least),
             plans=self.plans,
             is_last=self.is_last,
@@ -313,6 +332,30 @@ class Engine(Traced, ABC):
             more: Another one follows in the same batch for sure.
             counts: Its gradients count; otherwise zeros are added for them, even where they are NaN.
         """
+
+    def begin_forward(self) -> None:
+        """The forward pass of a microbatch begins."""
+
+    def why_no_retry(self) -> str:
+        """Why a microbatch that broke off cannot run again on this rank alone; empty if it can."""
+        return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
+
+    def let_go(self) -> Added | None:
+        """Free all that a microbatch which broke off has gathered and computed, and forget that it ran.
+
+        Returns:
+            What it has added, which stays: see Note [Added once]; `None` if it broke off before its backward pass.
+        """
+        raise NotImplementedError
+
+    def resume(self, added: Added, takes_back: bool = False) -> None:
+        """The next backward pass is that of a part of a microbatch that broke off.
+
+        Args:
+            added: What `let_go` returned; empty if it broke off in its forward pass.
+            takes_back: The pass is there to take that back. It ends with a `TakenBackError`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:

@@ -16,13 +16,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, denominator
-from lightning_odc.engine.comm import StockGather, StockReduceScatter, WithinContext, reset_units, set_comms
+from lightning_odc.engine.comm import (
+    StockGather,
+    StockReduceScatter,
+    WithinContext,
+    forget_pass,
+    reset_units,
+    set_comms,
+)
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.peers import Signals
+from lightning_odc.engine.recovery import free_unused
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.units import find_units
+from lightning_odc.engine.units import Unit, find_units
 from lightning_odc.errors import DisagreementError
 
 
@@ -44,6 +53,7 @@ class CollectiveEngine(Engine):
         self._world_size = world_size
         self._rendezvous = rendezvous
         self._model: nn.Module | None = None
+        self._units: list[Unit] = []
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._root: RootUnit | None = None
@@ -51,6 +61,8 @@ class CollectiveEngine(Engine):
         self._reduce_scatter = StockReduceScatter()
         self._has_compared_kinds = world_size == 1
         self._signals = Signals()
+        self._resumed = False  # the next backward pass is of a part of a microbatch
+        self._in_place = False  # a backward pass adds to gradients of earlier batches
 
     @property
     def world_size(self) -> int:
@@ -66,7 +78,8 @@ class CollectiveEngine(Engine):
         gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
         reduce_scatter = WithinContext(self._reduce_scatter, partial(self.traced, "reduce_scatter"))
         set_comms(_units(model), gather, reduce_scatter)
-        self._root = RootUnit(find_units(model), model)
+        self._units = find_units(model)
+        self._root = RootUnit(self._units, model)
 
     def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
         super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
@@ -96,33 +109,59 @@ class CollectiveEngine(Engine):
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
 
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones. Hooks
-        of parameters wait for the division, too.
+        of parameters wait for the division, too. A pass that breaks off leaves ``.grad`` as it was.
         """
         assert self._root is not None
         if manual:
             self._root.gather()
-        self._late_hooks.holding = self.ledger.is_weighted
+        apart, self._resumed = self.ledger.is_weighted or self._resumed, False
+        self._late_hooks.holding = apart
         self._reduce_scatter.sends_zeros = not counts
-        if not self.ledger.is_weighted:
-            yield
-            self._root.check_reduced()
-            return
-        for shard in self._shards:
-            self._late_hooks.hold(shard)
         before = [shard.grad for shard in self._shards]
-        for shard in self._shards:
+        self._in_place = not apart and any(grad is not None for grad in before)
+        for shard in self._shards if apart else ():
+            self._late_hooks.hold(shard)
             shard.grad = None
-        yield
+        try:
+            yield
+        except BaseException:
+            for shard, kept in zip(self._shards, before, strict=True):
+                shard.grad = kept
+            raise
+        self._in_place = False
         self._root.check_reduced()
-        with torch.no_grad():
-            for parameter, kept in zip(self._shards, before, strict=True):
-                new, parameter.grad = parameter.grad, kept
-                if not counts and self._world_size == 1 and new is not None:
-                    new.zero_()  # fully_shard may reduce nothing on a single rank
-                if new is not None:
-                    self._sums[parameter] = (
-                        self._sums[parameter].add_(new) if parameter in self._sums else new
-                    )
+        if apart:
+            self._add(before, counts)
+
+    @torch.no_grad()
+    def _add(self, before: list[Tensor | None], counts: bool) -> None:
+        """Add the gradients of a pass to the sums, and put back what was there before."""
+        for parameter, kept in zip(self._shards, before, strict=True):
+            new, parameter.grad = parameter.grad, kept
+            if not counts and self._world_size == 1 and new is not None:
+                new.zero_()  # fully_shard may reduce nothing on a single rank
+            if new is not None:
+                self._sums[parameter] = self._sums[parameter].add_(new) if parameter in self._sums else new
+
+    def why_no_retry(self) -> str:
+        if self._world_size > 1:
+            return (
+                'communication="collective" makes the other ranks wait for this microbatch as it was planned'
+            )
+        if self._in_place:
+            return "the gradients of earlier batches are in `.grad`, and a part of this one was added to them"
+        return super().why_no_retry()
+
+    def let_go(self) -> Added | None:
+        """Nothing that was added stays: `backward` has put back what was there before."""
+        assert self._model is not None
+        units = [unit for unit in self._units if unit.is_gathered]
+        forget_pass(self._model, [slot.current for unit in units for slot in unit.slots])
+        free_unused()
+        return None
+
+    def resume(self, added: Added, takes_back: bool = False) -> None:
+        self._resumed = True
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
@@ -132,12 +171,12 @@ class CollectiveEngine(Engine):
             record = ledger.record(logs, measured, self.note)
             self.settled = True
             self.notes = []
-            if not ledger.is_weighted:
-                return [record] * self._world_size
-            records = self._exchange_record(record)
-            self.notes = [record.note for record in records]
-            # fully_shard has divided by the world size already.
-            scale = self._world_size / denominator(records, self.weight_unit)
+            records, scale = [record] * self._world_size, 1.0
+            if ledger.is_weighted:
+                records = self._exchange_record(record)
+                self.notes = [record.note for record in records]
+                # fully_shard has divided by the world size already.
+                scale = self._world_size / denominator(records, self.weight_unit)
             for parameter, total in self._sums.items():
                 total.mul_(scale)
                 parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
@@ -181,6 +220,7 @@ class CollectiveEngine(Engine):
             set_comms(_units(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()
         self._shards.clear()
+        self._units = []
         self._model = None
 
     def _find_shards(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -140,6 +140,19 @@ def reset_units(model: nn.Module, failed: bool = False) -> None:
             model.reset_iter_state()
     for module in units:
         module.reshard()
+
+
+def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Forget a forward or backward pass that broke off. Needs torch 2.13 or newer, which has ``reset_iter_state``.
+
+    Args:
+        model: The root module.
+        parameters: Whole parameters of units. ``reset_iter_state`` frees them, but leaves their ``.grad`` behind, to
+            which the next backward pass would add.
+    """
+    for parameter in parameters:
+        parameter.grad = None
+    reset_units(model, failed=True)
 
 
 def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: object) -> None:

@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.engine.advice import PENALTY
+from lightning_odc.engine.additions import Added
+from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided, unexpected_gradient
 from lightning_odc.engine.base import (
     Engine,
     SettleRecord,
@@ -40,6 +41,7 @@ from lightning_odc.engine.late_gradients import LateHooks, Placeholders
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.probe import probe
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.recovery import Recovery
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.stealing import Stealing
@@ -47,7 +49,6 @@ from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import Held, Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
-from lightning_odc.errors import ODCError
 
 
 class OnDemandEngine(Engine):
@@ -92,6 +93,7 @@ class OnDemandEngine(Engine):
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
+        self._recovery = Recovery(nn.Module(), [], self._keeping)
         self._late_hooks = LateHooks()
         self._staleness = StalenessGuard([], [], deferred=False)
         self._gradients = True
@@ -147,7 +149,7 @@ class OnDemandEngine(Engine):
             probe(unit, partial(self._hook, unit), carried, self._accumulator_dtype)
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
-        self._refuse_all_reduce_hooks()
+        refuse_all_reduce_hooks(self._units)
         compare_models(self._units, self._rendezvous)
         self._before_publishing()
         transport = self._make_transport()
@@ -173,6 +175,7 @@ class OnDemandEngine(Engine):
         ]
         self._keeping.attach(self._units, comms)
         self._root = RootUnit(self._units, model)
+        self._recovery = Recovery(model, self._units, self._keeping)
         if not self._lockstep:
             self._on_close.enter_context(_compat.generating_alone(model))
 
@@ -215,20 +218,7 @@ class OnDemandEngine(Engine):
     def _check_undivided(self, name: str, _: Tensor) -> None:
         """Refuse gradients that do not go through the accumulators where those have weights: see Note [Who divides]."""
         if self.ledger.is_weighted:
-            raise ODCError(
-                f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
-                "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
-                f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
-            )
-
-    def _refuse_all_reduce_hooks(self) -> None:
-        for unit in self._units:
-            if _compat.has_all_reduce_hook(unit.modules[0]):
-                raise ValueError(
-                    f"`set_all_reduce_hook` was called on {unit.name!r}, but on demand no gradient passes there: ranks "
-                    "add gradients to their owners, which have the sums at the optimizer step. Change gradients in "
-                    '`on_before_optimizer_step`, or use ODCStrategy(communication="collective").'
-                )
+            raise undivided(name)
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
@@ -256,6 +246,7 @@ class OnDemandEngine(Engine):
         unit.regroup(shards, neighbours, output)
 
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
+        additions = self._recovery.additions
         if not self._in_backward:
             self._placeholders.check_not_laid(unit.fresh)
         for slot in unit.fresh:
@@ -263,21 +254,13 @@ class OnDemandEngine(Engine):
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
-            raise self._unexpected_gradient(unit)
-        if self._counts:
-            window.accumulate(chunks, segments)
-
-    def _unexpected_gradient(self, unit: Unit) -> ODCError:
-        names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
-        if not self._gradients:
-            return ODCError(
-                f"A backward pass reached unit {unit.name!r}, but `trainer.validate`, `test` and `predict` make no "
-                "room for gradients. Freeze the model (`self.requires_grad_(False)`), or run it in `trainer.fit`."
-            )
-        return ODCError(
-            f"Unit {unit.name!r} has gradients of parameters that were frozen when the batch began: {names}. Unfreeze "
-            "them before, in `on_train_batch_start` or `on_train_epoch_start`, on all ranks."
-        )
+            raise unexpected_gradient(unit, self._gradients)
+        if additions.begin_adding(unit.index):
+            if not self._counts:
+                chunks.zero_()
+            if self._counts or self._lockstep:  # where the others wait at the barrier
+                window.accumulate(chunks, segments)
+            additions.end_adding()
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
@@ -331,11 +314,13 @@ class OnDemandEngine(Engine):
             if not self._keeping.is_kept(unit):  # fully_shard frees it at the end of it
                 self._staleness.before_reshard(unit)
         self._relieve()
+        self._recovery.begin_backward()
         self._in_backward, self._counts = True, counts
         try:
             yield
         finally:
             self._in_backward, self._counts = False, True
+        self._recovery.end_backward()
         self._root.check_reduced()
         for unit in self._units:
             self._placeholders.lay(unit.used)
@@ -343,10 +328,27 @@ class OnDemandEngine(Engine):
             self._free(unit for unit in self._units if self._keeping.is_kept(unit))
             self._staleness.after_last_backward()
 
+    def begin_forward(self) -> None:
+        self._recovery.begin_forward()
+
+    def why_no_retry(self) -> str:
+        if self._lockstep:
+            return 'communication="lockstep" makes the other ranks wait for this microbatch as it was planned'
+        torn = self._recovery.additions.adding
+        if torn is not None:
+            return f"it ran out while the gradient of unit {self._units[torn].name!r} was being added to the others"
+        return super().why_no_retry()
+
+    def let_go(self) -> Added | None:
+        return self._recovery.let_go()
+
+    def resume(self, added: Added, takes_back: bool = False) -> None:
+        self._recovery.resume(added, takes_back)
+
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
-        self._refuse_all_reduce_hooks()
+        refuse_all_reduce_hooks(self._units)
         with self._timed(), self.traced("settle"):
             self.reshard()
             self._staleness.before_settle(self.protocol.finish)

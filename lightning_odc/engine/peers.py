@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lightning_odc.engine.transports.base import Transport, UnitSpec
 from lightning_odc.errors import DisagreementError, PeerFailedError
+from lightning_odc.host_memory import Kills
 
 
 @dataclass
@@ -125,6 +126,7 @@ class Peers:
         self._transport = transport
         self._units = units
         self.beyond: Callable[[], str] = str
+        self._kills = Kills()
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
 
     # -- this rank ----------------------------------------------------------------------------------------
@@ -231,12 +233,22 @@ class Peers:
         first = [peer for peer, message in failures.items() if not message.startswith(FOLLOWED)]
         dead = [peer for peer in ended if self._state(peer) != State.LEFT and peer not in failures]
         if dead and not first:
-            names = ", ".join(self._transport.describe(peer) for peer in dead)
-            return f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
+            return f"{self._deaths(dead)}\n{self.report()}"
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
             return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"
         return self.beyond()
+
+    def _deaths(self, dead: Sequence[int]) -> str:
+        """Who died, and of what as far as it is known: see Note [Whom the kernel ended]."""
+        names = ", ".join(self._transport.describe(peer) for peer in dead)
+        endings = [self._transport.how_ended(peer) for peer in dead]
+        parts = [f"{names} ended without a word (killed, out of memory, or crashed)."]
+        if any(endings):
+            parts.append(f"How it ended: {', '.join(ending or 'unknown' for ending in endings)}.")
+        if not all(endings) or "SIGKILL" in endings:
+            parts.append(self._kills.verdict())
+        return " ".join(filter(None, parts))
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""

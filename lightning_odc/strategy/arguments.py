@@ -28,6 +28,8 @@ _CHOICES = {
     "communication": ("on_demand", "collective", "lockstep"),
     "transport": ("auto", "shared_memory", "cuda"),
     "state_dict_type": STATE_DICT_TYPES,
+    "on_out_of_memory": ("split", "skip", "raise"),
+    "on_nonfinite": (None, "skip"),
 }
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Balancing where nothing is said.
@@ -86,7 +88,7 @@ def check_strategy(given: Mapping[str, Any]) -> None:
         _warn_of_no_engine(given)
 
 
-def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(argument: str, value: Any, choices: tuple[str | None, ...]) -> None:
     """Refuse a value that is not one of the known ones."""
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices)

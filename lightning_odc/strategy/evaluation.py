@@ -32,9 +32,10 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import totals
 from lightning_odc.strategy.causal_lm import causal_model
+from lightning_odc.strategy.contribution import counted_weight
 from lightning_odc.strategy.logbook import LogBook, flush, metric_of, ranks_of, replaced_log
 from lightning_odc.strategy.sharded import ShardedStrategy
-from lightning_odc.strategy.step import call_step, counted_weight
+from lightning_odc.strategy.step import call_step
 from lightning_odc.strategy.totals import METRIC, Total
 
 

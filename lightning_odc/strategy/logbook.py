@@ -68,6 +68,15 @@ class LogBook:
             entry.pairs[index] = (value, weight if own is None else own)
         self._open.clear()
 
+    def drop(self) -> None:
+        """Forget the values recorded since the last `weigh`: their microbatch broke off."""
+        for entry, index in reversed(self._open):
+            del entry.pairs[index]
+        self._open.clear()
+        self._entries = {
+            name: one for name, one in self._entries.items() if one.pairs or one.metric is not None
+        }
+
     def take(self) -> list[Total]:
         """The totals of this rank since the last call."""
         entries, self._entries = self._entries, {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -24,10 +24,8 @@ from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import is_broken_group
-from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.choice import check_transport
-from lightning_odc.errors import ODCError, PeerFailedError, WaitTimeoutError
+from lightning_odc.errors import WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy import arguments
@@ -35,7 +33,9 @@ from lightning_odc.strategy.agreement import compare_programs
 from lightning_odc.strategy.callbacks import first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
+from lightning_odc.strategy.failing import tell_peers
 from lightning_odc.strategy.launcher import end_scripts_at_exit
+from lightning_odc.strategy.out_of_memory import TRY, Answer, explained
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
 from lightning_odc.strategy.step import Training, call_step
@@ -98,6 +98,10 @@ class ODCStrategy(ShardedStrategy):
             microbatch are counted. Counts that ``training_step`` returns as ``num_items`` go before it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
             model keeps them apart: ``True``, ``False``, or ``"auto"`` where that pays by the cost.
+        on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts, and
+            raises for a single sample: the gradient stays what it was, and the alternative is the end of the run.
+            ``"skip"`` leaves a single sample out of the gradient and its weight. ``"raise"`` ends the run at once.
+        on_nonfinite: ``"skip"`` leaves a microbatch out of the gradient and its weight if its loss is not finite.
         hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         **kwargs: Arguments of FSDP1. Those that have no meaning for ``fully_shard`` are refused by name.
@@ -139,6 +143,8 @@ class ODCStrategy(ShardedStrategy):
         length_fn: Callable[[Any], int | Sequence[int]] | None = None,
         weighting: Any = "auto",
         packing: Packing = False,
+        on_out_of_memory: Answer = "split",
+        on_nonfinite: Literal["skip"] | None = None,
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
@@ -166,6 +172,8 @@ class ODCStrategy(ShardedStrategy):
         self.accumulator_dtype = accumulator_dtype
         self.keep_gathered = keep_gathered
         self.hang_report_after = hang_report_after
+        self.on_out_of_memory = on_out_of_memory
+        self.on_nonfinite = on_nonfinite
         self.balance = balance
         self._balance_options = {
             "max_tokens": max_tokens,
@@ -242,7 +250,13 @@ class ODCStrategy(ShardedStrategy):
         self.setup_precision_plugin()
         if fitting:
             computed_in = (self.precision_plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
-            self._training = Training(self, self._engine, fp16=torch.float16 in computed_in)
+            self._training = Training(
+                self,
+                self._engine,
+                fp16=torch.float16 in computed_in,
+                on_out_of_memory=self.on_out_of_memory,
+                skips_nonfinite=self.on_nonfinite == "skip",
+            )
             self.precision_plugin.training = self._training
 
     @property
@@ -271,25 +285,9 @@ class ODCStrategy(ShardedStrategy):
         if self._engine is None or self._failed:
             return  # peers are told once: by the first of all callbacks, before Lightning comes here
         self._failed = True
-        text = "".join(traceback.format_exception(exception))
-        prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
-        trouble = "" if isinstance(exception, ODCError) else self._peer_trouble(exception)
-        own = "".join(traceback.format_exception_only(exception)).rstrip()
-        if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
-            exception.add_note(f"This followed from something else. {trouble}")
-            prefix = FOLLOWED
-        self._engine.fail(prefix + text)
+        tell_peers(self._engine, exception)
         if isinstance(exception, WaitTimeoutError):
             end_scripts_at_exit(self.launcher)
-
-    def _peer_trouble(self, exception: BaseException) -> str:
-        """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
-        patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
-        trouble = self.engine.peer_trouble()
-        while not trouble and time.monotonic() < patience:
-            time.sleep(0.01)
-            trouble = self.engine.peer_trouble()
-        return trouble
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -319,6 +317,30 @@ class ODCStrategy(ShardedStrategy):
             self.engine.tracer.record("optimizer", settled)
         training.end_step()
         return output
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        run = super().backward
+        if self._training is None:
+            return run(closure_loss, optimizer, *args, **kwargs)
+        return self._training.last_backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
+
+    @contextmanager
+    def retrying(self) -> Iterator[None]:
+        """Run a batch that ran out of memory again in parts, with manual optimization; to be called in ``except``.
+
+        It frees what the batch has gathered and computed. In the context, units whose gradient was added before add
+        nothing, so the losses of the parts must add up to that of the whole. See *Running out of memory*.
+
+        Raises:
+            RuntimeError: outside ``except`` or ``trainer.fit``; or the error that is handled, with a note, where a
+                batch cannot run again: under ``communication="collective"``, or with torch before 2.13.
+        """
+        if self._training is None:
+            raise RuntimeError(f"retrying() belongs into a training step:\n{TRY}")
+        with self._training.retrying():
+            yield
 
     def settle_gradients(self) -> None:
         """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.
@@ -351,6 +373,7 @@ class ODCStrategy(ShardedStrategy):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("test_step", *args, **kwargs)
 
+    @explained()
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if not (args and isinstance(args[0], Minibatch)):
             return call_step(self, self.engine, name, *args, **kwargs)
@@ -360,6 +383,7 @@ class ODCStrategy(ShardedStrategy):
         self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
         return self._evaluation.step(name, *args, **kwargs)
 
+    @explained()
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         run = partial(call_step, self, self.engine, "predict_step")
         if args and isinstance(args[0], Minibatch):

@@ -25,90 +25,34 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
                            by the weights of all ranks, in .grad
                            the optimizer steps
                            end_step(): publish the parameters
-
-Note [Labels are counted]
-~~~~~~~~~~~~~~~~~~~~~~~~~
-``return self.model(**batch).loss`` is a mean over the labels of a microbatch that are not -100. The mean over those of
-the minibatch is ``sum_m n_m L_m / sum_m n_m``, where ``n_m`` counts them in microbatch ``m``. So under
-``weighting="auto"`` that count is the weight, whoever runs the microbatch, and the planned weight is used where there
-are no integer labels. Two samples, the prompts masked (``-`` stands for -100)::
-
-    labels                      tokens  a causal model counts           planned by tokens: wrong
-    a  [[-, -, -, -, -, 7]]     6       1, the first column never       6 La + 3 Lb
-    b  [[1, 2, 3]]              3       2                               counted: 1 La + 2 Lb
-
-The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. A microbatch
-without any label that counts has a NaN for a mean. It is left out; its backward pass runs, since with collectives the
-others wait for it, and the engine adds zeros: ``0 * NaN`` is NaN, and so are the gradients of ``sum / 0``.
-``"num_items"`` goes before all of that. A loss that is not a mean over labels (over samples, say) needs
-``weighting="sample"`` or ``"num_items"``.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_odc import _compat
-from lightning_odc.data.batch_size import label_count
+from lightning_odc.data.batch_size import label_count, sample_count
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
+from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import DisagreementError, ODCError
 from lightning_odc.strategy import device_memory
 from lightning_odc.strategy.causal_lm import causal_model
-from lightning_odc.strategy.logbook import LogBook, flush
+from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution
+from lightning_odc.strategy.logbook import LogBook, flush, replaced_log
+from lightning_odc.strategy.out_of_memory import Answer, Attempt, Relief, Rescue, cut_graph
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.stopwatch import Stopwatch
 from lightning_odc.strategy.totals import Total
-
-
-@dataclass
-class Contribution:
-    """What one microbatch adds to the sum in Note [Who divides].
-
-    Attributes:
-        loss: The weighted (or summed) loss, with its graph; at least in fp32, which has room for weights and sums.
-        weight: Its part of the denominator.
-        extras: What else ``training_step`` returned.
-        counting: What the weight counts.
-    """
-
-    loss: Tensor
-    weight: float | Tensor
-    extras: dict[str, Any]
-    counting: Counting
-
-
-class CountsNothing:
-    """Whether a microbatch counts nothing. The answer waits for the count of its labels, and for no other work.
-
-    Args:
-        labels: The number of labels that its mean loss is over, if it is counted.
-        weight: The planned weight.
-    """
-
-    def __init__(self, labels: Tensor | None = None, weight: float = 1.0) -> None:
-        self._weight = weight
-        self._labels = None if labels is None else labels.to("cpu", non_blocking=True)
-        self._arrival = (
-            None if labels is None or not labels.is_cuda else torch.cuda.current_stream().record_event()
-        )
-
-    def __bool__(self) -> bool:
-        if self._labels is None or not self._weight:
-            return not self._weight
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return not bool(self._labels)
 
 
 @dataclass
@@ -131,60 +75,23 @@ class _Sums:
         return torch.where(weight > 0, loss / weight, torch.zeros_like(loss))
 
 
-def contribution(
-    output: Any, weight: float, counting: Counting = Counting.MEAN, labels: Tensor | None = None
-) -> Contribution | None:
-    """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
+@dataclass
+class _Batch:
+    """How the microbatches of a batch run.
 
-    Args:
-        output: The returned value. A ``"loss"`` beside ``"num_items"`` is a sum over items, else a mean.
-        weight: The weight of the microbatch, where nothing says it exactly.
-        counting: What that weight counts.
-        labels: The number of labels that a mean is over, if it is counted; see Note [Labels are counted].
-
-    Raises:
-        TypeError: if it is something else.
+    Attributes:
+        args: What ``training_step`` takes behind the microbatch.
+        kwargs: The rest of it.
+        by_labels: Whether labels are counted, where there are any.
+        counting: What planned weights count.
+        samples: The number of its samples if it is a plain one, by which Lightning weights what is logged.
     """
-    if output is None:
-        return None
-    if isinstance(output, Tensor):
-        return _of_mean(output, weight, {}, counting, labels)
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-        extras = {key: value for key, value in output.items() if key != "loss"}
-        if "num_items" in output:
-            counts = float(weight > 0)  # a microbatch of weight zero only keeps ranks together
-            items = _checked(output["num_items"]) * counts
-            return Contribution(_wide(output["loss"]) * counts, items, extras, Counting.EXACT)
-        return _of_mean(output["loss"], weight, extras, counting, labels)
-    raise TypeError(
-        "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
-        f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
-    )
 
-
-def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float | Tensor:
-    """What the values of a microbatch count that is evaluated; as in training, and the step may return anything.
-
-    Args:
-        output: What the step returned.
-        weight: The planned weight.
-        labels: The number of labels, if they are counted; see Note [Labels are counted].
-    """
-    counts = float(weight > 0)
-    if isinstance(output, Mapping) and "num_items" in output:
-        return _checked(output["num_items"]) * counts
-    return weight if labels is None else labels * counts
-
-
-def _of_mean(
-    loss: Tensor, weight: float, extras: dict[str, Any], counting: Counting, labels: Tensor | None
-) -> Contribution:
-    """The contribution of a mean loss, weighted by its labels where they are counted."""
-    if labels is None:
-        return Contribution(_wide(loss) * weight, weight, extras, counting)
-    labels = labels.to(loss.device) * float(weight > 0)
-    mean = torch.where(labels > 0, _wide(loss), 0.0)  # over nothing it is NaN, and 0 * NaN would be, too
-    return Contribution(mean * labels.to(mean.dtype), labels, extras, Counting.LABELS)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    by_labels: bool = False
+    counting: Counting = Counting.PLANNED
+    samples: int = 1
 
 
 class _WithValue(torch.autograd.Function):
@@ -201,20 +108,6 @@ class _WithValue(torch.autograd.Function):
         return grads[0].to(ctx.dtype).reshape(ctx.shape), None
 
 
-def _wide(loss: Tensor) -> Tensor:
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))
-
-
-def _checked(num_items: Any) -> float | Tensor:
-    if isinstance(num_items, Tensor):
-        return num_items.detach().double()  # summed as exactly as numbers of Python are
-    if not isinstance(num_items, numbers.Real) or not 0 <= float(num_items) < math.inf:
-        raise ValueError(
-            f'"num_items" must be a finite number of at least 0, for example labels.ne(-100).sum(); got {num_items!r}.'
-        )
-    return float(num_items)
-
-
 def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
     with strategy.precision_plugin.forward_context(), engine.traced("forward", step=name):
@@ -229,11 +122,22 @@ class Training:
         engine: The engine of its model.
         fp16: Whether the model computes in fp16.
 
+        on_out_of_memory: What to do with a microbatch that runs out of memory.
+        skips_nonfinite: Whether microbatches are left out whose loss is not finite.
+
     Attributes:
         leaves_out: Whether the microbatch at hand counts nothing, so that neither its loss nor its gradients do.
+        reliefs: What was cut or left out in the optimizer step that has settled last.
     """
 
-    def __init__(self, strategy: ShardedStrategy, engine: Engine, fp16: bool) -> None:
+    def __init__(
+        self,
+        strategy: ShardedStrategy,
+        engine: Engine,
+        fp16: bool,
+        on_out_of_memory: Answer = "raise",
+        skips_nonfinite: bool = False,
+    ) -> None:
         assert strategy.lightning_module is not None
         self._strategy = strategy
         self._module = strategy.lightning_module
@@ -250,6 +154,18 @@ class Training:
         self._hooks_wait = False
         self._has_said_weight = False
         self._shifts_labels = causal_model(self._module) is not None
+        self._skips_nonfinite = skips_nonfinite
+        self._rescue = Rescue(on_out_of_memory, engine, self, strategy.root_device, self._shifts_labels)
+        self._batch = _Batch()
+        self._last: Attempt | None = None  # whose backward pass is Lightning's
+        self.reliefs: list[Relief] = []
+        self._index = 0  # of the microbatch that runs forward
+        self._output: Any = None  # of its step
+        self._added: Added | None = None  # of the batch that a user runs again
+
+    def take_reliefs(self) -> list[Relief]:
+        """What was cut or left out since the last call."""
+        return self._rescue.reliefs.take_reliefs()
 
     def compare_batches(self) -> None:
         """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
@@ -281,12 +197,34 @@ class Training:
         is_automatic = self._module.automatic_optimization
         if is_minibatch and is_automatic:
             return self._run(*args, **kwargs)
+        if is_automatic and args:
+            return self._plain(*args, **kwargs)
+        self._engine.begin_forward()
         output = call_step(self._strategy, self._engine, "training_step", *args, **kwargs)
         if not is_automatic:
             self._step_in_hooks()
-        elif (item := contribution(output, 1.0)) is not None:
-            self._engine.ledger.add(item.weight / self._accumulated, item.counting)
         return output
+
+    def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch that is one microbatch, with Lightning's backward pass behind it."""
+        self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
+        attempt, failure = self._forward(Task(batch, 1.0, None), 0)
+        if failure is not None:
+            return self._plain_in_parts(attempt, failure)
+        if attempt.item is None:
+            return None
+        self.count(attempt.item)
+        self._last = attempt
+        return self._output
+
+    def _plain_in_parts(self, attempt: Attempt, failure: Exception) -> dict[str, Any]:
+        """Run a plain batch in parts. What they log is logged once: it may be synchronised with other ranks."""
+        sums = _Sums()
+        with self._logbook.recording(self._module):
+            for item in self._rescue.again(attempt, failure):
+                sums.add(item)
+        flush(self._logbook.take(), self._module)
+        return {"loss": self._with_value(None, sums), **sums.extras}
 
     @property
     def _accumulated(self) -> int:
@@ -299,6 +237,7 @@ class Training:
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
         self._has_settled = False
+        self._last = self._output = None
         self.leaves_out = CountsNothing()
         is_first = trainer.fit_loop.batch_idx % self._accumulated == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
@@ -313,44 +252,121 @@ class Training:
         self._stopwatch.open(minibatch)
         self._memory.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
-        sums, by_labels = _Sums(), minibatch.origin is not None and minibatch.origin.by_labels
-        pending: Tensor | None = None  # the loss of the microbatch before, not yet backpropagated
+        by_labels = minibatch.origin is not None and minibatch.origin.by_labels
+        self._batch, sums = _Batch(args, kwargs, by_labels), _Sums()
+        pending: Attempt | None = None  # the microbatch before, not yet backpropagated
         with self._logbook.recording(self._module):
-            for task in self._engine.tasks(minibatch):
+            for index, task in enumerate(self._engine.tasks(minibatch)):
                 if pending is not None:
-                    self._backward(pending)
-                item = self._forward(task, by_labels, *args, **kwargs)
-                pending = None if item is None else item.loss
-                if item is not None:
-                    self._engine.ledger.add(item.weight / self._accumulated, item.counting)
-                    sums.add(item)
+                    self._finish(pending)
+                pending = self._begin(task, index, sums)
                 if pending is not None and minibatch.all_ranks is not None:
                     # A rank may help others only when its own work is done: nothing is left for Lightning.
-                    self._backward(pending)
+                    self._finish(pending)
                     pending = None
-        device = self._strategy.root_device
-        if pending is None:
-            pending = torch.zeros((), device=device, requires_grad=True)
-        loss = cast(Tensor, _WithValue.apply(pending, sums.mean(device)))  # type: ignore[no-untyped-call]
-        return {"loss": loss, **sums.extras}
+        self._last = pending
+        return {"loss": self._with_value(pending, sums), **sums.extras}
 
-    def _forward(self, task: Task, by_labels: bool, *args: Any, **kwargs: Any) -> Contribution | None:
+    def _begin(self, task: Task, index: int, sums: _Sums) -> Attempt | None:
+        """Run a microbatch as far as to its loss; returns it if there is something to backpropagate."""
+        attempt, failure = self._forward(task, index)
+        if failure is not None:
+            for item in self._rescue.again(attempt, failure):
+                sums.add(item)
+            return None
+        if attempt.item is None:
+            return None
+        self.count(attempt.item)
+        sums.add(attempt.item)
+        return attempt
+
+    def _forward(self, task: Task, index: int) -> tuple[Attempt, Exception | None]:
+        """Run a microbatch forward; returns also the error if memory ran out."""
+        self._index = index
+        attempt = Attempt(task, index, self._strategy.root_device)
+        with self._rescue.watching() as failures:
+            attempt.item = self.forward(attempt.run)
+        return attempt, failures[0] if failures else None
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Backpropagate a microbatch."""
+        assert attempt.item is not None
+        with self._rescue.watching() as failures:
+            self.backward(attempt.item.loss)
+        if failures:
+            self._rescue.again(attempt, failures[0])
+
+    def _with_value(self, attempt: Attempt | None, sums: _Sums) -> Tensor:
+        """The loss of a microbatch under the value of all of them; without one a loss that adds nothing."""
+        device = self._strategy.root_device
+        none = torch.zeros((), device=device, requires_grad=True)
+        pending = none if attempt is None or attempt.item is None else attempt.item.loss
+        return cast(Tensor, _WithValue.apply(pending, sums.mean(device)))  # type: ignore[no-untyped-call]
+
+    def last_backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run Lightning's own backward pass of a batch; see Note [The last backward belongs to Lightning].
+
+        Args:
+            loss: What Lightning holds, too.
+            run: Backpropagates it.
+        """
+        attempt, self._last = self._last, None
+        if attempt is None:
+            return run(loss)
+        with self._rescue.watching() as failures:
+            run(loss)
+        if failures:
+            cut_graph(loss)
+            self._rescue.again(attempt, failures[0])
+        return loss.detach()
+
+    @contextmanager
+    def retrying(self) -> Iterator[None]:
+        """What `ODCStrategy.retrying` does."""
+        before = self._added
+        self._added = self._rescue.let_go(before or Added())
+        try:
+            yield
+        finally:
+            self._added = before
+
+    # -- what `Rescue` calls ------------------------------------------------------------------------------
+
+    def move(self, microbatch: Any) -> Any:
+        converted = self._strategy.precision_plugin.convert_input(microbatch)
+        return self._strategy.batch_to_device(converted, self._strategy.root_device)
+
+    def forward(self, task: Task) -> Contribution | None:
         self._stopwatch.begin(task.detail)
         self._memory.begin(task.detail)
+        batch = self._batch
         # Counted before the step, which may take them out of the batch.
-        labels = label_count(task.microbatch, self._shifts_labels) if by_labels else None
+        labels = label_count(task.microbatch, self._shifts_labels) if batch.by_labels else None
         self.leaves_out = CountsNothing(labels, task.weight)
+        self._engine.begin_forward()
         with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
             output = call_step(
-                self._strategy, self._engine, "training_step", task.microbatch, *args, **kwargs
+                self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
             )
-        item = contribution(output, task.weight, Counting.PLANNED, labels)
+        item = contribution(output, task.weight, batch.counting, labels)
         if item is not None and item.counting is Counting.EXACT:
             self.leaves_out = CountsNothing(weight=task.weight)
-        self._logbook.weigh(task.weight if item is None else item.weight)
+        if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
+            item = self._left_out(item, task)
+            output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
+        self._output = output
+        self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
         return item
 
-    def _backward(self, loss: Tensor) -> None:
+    def _left_out(self, item: Contribution, task: Task) -> Contribution:
+        """A contribution that counts nothing. It goes backward, since others may wait for it, and adds zeros."""
+        self._rescue.reliefs.note(task, self._index, "skip", "nonfinite")
+        self.leaves_out = CountsNothing(weight=0.0)
+        self.leave_out(task)
+        nowhere = torch.zeros_like(item.loss, dtype=torch.bool)
+        return replace(item, loss=torch.where(nowhere, item.loss, 0.0), weight=0.0)
+
+    def backward(self, loss: Tensor) -> None:
         """Backpropagate as Lightning does: its hooks, the loss scale, and then `around_backward`."""
         self._more = True
         try:
@@ -358,10 +374,31 @@ class Training:
         finally:
             self._more = False
 
+    def count(self, item: Contribution) -> None:
+        self._engine.ledger.add(item.weight / self._accumulated, item.counting)
+
+    def break_off(self, item: Contribution | None) -> None:
+        self._stopwatch.forget()
+        if item is None:
+            self._logbook.drop()
+        else:
+            self._engine.ledger.withdraw(item.weight / self._accumulated, item.counting)
+
+    def leave_out(self, task: Task) -> None:
+        if self._batch.counting is Counting.MEAN:
+            self._engine.ledger.leave_out(task.weight / self._accumulated)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return replaced_log(self._module, lambda *_, **__: None)
+
+    # -- backward and settle ------------------------------------------------------------------------------
+
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """The context of every backward pass, without Lightning's hooks before and after it."""
         manual = not self._module.automatic_optimization
+        if self._added is not None:
+            self._engine.resume(self._added)
         context = self._engine.backward(manual=manual, more=self._more, counts=not self.leaves_out)
         with context, self._engine.traced("backward"), self._stopwatch.running():
             yield
@@ -384,7 +421,8 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        measured = [self._stopwatch.take(), self._memory.take()]
+        self.reliefs = self.take_reliefs()
+        measured = [self._stopwatch.take(), self._memory.take(self.reliefs)]
         records = self._engine.settle(self._logbook.post(), measured)
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
         self._stopwatch.report([record.measured[0] for record in records])

@@ -63,6 +63,12 @@ class Stopwatch:
         number, lengths, seconds = self._measured.pop()
         self._measured.append((number, lengths, seconds + self._now() - begin))
 
+    def forget(self) -> None:
+        """The current microbatch broke off: its time says nothing about its lengths."""
+        if self._is_set:
+            self._measured.pop()
+            self._is_set = False
+
     def take(self) -> list[Measurement]:
         """What was measured since the last call, at most 2000 lengths of it, evenly chosen. It is forgotten here."""
         measured, self._measured = self._measured, []

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.strategy.step import contribution
+from lightning_odc.strategy.contribution import contribution
 from tests.support.models import Block
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks

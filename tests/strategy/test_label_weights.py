@@ -27,7 +27,7 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.engine.base import Counting, Ledger, SettleRecord, denominator
 from lightning_odc.errors import DisagreementError, NotFiniteError
-from lightning_odc.strategy.step import contribution
+from lightning_odc.strategy.contribution import contribution
 from tests.support.models import full_parameters
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks

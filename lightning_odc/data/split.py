@@ -1,0 +1,187 @@
+"""Cutting a microbatch in two, between samples: read again where the loader can, else tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from lightning_odc.data.batch_size import label_count
+from lightning_odc.data.minibatch import Detail, Samples, Task
+
+_BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+
+Cut = Callable[[Any], tuple[Any, Any]]
+
+
+def middle(sizes: Sequence[float]) -> int:
+    """Where to cut a sequence so that the sums of both parts differ least; each part has one entry at least.
+
+    ``[5, 1, 1, 1, 2]`` is cut at 1: 5 and 5. ``[1, 9]`` is cut at 1.
+    """
+    *sums, total = accumulate(sizes)
+    return 1 + min(range(len(sums)), key=lambda cut: abs(total - 2 * sums[cut]))
+
+
+def parts_of(task: Task, shifts_labels: bool) -> list[Task]:
+    """The two parts of a microbatch; empty if it cannot be cut.
+
+    A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts: where a loader planned the
+    weights it does so again, otherwise a part gets its share of the labels, or of the rows or tokens if there are none.
+
+    Args:
+        task: The microbatch.
+        shifts_labels: As in `label_count`.
+    """
+    samples = None if task.detail is None else task.detail.samples
+    if samples is not None:
+        return _read_again(task.detail.lengths, samples) if task.detail is not None else []
+    found = _packed(task.microbatch) or _rows(task.microbatch)
+    if found is None:
+        return []
+    sizes, cut = found
+    at = middle(sizes)
+    halves = cut(at)
+    counts = [label_count(half, shifts_labels) for half in halves]
+    labels = [0.0 if count is None else float(count) for count in counts]
+    shares = labels if sum(labels) else [sum(sizes[:at]), sum(sizes[at:])]
+    details = _details(task.detail, len(sizes), at)
+    return [
+        Task(half, task.weight * share / sum(shares), detail)
+        for half, share, detail in zip(halves, shares, details, strict=True)
+    ]
+
+
+def _read_again(lengths: list[Any], samples: Samples) -> list[Task]:
+    indices = samples.indices
+    if len(indices) < 2:
+        return []
+    at = middle([length[0] if isinstance(length, list) else length for length in lengths])
+    return [samples.read(indices[:at]), samples.read(indices[at:])]
+
+
+def _details(detail: Detail | None, samples: int, at: int) -> list[Detail | None]:
+    """What is known of both parts. The first one has the random numbers that the whole began with."""
+    if detail is None or len(detail.lengths) != samples:
+        return [None, None]
+    seed = detail.seed
+    return [Detail(detail.lengths[:at], seed), Detail(detail.lengths[at:], (*seed, at))]
+
+
+# -- tensors ----------------------------------------------------------------------------------------------
+
+
+def _rows(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] | None:
+    """The sizes of the samples, and what cuts: for tensors that all have one entry per sample, ``[samples, ...]``."""
+    counts = {tensor.size(0) for tensor in _tensors(batch) if tensor.dim()}
+    is_row = all(tensor.dim() < 2 for tensor in _tensors(batch))  # of tokens, of one sample
+    if is_row or len(counts) != 1 or (count := counts.pop()) < 2:
+        return None
+
+    def cut(at: int) -> tuple[Any, Any]:
+        return _sliced(batch, count, slice(0, at)), _sliced(batch, count, slice(at, count))
+
+    return [1.0] * count, cut
+
+
+def _sliced(value: Any, count: int, part: slice) -> Any:
+    """A batch with some of its rows. A list of text is cut, too, if it has one entry per sample."""
+    if isinstance(value, Tensor):
+        return value[part] if value.dim() else value
+    if isinstance(value, list) and len(value) == count and not any(True for _ in _tensors(value)):
+        return value[part]
+    return _mapped(value, lambda inner: _sliced(inner, count, part))
+
+
+def _packed(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] | None:
+    """The same for a mapping with rows of samples one behind the other, ``[1, tokens]`` or ``[tokens]``."""
+    bounds = _bounds(batch) if isinstance(batch, Mapping) else None
+    if bounds is None or len(bounds) < 3:
+        return None
+    tokens = bounds[-1]
+    rows = {name: value for name, value in batch.items() if name not in _BOUNDS and isinstance(value, Tensor)}
+    if any(tensor.dim() and _token_axis(tensor, tokens) is None for tensor in rows.values()):
+        return None
+
+    def cut(at: int) -> tuple[Any, Any]:
+        return _unpacked(batch, bounds[: at + 1]), _unpacked(batch, bounds[at:])
+
+    return [float(end - begin) for begin, end in pairwise(bounds)], cut
+
+
+def _bounds(batch: Mapping[str, Any]) -> list[int] | None:
+    """Where samples begin in a packed row and, last, where it ends: ``[0, 3, 5]`` of two with 3 and 2 tokens."""
+    for name in _BOUNDS:
+        if isinstance(found := batch.get(name), Tensor):
+            return [int(bound) for bound in found.tolist()]
+    row = batch.get("position_ids")
+    if isinstance(row, Tensor) and row.dim() == 2 and len(row) == 1:
+        starts = (row[0] == 0).nonzero().flatten().tolist()
+    elif isinstance(row := batch.get("seq_idx"), Tensor) and row.dim() == 2 and len(row) == 1:
+        starts = [0, *((row[0].diff() != 0).nonzero().flatten() + 1).tolist()]
+    else:
+        return None
+    return [*starts, row.size(1)] if starts[:1] == [0] else None
+
+
+def _token_axis(tensor: Tensor, tokens: int) -> int | None:
+    """The dimension with one entry per token."""
+    if tensor.dim() > 1 and tensor.size(0) == 1 and tensor.size(1) == tokens:
+        return 1
+    return 0 if tensor.size(0) == tokens else None
+
+
+def _unpacked(batch: Any, bounds: list[int]) -> Any:
+    """The samples between some bounds of a packed row, as a packed row."""
+    start, end = bounds[0], bounds[-1]
+    longest = max(after - before for before, after in pairwise(bounds))
+    part = copy.copy(batch)
+    for name, value in batch.items():
+        if name in _LONGEST:
+            part[name] = value.new_tensor(longest) if isinstance(value, Tensor) else longest
+        elif isinstance(value, Tensor) and name in _BOUNDS:
+            part[name] = value.new_tensor([bound - start for bound in bounds])
+        elif isinstance(value, Tensor) and value.dim():
+            axis = _token_axis(value, _bounds(batch)[-1])  # type: ignore[index]
+            part[name] = value.narrow(axis, start, end - start)  # type: ignore[arg-type]
+    return part
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers and data classes."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in _inner(value):
+            yield from _tensors(part)
+
+
+def _inner(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    return []
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A container of the same kind, with ``function`` applied to what is in it."""
+    if isinstance(value, Mapping):
+        made: Any = copy.copy(value)
+        for name, inner in value.items():
+            made[name] = function(inner)
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(function, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: function(getattr(value, field.name)) for field in fields(value)})
+    return value

@@ -1,0 +1,142 @@
+"""What one microbatch adds to the gradient: a loss, and what it counts.
+
+Note [Labels are counted]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+``return self.model(**batch).loss`` is a mean over the labels of a microbatch that are not -100. The mean over those of
+the minibatch is ``sum_m n_m L_m / sum_m n_m``, where ``n_m`` counts them in microbatch ``m``. So under
+``weighting="auto"`` that count is the weight, whoever runs the microbatch, and the planned weight is used where there
+are no integer labels. Two samples, the prompts masked (``-`` stands for -100)::
+
+    labels                      tokens  a causal model counts           planned by tokens: wrong
+    a  [[-, -, -, -, -, 7]]     6       1, the first column never       6 La + 3 Lb
+    b  [[1, 2, 3]]              3       2                               counted: 1 La + 2 Lb
+
+The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. A microbatch
+without any label that counts has a NaN for a mean. It is left out; its backward pass runs, since with collectives the
+others wait for it, and the engine adds zeros: ``0 * NaN`` is NaN, and so are the gradients of ``sum / 0``.
+``"num_items"`` goes before all of that. A loss that is not a mean over labels (over samples, say) needs
+``weighting="sample"`` or ``"num_items"``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_odc.engine.base import Counting
+
+
+@dataclass
+class Contribution:
+    """What one microbatch adds to the sum in Note [Who divides].
+
+    Attributes:
+        loss: The weighted (or summed) loss, with its graph; at least in fp32, which has room for weights and sums.
+        weight: Its part of the denominator.
+        extras: What else ``training_step`` returned.
+        counting: What the weight counts.
+    """
+
+    loss: Tensor
+    weight: float | Tensor
+    extras: dict[str, Any]
+    counting: Counting
+
+
+class CountsNothing:
+    """Whether a microbatch counts nothing. The answer waits for the count of its labels, and for no other work.
+
+    Args:
+        labels: The number of labels that its mean loss is over, if it is counted.
+        weight: The planned weight.
+    """
+
+    def __init__(self, labels: Tensor | None = None, weight: float = 1.0) -> None:
+        self._weight = weight
+        self._labels = None if labels is None else labels.to("cpu", non_blocking=True)
+        self._arrival = (
+            None if labels is None or not labels.is_cuda else torch.cuda.current_stream().record_event()
+        )
+
+    def __bool__(self) -> bool:
+        if self._labels is None or not self._weight:
+            return not self._weight
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return not bool(self._labels)
+
+
+def contribution(
+    output: Any, weight: float, counting: Counting = Counting.MEAN, labels: Tensor | None = None
+) -> Contribution | None:
+    """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
+
+    Args:
+        output: The returned value. A ``"loss"`` beside ``"num_items"`` is a sum over items, else a mean.
+        weight: The weight of the microbatch, where nothing says it exactly.
+        counting: What that weight counts.
+        labels: The number of labels that a mean is over, if it is counted; see Note [Labels are counted].
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if output is None:
+        return None
+    if isinstance(output, Tensor):
+        return _of_mean(output, weight, {}, counting, labels)
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        extras = {key: value for key, value in output.items() if key != "loss"}
+        if "num_items" in output:
+            counts = float(weight > 0)  # a microbatch of weight zero only keeps ranks together
+            items = _checked(output["num_items"]) * counts
+            return Contribution(_wide(output["loss"]) * counts, items, extras, Counting.EXACT)
+        return _of_mean(output["loss"], weight, extras, counting, labels)
+    raise TypeError(
+        "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
+        f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
+    )
+
+
+def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float | Tensor:
+    """What the values of a microbatch count that is evaluated; as in training, and the step may return anything.
+
+    Args:
+        output: What the step returned.
+        weight: The planned weight.
+        labels: The number of labels, if they are counted; see Note [Labels are counted].
+    """
+    counts = float(weight > 0)
+    if isinstance(output, Mapping) and "num_items" in output:
+        return _checked(output["num_items"]) * counts
+    return weight if labels is None else labels * counts
+
+
+def _of_mean(
+    loss: Tensor, weight: float, extras: dict[str, Any], counting: Counting, labels: Tensor | None
+) -> Contribution:
+    """The contribution of a mean loss, weighted by its labels where they are counted."""
+    if labels is None:
+        return Contribution(_wide(loss) * weight, weight, extras, counting)
+    labels = labels.to(loss.device) * float(weight > 0)
+    mean = torch.where(labels > 0, _wide(loss), 0.0)  # over nothing it is NaN, and 0 * NaN would be, too
+    return Contribution(mean * labels.to(mean.dtype), labels, extras, Counting.LABELS)
+
+
+def _wide(loss: Tensor) -> Tensor:
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def _checked(num_items: Any) -> float | Tensor:
+    if isinstance(num_items, Tensor):
+        return num_items.detach().double()  # summed as exactly as numbers of Python are
+    if not isinstance(num_items, numbers.Real) or not 0 <= float(num_items) < math.inf:
+        raise ValueError(
+            f'"num_items" must be a finite number of at least 0, for example labels.ne(-100).sum(); got {num_items!r}.'
+        )
+    return float(num_items)

@@ -1,0 +1,401 @@
+"""Running out of memory inside a microbatch: it is let go of, and runs again in parts. Other ranks do not notice.
+
+Note [Run again in parts]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+On demand a rank is alone inside a minibatch, so a microbatch that does not fit is cut in two, and a part that does not
+fit is cut again, down to single samples. A sample alone runs once more, since by then what stayed gathered has been
+freed. Gradients that units had added before stay: Note [Added once]. The weight of the whole goes, those of the parts
+come. What the whole has logged stays if its forward pass had ended, and the parts then log nothing. Eight samples, of
+which the last one is too long::
+
+    12345678             runs out in its backward pass
+      1234               fits
+      5678               runs out
+        56               fits
+        78               runs out
+          7              fits
+          8, and again   runs out: "split" raises, "skip" takes back what was added for it, and leaves it out
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_odc.data.batch_size import sample_count, token_count
+from lightning_odc.data.minibatch import Task
+from lightning_odc.data.rng import RandomState
+from lightning_odc.data.split import parts_of
+from lightning_odc.engine.additions import Added, TakenBackError
+from lightning_odc.engine.base import Engine
+from lightning_odc.errors import ODCError
+from lightning_odc.strategy.contribution import Contribution
+
+Answer = Literal["split", "skip", "raise"]
+
+#: What errors of other classes say: of torch's allocator for the CPU, of the driver, and of cuBLAS.
+_WORDS = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+_MAKE_ROOM = (
+    "Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
+    'Trainer(precision="bf16-mixed"), shorter samples'
+)
+
+#: What to write with manual optimization.
+TRY = """\
+    try:
+        self.manual_backward(self.loss(batch))
+    except torch.OutOfMemoryError:
+        with self.trainer.strategy.retrying():
+            for half in batch.chunk(2):
+                self.manual_backward(self.loss(half) * len(half) / len(batch))"""
+
+
+@dataclass(frozen=True)
+class Relief:
+    """One microbatch, or a part of one, that was not run as it was planned.
+
+    Attributes:
+        tokens: Its tokens, padding included; 0 where they are not known.
+        samples: The number of its samples; 0 where it is not known.
+        index: Which microbatch of this rank's minibatch it is, from 0.
+        action: Whether it was cut in two, or left out.
+        reason: ``"memory"``, or ``"nonfinite"`` for a loss that is not finite.
+    """
+
+    tokens: int
+    samples: int
+    index: int
+    action: Literal["split", "skip"]
+    reason: Literal["memory", "nonfinite"]
+
+
+class Reliefs:
+    """What happened since the last settle; `Training` has one."""
+
+    def __init__(self) -> None:
+        self._reliefs: list[Relief] = []
+        self._has_warned = False
+
+    def note(self, task: Task, index: int, action: Literal["split", "skip"], reason: Any) -> None:
+        """Remember a microbatch, and say it: every one that is left out, and the first one that is cut."""
+        tokens, samples = size_of(task)
+        self._reliefs.append(Relief(tokens, samples, index, action, reason))
+        what = f"Microbatch {index} of this rank, {_described(task)},"
+        if action == "skip":
+            why = "does not fit into memory" if reason == "memory" else "has a loss that is not finite"
+            warnings.warn(f"{what} {why}: it is left out of the gradient.", stacklevel=2)
+        elif not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{what} ran out of memory, and runs again in parts. The gradient stays the same if the loss is a mean "
+                "or a sum over samples. This is said once.",
+                stacklevel=2,
+            )
+
+    def take_reliefs(self) -> list[Relief]:
+        """All since the last call. They are forgotten here."""
+        reliefs, self._reliefs = self._reliefs, []
+        return reliefs
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, on a device or on the host; all else is an error like any other."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    is_plain = isinstance(error, RuntimeError) and not isinstance(error, ODCError)
+    return is_plain and any(words in str(error) for words in _WORDS)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do if memory runs out in an evaluation. Its batches are not cut: a step may log anything of them."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(
+                "Batches are cut in training alone. Make those of this loader smaller: DataLoader(..., batch_size=1), "
+                "or BalancedDataLoader(..., max_tokens=...)."
+            )
+        raise
+
+
+def release(error: BaseException) -> None:
+    """Let go of the local variables of all frames that an error has come through, which hold what was computed."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+
+
+def cut_graph(value: Any) -> None:
+    """Let tensors, which others may still hold, no longer hold what their backward pass needs."""
+
+    def cut(tensor: Tensor) -> None:
+        if tensor.grad_fn is not None and not tensor._is_view():
+            tensor.detach_()
+
+    apply_to_collection(value, Tensor, cut)
+
+
+def size_of(task: Task) -> tuple[int, int]:
+    """Tokens, padding included, and samples of a microbatch; 0 where they are not known."""
+    detail = task.detail
+    if detail is None:
+        return token_count(task.microbatch) or 0, sample_count(task.microbatch) or 0
+    lengths = [length[0] if isinstance(length, list) else length for length in detail.lengths]
+    return int(sum(lengths)), len(lengths)
+
+
+def _described(task: Task) -> str:
+    """``3 samples (17, 4 and 9 of the data set), 96 tokens``, as far as it is known."""
+    tokens, samples = size_of(task)
+    indices = [] if task.detail is None or task.detail.samples is None else task.detail.samples.indices
+    named = f" (number {', '.join(map(str, indices))} of the data set)" if 0 < len(indices) < 5 else ""
+    what = f"{samples} sample{'s' * (samples != 1)}" if samples else "of unknown size"
+    return f"{what}{named}" + f", {tokens} tokens" * bool(tokens)
+
+
+def _copied(task: Task) -> Task:
+    """A task with a mapping of its own."""
+    batch = task.microbatch
+    return task._replace(microbatch=copy.copy(batch)) if isinstance(batch, Mapping) else task
+
+
+class Attempt:
+    """One run of a microbatch, or of a part of one.
+
+    Args:
+        task: The microbatch.
+        index: Which of this rank's minibatch it is.
+        device: The device whose random numbers belong to it.
+        is_last_try: It ran out of memory before, and cannot be cut.
+
+    Attributes:
+        run: What the step gets, which may take items out of a mapping.
+        task: The same, as it was before.
+        item: What it contributes, once its forward pass has ended.
+    """
+
+    def __init__(self, task: Task, index: int, device: torch.device, is_last_try: bool = False) -> None:
+        self.run = task
+        self.task = _copied(task)
+        self.index = index
+        self.is_last_try = is_last_try
+        self.item: Contribution | None = None
+        # With details, `random_numbers_of` seeds the generators.
+        self._random_state = RandomState(device) if task.detail is None else None
+
+    def take_back(self) -> None:
+        """It broke off: free its graph, and let random numbers go on from where it began."""
+        if self.item is not None:
+            cut_graph((self.item.loss, self.item.extras))
+        if self._random_state is not None:
+            self._random_state.restore()
+
+
+class Steps(Protocol):
+    """What runs microbatches: `lightning_odc.strategy.step.Training`."""
+
+    def move(self, microbatch: Any) -> Any:
+        """Bring what a loader has read to the device."""
+
+    def forward(self, task: Task) -> Contribution | None:
+        """Run the user's step."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagate a loss that is weighted, but not scaled."""
+
+    def count(self, item: Contribution) -> None:
+        """Add a weight to those of the optimizer step."""
+
+    def break_off(self, item: Contribution | None) -> None:
+        """Forget the microbatch that ran last; what it contributed was counted, if it came as far as that."""
+
+    def leave_out(self, task: Task) -> None:
+        """Let a plain batch, or a part of one, have no part in the mean."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """What is logged in this context is dropped."""
+
+
+class Rescue:
+    """Runs microbatches again that ran out of memory; see Note [Run again in parts].
+
+    Args:
+        answer: What to do with them.
+        engine: The engine of the model.
+        steps: What runs them.
+        device: The device of this rank.
+        shifts_labels: As in `label_count`.
+
+    Attributes:
+        reliefs: What was done.
+    """
+
+    def __init__(
+        self, answer: Answer, engine: Engine, steps: Steps, device: torch.device, shifts_labels: bool
+    ) -> None:
+        self.reliefs = Reliefs()
+        self._answer = answer
+        self._engine = engine
+        self._steps = steps
+        self._device = device
+        self._shifts_labels = shifts_labels
+        self._history: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[list[Exception]]:
+        """Around what may run out of memory: yields a list, in which the error then is. Other errors pass."""
+        failures: list[Exception] = []
+        try:
+            yield failures
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = self._reason_against()
+            if reason:
+                error.add_note(f"{reason} {_MAKE_ROOM}.")
+                raise
+            release(error)
+            failures.append(error)
+
+    def again(self, attempt: Attempt, error: Exception) -> list[Contribution]:
+        """Run a microbatch in parts.
+
+        Args:
+            attempt: What ran out of memory.
+            error: The error, as `watching` has it.
+
+        Returns:
+            The contributions of the parts. Their backward passes have run, and their weights are counted.
+
+        Raises:
+            RuntimeError: ``error``, with a note, if the microbatch cannot be cut, or one sample does not fit.
+        """
+        self._history = []
+        return self._in_parts(attempt, error, Added())
+
+    def let_go(self, before: Added) -> Added:
+        """For a user's own ``except``: free what the error that is being handled holds, and what it broke off.
+
+        Args:
+            before: What was added for that of which this is a part.
+
+        Returns:
+            What has been added until now.
+
+        Raises:
+            RuntimeError: the error, with a note, where a microbatch cannot run again.
+        """
+        error = sys.exception()
+        if error is None:
+            raise RuntimeError(f"No error is being handled. Write\n{TRY}")
+        if reason := self._engine.why_no_retry():
+            error.add_note(f"The microbatch cannot run again in parts: {reason}. {_MAKE_ROOM}.")
+            raise error
+        release(error)
+        return self._engine.let_go() or before
+
+    def _reason_against(self) -> str:
+        if self._answer == "raise":
+            return (
+                'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again, in parts.'
+            )
+        reason = self._engine.why_no_retry()
+        return reason and f"The microbatch cannot run again in parts: {reason}."
+
+    def _in_parts(self, attempt: Attempt, error: Exception, before: Added) -> list[Contribution]:
+        """Run what broke off again; ``before`` was added for it, or for that of which it is a part, before it began."""
+        attempt.take_back()
+        added = self._engine.let_go() or before
+        self._steps.break_off(attempt.item)
+        self._history.append(_described(attempt.task))
+        parts = [] if attempt.is_last_try else self._parts(attempt.task)
+        with nullcontext() if attempt.item is None else self._steps.quiet():
+            if not parts:
+                self._give_up(attempt, error, added)
+                return []
+            self.reliefs.note(attempt.task, attempt.index, "split", "memory")
+            is_last = len(parts) == 1
+            return [item for part in parts for item in self._run(part, attempt.index, added, is_last)]
+
+    def _parts(self, task: Task) -> list[Task]:
+        """Both parts; of what cannot be cut the whole, to run once more."""
+        parts = parts_of(task, self._shifts_labels)
+        if task.detail is None or task.detail.samples is None:
+            return parts or [task]
+        return [part._replace(microbatch=self._steps.move(part.microbatch)) for part in parts] or [task]
+
+    def _run(self, task: Task, index: int, added: Added, is_last_try: bool) -> list[Contribution]:
+        attempt = Attempt(task, index, self._device, is_last_try)
+        with self.watching() as failures:
+            self._pass(attempt, added)
+        if failures:
+            return self._in_parts(attempt, failures[0], added)
+        return [] if attempt.item is None else [attempt.item]
+
+    def _pass(self, attempt: Attempt, added: Added) -> None:
+        item = self._steps.forward(attempt.run)
+        if item is None:
+            return
+        attempt.item = item
+        self._steps.count(item)
+        self._engine.resume(added)
+        self._steps.backward(item.loss)
+        cut_graph((item.loss, item.extras))
+
+    def _give_up(self, attempt: Attempt, error: Exception, added: Added) -> None:
+        """Leave a sample out, or raise."""
+        if self._answer != "skip":
+            error.add_note(self._advice())
+            raise error
+        if added.times:
+            self._subtract(attempt, error, added)
+        self.reliefs.note(attempt.task, attempt.index, "skip", "memory")
+        self._steps.leave_out(attempt.task)
+
+    def _subtract(self, attempt: Attempt, error: Exception, added: Added) -> None:
+        """Take back what units have added for a sample, before they had to break off."""
+        is_taken_back = False
+        with self.watching(), self._steps.quiet():
+            try:
+                self._negative_pass(attempt, added)
+            except TakenBackError as end:
+                is_taken_back = True
+                release(end)
+        self._engine.let_go()
+        attempt.take_back()
+        if not is_taken_back:
+            error.add_note(
+                f"It cannot be left out: some units have added its gradient, and to take it back they would have to "
+                f"run as far again, which failed. {self._advice()}"
+            )
+            raise error
+
+    def _negative_pass(self, attempt: Attempt, added: Added) -> None:
+        item = self._steps.forward(_copied(attempt.task))
+        if item is not None:
+            self._engine.resume(added, takes_back=True)
+            self._steps.backward(-item.loss)
+
+    def _advice(self) -> str:
+        tried = "; ".join(self._history)
+        skip = "" if self._answer == "skip" else ' Or leave it out: ODCStrategy(on_out_of_memory="skip").'
+        return (
+            f"It cannot be cut any smaller. What ran out, one after the other: {tried}.\n{_MAKE_ROOM}.{skip}"
+        )

@@ -1,0 +1,123 @@
+"""Cutting a microbatch: both parts together are the whole, and their weights are its weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_odc.data.minibatch import Detail, Samples, Task
+from lightning_odc.data.packing import PackingCollator, pack_samples
+from lightning_odc.data.split import middle, parts_of
+
+
+@given(st.lists(st.integers(1, 100), min_size=2, max_size=12))
+def test_a_cut_leaves_something_on_both_sides_and_is_the_most_even(sizes: list[int]) -> None:
+    cut = middle(sizes)
+    assert 0 < cut < len(sizes)
+    worst = abs(sum(sizes[:cut]) - sum(sizes[cut:]))
+    assert all(worst <= abs(sum(sizes[:at]) - sum(sizes[at:])) for at in range(1, len(sizes)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.floats(0.1, 10))
+def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: float) -> None:
+    tokens = list(torch.arange(1, sum(lengths) + 1).split(lengths))
+    found, todo = [], [Task(PackingCollator()(tokens), weight, None)]
+    while todo:
+        task = todo.pop(0)
+        parts = parts_of(task, shifts_labels=True)
+        if not parts:
+            found.append(task)
+            continue
+        todo[:0] = parts
+        counts = [int((part.microbatch["labels"][:, 1:] != -100).sum()) for part in parts]
+        if sum(counts):  # weights are shares of labels, so that means of parts make the mean of the whole
+            assert [part.weight * sum(counts) for part in parts] == pytest.approx(
+                [task.weight * count for count in counts]
+            )
+    assert len(found) == len(lengths)
+    assert sum(task.weight for task in found) == pytest.approx(weight)
+    for task, sample in zip(found, tokens, strict=True):
+        expected = PackingCollator()([sample])
+        assert_close(dict(task.microbatch), expected, rtol=0, atol=0)
+
+
+def test_rows_are_also_found_by_positions_and_by_numbers_of_samples() -> None:
+    row = {name: value for name, value in pack_samples([[1, 2, 3], [4, 5]]).items() if name != "cu_seqlens"}
+    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), False))
+    assert first["input_ids"].tolist() == [[1, 2, 3]]
+    assert second["position_ids"].tolist() == [[0, 1]]
+    numbered = {"x": torch.arange(5.0)[None, :, None], "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
+    first, second = parts_of(Task(numbered, 1.0, None), False)
+    assert first.microbatch["x"].shape == (1, 2, 1)
+    assert (first.weight, second.weight) == pytest.approx((0.4, 0.6))
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Record:
+    x: Tensor
+    names: list[str]
+    scale: float = 2.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: {"x": x, "name": "all", "names": ["a", "b", "c"]},
+        lambda x: (x, x[:, 0]),
+        lambda x: [x, {"inner": x}],
+        lambda x: Pair(x, x[:, 0]),
+        lambda x: Record(x, ["a", "b", "c"]),
+    ],
+    ids=["tensor", "mapping", "tuple", "list", "named tuple", "data class"],
+)
+def test_tensors_are_cut_along_the_batch(make: Any) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    first, second = parts_of(Task(make(x), 6.0, None), False)
+    assert type(first.microbatch) is type(make(x))
+    sizes = [one.weight for one in (first, second)]
+    assert sizes == [2.0, 4.0]
+    expected = make(x[1:])
+    if isinstance(expected, dict):
+        expected["names"] = ["b", "c"]
+    if isinstance(expected, Record):
+        expected.names = ["b", "c"]
+    assert repr(second.microbatch) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.ones(1, 9), torch.ones(9, dtype=torch.long), (torch.ones(3, 2), torch.ones(4)), "text", {}, None],
+    ids=["one row", "one sample without rows", "unequal", "text", "empty", "nothing"],
+)
+def test_what_has_no_samples_to_count_is_not_cut(batch: Any) -> None:
+    assert parts_of(Task(batch, 1.0, None), False) == []
+
+
+def test_samples_that_can_be_read_again_are() -> None:
+    def read(indices: list[int]) -> Task:
+        return Task(f"batch of {indices}", float(len(indices)), None)
+
+    detail = Detail([9, 1, 2], (0,), Samples([5, 6, 7], read))
+    assert parts_of(Task("not looked at", 3.0, detail), False) == [read([5]), read([6, 7])]
+    assert parts_of(Task("", 1.0, Detail([9], (0,), Samples([5], read))), False) == []
+
+
+def test_the_first_part_keeps_the_random_numbers() -> None:
+    whole = Task(torch.ones(4, 2), 1.0, Detail([2, 2, 2, 2], (3, 1)))
+    first, second = parts_of(whole, False)
+    assert first.detail == Detail([2, 2], (3, 1))
+    assert second.detail == Detail([2, 2], (3, 1, 2))

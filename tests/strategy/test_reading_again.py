@@ -1,0 +1,159 @@
+"""Microbatches of a loader that run out of memory: their samples are read and collated again.
+
+In float64, as in ``test_out_of_memory.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
+from tests.strategy.test_out_of_memory import TEXT, TOLERANCE, Short, differences
+from tests.support.models import full_parameters
+from tests.support.modules import loader, trainer
+from tests.support.ranks import run_ranks
+
+LENGTHS = (9, 4, 12, 7, 3, 10, 6, 5, 8, 11, 2, 9)
+Sample = dict[str, Tensor]
+
+
+def samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for length in LENGTHS:
+        tokens = torch.randint(11, (length + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: length // 3] = -100
+        made.append({"input_ids": tokens[:-1], "labels": labels})
+    return made
+
+
+def padded(batch: list[Sample]) -> dict[str, Tensor]:
+    def together(name: str, value: int) -> Tensor:
+        return nn.utils.rnn.pad_sequence([one[name] for one in batch], batch_first=True, padding_value=value)
+
+    return {"input_ids": together("input_ids", 0), "labels": together("labels", -100)}
+
+
+def packed(batch: list[Sample]) -> dict[str, Any]:
+    lengths = torch.tensor([len(one["labels"]) for one in batch])
+    return {
+        "input_ids": torch.cat([one["input_ids"] for one in batch])[None],
+        "labels": torch.cat([one["labels"] for one in batch])[None],
+        "cu_seqlens": nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        "max_length_q": int(lengths.max()),
+    }
+
+
+class Stream(IterableDataset[Sample]):
+    def __iter__(self) -> Any:
+        return iter(samples())
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+
+class Labelled(Short):
+    """Runs out of memory at a place with more than so many tokens, in the pass that is told."""
+
+    def __init__(self, place: str = "", phase: str = "", fits: int = 10**9) -> None:
+        super().__init__()
+        self.where, self.fits, self.tokens = (place, phase), fits, 0
+        self.ran: list[int] = []
+
+    def trip(self, place: str, phase: str) -> None:
+        if (place, phase) == self.where and self.tokens > self.fits:
+            self.trips += 1
+            raise torch.OutOfMemoryError(TEXT)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.tokens = batch["labels"].numel()
+        self.ran.append(self.tokens)
+        labels = batch.pop("labels")  # as some steps do; a part needs them again
+        logits = self.net(batch["input_ids"])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def fit(rank: int, place: str, phase: str, collate_fn: Any, data: Any, **options: Any) -> Any:
+    module = Labelled(place, phase, 14 if rank == 1 else 10**9)
+    shape: dict[str, Any] = {"minibatch_size": len(LENGTHS) // 2, "max_tokens": 40, "collate_fn": collate_fn}
+    if not isinstance(data, IterableDataset):
+        shape["lengths"] = LENGTHS
+    else:
+        shape["length_fn"] = lambda sample: len(sample["labels"])
+    t = trainer(2, strategy=ODCStrategy(hang_report_after=None))
+    t.fit(module, BalancedDataLoader(data, **shape, **options))  # type: ignore[arg-type]
+    return module.states[-1], module.trips, sum(module.ran)
+
+
+def every_loader(rank: int) -> dict[str, Any]:
+    found = {}
+    for name, collate_fn, data, options in [
+        ("padded", padded, samples(), {}),
+        ("packed", packed, samples(), {}),
+        ("stolen", padded, samples(), {"policy": "steal"}),
+        ("stream", padded, Stream(), {"window": 1}),
+        ("packed stream", packed, Stream(), {"window": 1}),
+    ]:
+        for place, phase in [("1", "backward"), ("2", "forward")]:
+            found[f"{name}, {place} {phase}"] = fit(rank, place, phase, collate_fn, data, **options)
+    return found
+
+
+def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does() -> None:
+    module = Labelled()
+    loss, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in samples():
+        labels = sample["labels"]
+        logits = module.net(sample["input_ids"][None])[0]
+        loss = loss + nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        count += int((labels != -100).sum())
+    (loss / count).backward()  # type: ignore[no-untyped-call]
+    module.configure_optimizers().step()
+    first, second = run_ranks(every_loader, timeout=240)
+    for name, (state, trips, _) in second.items():
+        assert trips or name.startswith("stolen"), name  # whoever comes first runs what is too long
+        for ours in (state, first[name][0]):
+            assert differences([ours], [full_parameters(module)])[0] < TOLERANCE, name
+
+
+class Dropping(Short):
+    """Has dropout, and runs out of memory once per step."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase = phase
+
+    def trip(self, place: str, phase: str) -> None:
+        if (place, phase) == ("0", self.phase) and self.trips <= self.global_step:
+            self.trips += 1
+            raise torch.OutOfMemoryError(TEXT)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = nn.functional.dropout(self.net(batch)[:, :-1], 0.5)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def drops(rank: int) -> Any:
+    found = []
+    for phase in ("never", "forward", "backward"):
+        module = Dropping(phase if rank == 1 else "never")
+        torch.manual_seed(7 + rank)
+        t = trainer(2, strategy=ODCStrategy(hang_report_after=None, deterministic=True))
+        # A single sample runs once more, as it is: all of what is random must be the same again.
+        rows = [torch.arange(4 + step)[None] for step in range(3)]
+        t.fit(module, loader([Minibatch([row, row + 1]) for row in rows]))
+        found.append((module.states, module.trips))
+    return found
+
+
+def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with() -> None:
+    for rank, ((expected, _), *others) in enumerate(run_ranks(drops)):
+        for states, trips in others:
+            assert trips == 3 * rank
+            for ours, other in zip(states, expected, strict=True):
+                assert all(torch.equal(ours[name], other[name]) for name in other), "bit for bit"
