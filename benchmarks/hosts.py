@@ -1,22 +1,28 @@
-"""Two hosts on one machine: network namespaces with own addresses, joined by a switch whose ports can be shut."""
+"""Several hosts on one machine: network namespaces with own addresses, joined by a switch whose ports can be shut."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWUTS = 0x04000000
+#: In a line of /proc/net/dev, behind the name of the interface.
+_SENT_BYTES = 8
+_numbers = itertools.count()
 
 
 @dataclass
 class Hosts:
-    """Names of the namespaces; both hosts call their interface ``eth0``."""
+    """Names of the namespaces; all hosts call their interface ``eth0``."""
 
     names: list[str]
     switch: str
@@ -26,48 +32,70 @@ class Hosts:
         return f"10.77.0.{host + 1}"
 
     def enter(self, host: int) -> None:
-        """Put the calling thread, and what it starts, on a host."""
+        """Put the calling thread, and what it starts, on a host. Its name is ``host0``, ``host1``, ..."""
         libc = ctypes.CDLL(None, use_errno=True)
         with Path(f"/run/netns/{self.names[host]}").open() as file:
-            if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-
-    def command(self, host: int, *arguments: str) -> list[str]:
-        """The command line that runs a command on a host, with process ids and a host name of its own."""
-        inside = f'hostname host{host} && exec "$@"'
-        unshared = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return ["ip", "netns", "exec", self.names[host], *unshared, "sh", "-c", inside, "sh", *arguments]
+            if libc.setns(file.fileno(), _CLONE_NEWNET) != 0 or libc.unshare(_CLONE_NEWUTS) != 0:
+                raise OSError(ctypes.get_errno(), "a namespace cannot be entered")
+        socket.sethostname(f"host{host}")
 
     def cut_off(self, host: int) -> None:
-        """Shut the port of a host. The other one sees no change of its own link, only silence."""
+        """Shut the port of a host. The other ones see no change of their own links, only silence."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
-    def limit(self, mbit: float) -> None:
-        """Let each host send no more than so many megabits per second."""
-        for name in self.names:
-            shaper = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "100ms")
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shaper)
+    def limit(self, mbit: float | None, queue: str = "2mb") -> None:
+        """Let each host send no more than so many megabits per second; ``None`` ends that.
 
-    def bytes_sent(self, host: int) -> int:
-        """By the counter of the host's interface."""
-        counters = _run("ip", "-n", self.names[host], "-s", "-j", "link", "show", "eth0")
-        return int(json.loads(counters)[0]["stats64"]["tx"]["bytes"])
+        Args:
+            mbit: The speed.
+            queue: How much may wait; what does not fit is lost, as in a real switch.
+        """
+        shaper = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb" if queue == "2mb" else "3kb", "limit", queue)
+        for name in self.names:
+            place = ("tc", "-n", name, "qdisc")
+            subprocess.run([*place, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+            if mbit is not None:
+                _run(*place, "add", "dev", "eth0", "root", *shaper)
+
+    def packets_lost(self) -> int:
+        """By the links of all hosts, since they were limited."""
+        shown = [_run("tc", "-n", name, "-s", "-j", "qdisc", "show", "dev", "eth0") for name in self.names]
+        return sum(one["drops"] for text in shown for one in json.loads(text))
+
+
+def bytes_sent() -> int:
+    """By the host that the calling thread is on: what the counter of its interface says."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[_SENT_BYTES])
+    raise OSError("this thread is on no host")
 
 
 def why_not() -> str:
     """Why there can be no such hosts here; empty if there can."""
     try:
-        with two_hosts():
+        with several_hosts(2):
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
         return f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}"
 
 
+def why_no_limit() -> str:
+    """Why the links of such hosts cannot be limited here; empty if they can."""
+    try:
+        with several_hosts(1) as hosts:
+            hosts.limit(1000)
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"`tc` cannot limit a link here: {getattr(error, 'stderr', '') or error}".strip()
+
+
 @contextlib.contextmanager
-def two_hosts() -> Iterator[Hosts]:
-    """Make two hosts for a while; several at once do not meet."""
-    own = f"odc{os.getpid()}"
-    hosts = Hosts([f"{own}a", f"{own}b"], f"{own}s")
+def several_hosts(count: int) -> Iterator[Hosts]:
+    """Make hosts for a while; those of several calls do not meet."""
+    own = f"odc{os.getpid()}x{next(_numbers)}"
+    hosts = Hosts([f"{own}h{index}" for index in range(count)], f"{own}s")
     try:
         for name in (*hosts.names, hosts.switch):
             _ip("netns", "add", name)

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_odc import host_memory
 from lightning_odc.demo.options import OptionError, available_cores
-from lightning_odc.engine.transports.host import available_memory, gib
 
 PROCESS_BYTES = 150 * 2**20
 """Private memory of a rank that has imported everything and made nothing yet, about."""
@@ -83,9 +83,9 @@ def check_memory(needed: int, what: str, instead: str) -> None:
     Raises:
         OptionError: it does not fit.
     """
-    free = available_memory()
-    if needed > free:
-        raise OptionError(f"{what} need about {gib(needed)} GiB, and {gib(free)} GiB are free: use {instead}")
+    short = host_memory.shortage(what, needed, f"use {instead}", each=0)
+    if short:
+        raise OptionError(short)
 
 
 def threads_per_rank(world_size: int) -> int:
@@ -127,6 +127,7 @@ class Ranks:
         self._preload = ["torch.distributed", "lightning_odc.bench.processes", *preload]
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: list[_Rank] = []
+        self._kills = host_memory.Kills()
 
     def __enter__(self) -> Ranks:
         try:
@@ -226,7 +227,10 @@ class Ranks:
             rank.process.join(_GRACE_SECONDS)
             code = rank.process.exitcode
             hint = " (a signal; -9 often means that memory was used up)" if (code or 0) < 0 else ""
-            raise RankFailedError(f"rank {number} ended with exit code {code}{hint}") from None
+            verdict = self._kills.verdict() if code == -signal.SIGKILL else ""
+            raise RankFailedError(
+                f"rank {number} ended with exit code {code}{hint}. {verdict}".rstrip(". ")
+            ) from None
         if kind == "failed":
             line, details = item
             raise RankFailedError(self._first_cause(number) or f"rank {number} failed: {line}", details)

@@ -23,7 +23,7 @@ from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_
 from lightning_odc.bench.report import Outcome, introduction
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run
 from lightning_odc.demo.options import OptionError, prepare_output
-from lightning_odc.engine.transports.host import gib
+from lightning_odc.host_memory import gib
 
 PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")
 _STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published shard and accumulator

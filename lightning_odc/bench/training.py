@@ -34,7 +34,7 @@ from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
 from lightning_odc.callbacks.idle.sources import GradientWatch, watch_for
 from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.data.lengths import LengthArray
-from lightning_odc.data.loader import Microbatch
+from lightning_odc.data.minibatch import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
 from lightning_odc.engine.keeping import CudaMemory

@@ -42,6 +42,11 @@ class LaggedCost(History[LearntCost | None]):
         super().__init__(cost.snapshot())
         self.cost = cost
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether a later run can go on from more than the options say."""
+        return True
+
     def keep_apart(self) -> None:
         """See `AutoCost.keep_apart`; a `FittedCost` finds it out."""
         if isinstance(self.cost, AutoCost):

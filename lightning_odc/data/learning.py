@@ -17,7 +17,7 @@ class Learning:
 
     Attributes:
         cost: How long microbatches take.
-        cap: How much memory they take.
+        cap: How much memory they may take.
     """
 
     cost: LaggedCost | None = None
@@ -33,7 +33,9 @@ class Learning:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, by name."""
         parts = {"learning": self.cost, "memory": self.cap}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {
+            name: part.state_dict() for name, part in parts.items() if part is not None and part.has_learnt
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned, as far as it fits; else begin again, with a warning."""

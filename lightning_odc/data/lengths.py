@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Number
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from lightning_odc import host_memory
 from lightning_odc.balance.arrays import among_others, are_lengths, as_table
 from lightning_odc.balance.caps import as_caps, check_caps
 from lightning_odc.data.length_cache import dataset_key, remembered
@@ -28,6 +31,9 @@ LengthFunction = Callable[[Any], int | Sequence[int]]
 Source = Literal["given", "attribute", "column", "length_fn", "samples"]
 
 _ROWS_AT_ONCE = 1000
+_BYTES_OF_A_LENGTH = 64  # a number of Python in a list, and its places in two arrays
+_SPARE_BYTES = 64 * 2**20  # for a sample, and for what else runs
+_LOOK_EVERY_S = 1.0
 _TEACH = (
     "Say how long the samples are:\n"
     "    BalancedDataLoader(dataset, lengths=[12, 7, ...], ...)    # or `dataset.lengths = [12, 7, ...]`\n"
@@ -93,6 +99,7 @@ def find_lengths(
 
     Raises:
         LengthsUnknownError: none of the five applies.
+        MemoryError: host memory does not suffice to look at every sample.
         ValueError: lengths that are missing, not positive, not whole, or not one per sample.
     """
     count = len(dataset)
@@ -255,8 +262,30 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
     """Look at every sample, with a progress bar if it takes more than a moment."""
     indices = tqdm(range(len(dataset)), desc="Lengths of samples", unit="sample", delay=2, leave=False)
     with isolated_rng():
-        lengths = [plain(length_of(dataset[index])) for index in indices]
+        lengths = [plain(length_of(dataset[index])) for index in _while_memory_lasts(indices, len(dataset))]
     return checked(lengths, len(dataset), "the samples")
+
+
+def _while_memory_lasts(indices: Iterable[int], count: int) -> Iterator[int]:
+    """The same indices, as long as there is memory for the lengths that are to come.
+
+    Raises:
+        MemoryError: there is not, for example since the data set keeps every sample that was read. The kernel would
+            end this process without a word.
+    """
+    next_look = -math.inf
+    for index in indices:
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + _LOOK_EVERY_S
+            short = host_memory.shortage(
+                f"the lengths of samples that are still to be looked at ({count - index} of {count})",
+                (count - index) * _BYTES_OF_A_LENGTH + _SPARE_BYTES,
+                "let the data set keep no samples that it has read, or say how long they are: "
+                "BalancedDataLoader(dataset, lengths=[12, 7, ...])",
+            )
+            if short:
+                raise MemoryError(short)
+        yield index
 
 
 def plain(length: Any) -> Any:

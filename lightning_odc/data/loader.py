@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 from torch.utils.data import default_collate
 
@@ -41,8 +41,8 @@ from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.iterable import Stream, StreamReading
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
-from lightning_odc.data.map_style import Collate, MapReading, SampleReader
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.map_style import Collate, MapReading, SampleReader, named_deaths
+from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
 from lightning_odc.data.plan import (
     NOTHING_KNOWN,
@@ -57,21 +57,6 @@ from lightning_odc.data.position import Position, Progress
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
 MaxTokens = Caps | Literal["auto"]
-
-
-class Microbatch(NamedTuple):
-    """What ``BalancedDataLoader(unroll=True)`` yields.
-
-    Attributes:
-        batch: what ``collate_fn`` returned.
-        weight: The factor of its mean loss; 1 on average over the microbatches of a minibatch on all ranks, and 0
-            for one that only keeps the ranks together.
-        last: whether it ends its minibatch.
-    """
-
-    batch: Any
-    weight: float
-    last: bool
 
 
 class BalancedDataLoader:
@@ -90,6 +75,7 @@ class BalancedDataLoader:
             devices have unlike memory. By default as many as the longest sample has (of a stream: the longest of the
             minibatch). For rows of numbers a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
             ``"auto"`` begins there and follows the memory that ``ODCStrategy`` measures on GPUs, not with ``unroll``.
+            Every cap falls when a microbatch has run out of memory.
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
             measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
@@ -240,6 +226,7 @@ class BalancedDataLoader:
         measured: bool,
         minibatches_per_step: int,
         measures_memory: bool = False,
+        repeats: bool = False,
         begins: bool = True,
     ) -> None:
         """Take over what a strategy knows; the same on all ranks, and before the first minibatch.
@@ -250,6 +237,7 @@ class BalancedDataLoader:
             measured: Whether the strategy measures how long microbatches take.
             minibatches_per_step: The number of minibatches that share an optimizer step.
             measures_memory: Whether the strategy measures how much memory microbatches take.
+            repeats: Whether runs must be bit-equal, so that `max_tokens` stays whatever happens.
             begins: Whether a fit begins, maybe of another model, of whose memory nothing is known.
         """
         self.minibatches_per_step = minibatches_per_step
@@ -258,8 +246,11 @@ class BalancedDataLoader:
             dense=dense,
             measured=measured,
             follows_memory=measures_memory and self._wants_memory,
+            repeats=repeats,
         )
-        if facts != self._facts or (begins and facts.follows_memory):
+        if facts != self._facts or (
+            begins and self._learning.cap is not None and self._learning.cap.has_learnt
+        ):
             self._facts, self._reading = facts, None
 
     @property
@@ -277,7 +268,12 @@ class BalancedDataLoader:
     def follows_memory(self) -> bool:
         """Whether `max_tokens` changes with the memory that is measured."""
         self._current()
-        return self._learning.cap is not None
+        return self._learning.cap is not None and self._learning.cap.measures
+
+    @property
+    def memory_values(self) -> dict[str, float]:
+        """What `DeviceIdleMonitor` logs of the memory of microbatches, by name."""
+        return {} if self._learning.cap is None else self._learning.cap.cap.values()
 
     @property
     def max_tokens(self) -> Caps:
@@ -346,7 +342,7 @@ class BalancedDataLoader:
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
         arriving = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, alive))
         try:
-            for done, arrived in enumerate(arriving, start.minibatches):
+            for done, arrived in enumerate(named_deaths(arriving), start.minibatches):
                 after = Position(start.epoch, done + 1)
                 minibatch = reading.completed(arrived, start.epoch, done)
                 self._padding.look(minibatch)
@@ -396,7 +392,8 @@ class BalancedDataLoader:
         world = current_world(*self._world)
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
-            caps = None if self._learning.cap is not None else self._reading[1].max_tokens
+            follows = self._learning.cap is not None and self._learning.cap.measures
+            caps = None if follows else self._reading[1].max_tokens
             own: Any = caps[world[1]] if isinstance(caps, list) else caps
             self._padding = PaddingWatch(own[0] if isinstance(own, tuple) else own)
         return self._reading[1]
@@ -428,8 +425,7 @@ class BalancedDataLoader:
         facts = replace(self._facts, collation=self._collation or PACKED)
         schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
         cost = self.recipe.lagged_cost(num_replicas, facts)
-        follows = facts.follows_memory and isinstance(schedule.planner.max_tokens, int)
-        cap = schedule.lagged_cap() if follows else None
+        cap = None if self.unroll or facts.repeats else schedule.lagged_cap(facts.follows_memory)
         self._learning = Learning(cost, cap)
         return MapReading(schedule, rank, reader, self.unroll, cost, cap)
 

@@ -20,6 +20,7 @@ goes through the model, and puts them back afterwards: dropout, too, is that of 
 
 from __future__ import annotations
 
+import multiprocessing
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from lightning_odc import host_memory
 from lightning_odc.balance import LearntCost
 from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import Collation
@@ -43,6 +45,10 @@ from lightning_odc.data.position import Order
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 
 Collate = Callable[[list[Any]], Any]
+
+#: Private memory of a worker before it reads, of one that is forked and of one that imports torch itself: measured with
+#: torch 2.13, 7 and 281 MiB.
+_FORKED_BYTES, _FRESH_BYTES = 8 * 2**20, 280 * 2**20
 
 
 class MapReading:
@@ -289,11 +295,55 @@ def collate(collate_fn: Collate, samples: list[Any]) -> Any:
 def torch_loader(
     source: Any, seed: int, options: WorkerOptions, sampler: Any = None
 ) -> DataLoader[Minibatch]:
-    """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays."""
+    """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays.
+
+    Raises:
+        MemoryError: host memory does not suffice for its workers.
+    """
+    _check_memory(options)
     generator = torch.Generator().manual_seed(seed % 2**63)
     return DataLoader(
         source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=generator, **options
     )
+
+
+def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
+    """The same minibatches. Where a worker was killed that reads them, the error says whether memory had run out."""
+    kills = host_memory.Kills()
+    try:
+        yield from minibatches
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+    ) as error:  # torch says it, or a connection to the worker breaks first
+        is_plain = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
+        if not is_plain and (verdict := kills.verdict()):
+            error.add_note(verdict)
+        raise
+
+
+def _check_memory(options: WorkerOptions) -> None:
+    """Refuse more workers than there is memory for, before the kernel ends one of them, or this rank."""
+    workers = options.get("num_workers", 0)
+    if not workers:
+        return
+    each = _FORKED_BYTES if _start_method(options) == "fork" else _FRESH_BYTES
+    fitting = min(host_memory.available() // each // 2, workers - 1)
+    short = host_memory.shortage(
+        f"data workers (num_workers={workers}, {each >> 20} MiB each before they read anything)",
+        workers * each,
+        f"write num_workers={fitting}",
+        each=each,
+    )
+    if short:
+        raise MemoryError(short)
+
+
+def _start_method(options: WorkerOptions) -> str:
+    context: Any = options.get("multiprocessing_context") or multiprocessing.get_start_method(allow_none=True)
+    context = context or multiprocessing.get_all_start_methods()[0]
+    return str(context if isinstance(context, str) else context.get_start_method())
 
 
 def _as_it_is(minibatch: Any) -> Minibatch:

@@ -53,6 +53,21 @@ class Samples(NamedTuple):
     read: Callable[[list[int]], Task]
 
 
+class Microbatch(NamedTuple):
+    """What ``BalancedDataLoader(unroll=True)`` yields.
+
+    Attributes:
+        batch: What ``collate_fn`` returned.
+        weight: The factor of its mean loss; 1 on average over the microbatches of a minibatch on all ranks, and 0
+            for one that only keeps the ranks together.
+        last: Whether it ends its minibatch.
+    """
+
+    batch: Any
+    weight: float
+    last: bool
+
+
 class Task(NamedTuple):
     """A microbatch to run.
 

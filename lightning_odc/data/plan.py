@@ -68,6 +68,7 @@ class Facts:
         dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
         measured: Whether somebody measures how long microbatches take.
         follows_memory: Whether the caps follow the memory that somebody measures.
+        repeats: Whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory.
     """
 
     collation: Collation = PACKED
@@ -75,6 +76,7 @@ class Facts:
     dense: bool | None = None
     measured: bool = False
     follows_memory: bool = False
+    repeats: bool = False
 
 
 NOTHING_KNOWN = Facts()
@@ -326,12 +328,19 @@ class Schedule:
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
         return self._minibatches[within]
 
-    def lagged_cap(self) -> LaggedCap:
-        """Caps that follow measured memory, beginning with those of the planner."""
-        planner, longest = self.planner, int(self.collation.row_lengths(self.lengths.values).max())
-        cap = planner.max_tokens
-        assert isinstance(cap, int)
-        return LaggedCap(MemoryCap(self.num_replicas, cap, longest, planner.policy == "lb_mini"))
+    def lagged_cap(self, follows_memory: bool) -> LaggedCap | None:
+        """Caps that begin with those of the planner; ``None`` where samples have several numbers, with a cap for each.
+
+        Args:
+            follows_memory: Whether they follow measured memory. Else they fall where a microbatch runs out of it.
+        """
+        planner, cap = self.planner, self.planner.max_tokens
+        if self.lengths.values.ndim > 1 or cap is None:
+            return None
+        caps = cap if isinstance(cap, int) else cast(list[int], list(cap))
+        longest = int(self.collation.row_lengths(self.lengths.values).max())
+        is_apart = planner.policy == "lb_mini"
+        return LaggedCap(MemoryCap(self.num_replicas, caps, longest, is_apart, follows_memory))
 
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
@@ -353,7 +362,8 @@ class Schedule:
             )
         indices = self.samples(epoch, step)
         lengths, name = self.lengths.values[indices], self.recipe.name(epoch, step, self.lengths)
-        planner = self.planner if caps is None else replace(self.planner, max_tokens=caps)
+        is_planned = caps is None or caps == self.planner.max_tokens
+        planner = self.planner if is_planned else replace(self.planner, max_tokens=caps)
         return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:

@@ -301,6 +301,9 @@ class Engine(Traced, ABC):
     def drop_emptied(self) -> None:
         """Forget the gradients of parameters whose ``.grad`` was set to ``None``. All ranks together."""
 
+    def drop_emptied_anywhere(self) -> None:
+        """`drop_emptied` where some ranks may have nothing that could be emptied. All ranks together."""
+
     @abstractmethod
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         """A rank is about to run its part of a minibatch.

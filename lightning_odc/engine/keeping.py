@@ -39,9 +39,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc import _compat
+from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
-from lightning_odc.engine.transports.host import available_memory
 from lightning_odc.engine.units import Unit
 
 #: Copying so many bytes takes as long as asking for them.
@@ -93,7 +92,7 @@ class HostMemory:
 
     def usable(self) -> int:
         if time.monotonic() > self._asked + _SECONDS:  # to ask all control groups takes a millisecond
-            self._asked, self._free = time.monotonic(), available_memory() // self._ranks
+            self._asked, self._free = time.monotonic(), host_memory.available(self._ranks)
         return self.used() + self._free
 
     def used(self) -> int:

@@ -104,6 +104,11 @@ class Placeholders:
             grad.zeroed = False
             self._laid[slot] = grad
 
+    @property
+    def laid(self) -> set[ParamSlot]:
+        """The parameters that have a placeholder, emptied or not."""
+        return set(self._laid)
+
     def forget(self) -> None:
         """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a minibatch.
 

@@ -34,6 +34,7 @@ from lightning_odc.engine.comm import (
     reset_units,
     set_comms,
 )
+from lightning_odc.engine.dropping import Dropping
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.late_gradients import LateHooks, Placeholders
@@ -101,6 +102,7 @@ class OnDemandEngine(Engine):
         self._hooks: list[RemovableHandle] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
+        self._dropping = Dropping(self._placeholders, lambda: self._units, lambda: self.protocol)
         self._queues_opened = 0
         self.stolen = 0
 
@@ -161,6 +163,7 @@ class OnDemandEngine(Engine):
         )
         if self._protocol is not None:  # parameters were unfrozen
             protocol.go_on_from(self._protocol)
+        protocol.drop_together = self._dropping.together
         protocol.open()
         self._protocol = protocol
         self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
@@ -266,23 +269,15 @@ class OnDemandEngine(Engine):
             self._reattach()
 
     def discard(self) -> None:
-        self._drop({slot for unit in self._units for slot in unit.trainable})
+        self._dropping.drop({slot for unit in self._units for slot in unit.trainable})
         self._take_ledger()
 
     def drop_emptied(self) -> None:
-        emptied = self._placeholders.emptied()
-        if emptied:
-            self._drop(emptied)
+        self._dropping.emptied()
 
-    def _drop(self, slots: set[ParamSlot]) -> None:
-        """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again."""
-        self.exchange("discard gradients", None)
-        for unit in self._units:
-            for slot in slots.intersection(unit.trainable):
-                self.protocol.windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
-                unit.used.discard(slot)
-        self._placeholders.lift()
-        self.exchange("gradients are discarded", None)
+    def drop_emptied_anywhere(self) -> None:
+        if self._batches:  # of this step
+            self._dropping.emptied_anywhere()
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
@@ -355,9 +350,10 @@ class OnDemandEngine(Engine):
         with self._timed(), self.traced("settle"):
             self.reshard()
             self._staleness.before_settle(self.protocol.finish)
-            emptied = self._placeholders.emptied()
-            self._placeholders.lift()
+            self._placeholders.emptied()  # raises while all ranks can still be told
             records = self._end_version(logs, measured)
+            emptied = self._placeholders.emptied()  # less, where others had them dropped at this meeting
+            self._placeholders.lift()
             self._take_gradients(records, emptied)
             self.settled = True
             self._keeping.settled()
@@ -473,6 +469,8 @@ class OnDemandEngine(Engine):
 
     def reshard(self) -> None:
         self._free(self._units)
+        if self._root is not None:
+            self._root.shard()
 
     def _free(self, units: Iterable[Unit]) -> None:
         for unit in units:

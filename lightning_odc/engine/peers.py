@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lightning_odc.engine.transports.base import Transport, UnitSpec
 from lightning_odc.errors import DisagreementError, PeerFailedError
+from lightning_odc.host_memory import Kills
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Activity(IntEnum):
     GATHER = 1
     ACCUMULATE = 2
     MEET = 3
+    NETWORK = 4
 
 
 class Doing(NamedTuple):
@@ -78,7 +80,7 @@ class Doing(NamedTuple):
 
     Attributes:
         activity: what.
-        unit: with which unit, below 2**22.
+        unit: with which unit, below 2**21.
         since: since when, in milliseconds of the monotonic clock, below 2**39 (17 years).
     """
 
@@ -88,11 +90,11 @@ class Doing(NamedTuple):
 
     @classmethod
     def of(cls, word: int) -> Doing:
-        return cls(Activity(word & 3), word >> 2 & 0x3FFFFF, word >> 24)
+        return cls(Activity(word & 7), word >> 3 & 0x1FFFFF, word >> 24)
 
     @staticmethod
     def word(activity: Activity, unit: int, nanoseconds: int) -> int:
-        return nanoseconds // 1_000_000 << 24 | unit << 2 | activity
+        return nanoseconds // 1_000_000 << 24 | unit << 3 | activity
 
     @property
     def seconds(self) -> float:
@@ -105,6 +107,7 @@ _ACTIVITY_TEXT = {
     Activity.GATHER: "reading shards of unit {unit!r}",
     Activity.ACCUMULATE: "adding gradients of unit {unit!r}",
     Activity.MEET: "waiting for the others at a meeting",
+    Activity.NETWORK: "waiting for other nodes, for unit {unit!r}",
 }
 
 
@@ -123,6 +126,7 @@ class Peers:
         self._transport = transport
         self._units = units
         self.beyond: Callable[[], str] = str
+        self._kills = Kills()
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
 
     # -- this rank ----------------------------------------------------------------------------------------
@@ -229,12 +233,22 @@ class Peers:
         first = [peer for peer, message in failures.items() if not message.startswith(FOLLOWED)]
         dead = [peer for peer in ended if self._state(peer) != State.LEFT and peer not in failures]
         if dead and not first:
-            names = ", ".join(self._transport.describe(peer) for peer in dead)
-            return f"{names} ended without a word (killed, out of memory, or crashed).\n{self.report()}"
+            return f"{self._deaths(dead)}\n{self.report()}"
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
             return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"
         return self.beyond()
+
+    def _deaths(self, dead: Sequence[int]) -> str:
+        """Who died, and of what as far as it is known: see Note [Whom the kernel ended]."""
+        names = ", ".join(self._transport.describe(peer) for peer in dead)
+        endings = [self._transport.how_ended(peer) for peer in dead]
+        parts = [f"{names} ended without a word (killed, out of memory, or crashed)."]
+        if any(endings):
+            parts.append(f"How it ended: {', '.join(ending or 'unknown' for ending in endings)}.")
+        if not all(endings) or "SIGKILL" in endings:
+            parts.append(self._kills.verdict())
+        return " ".join(filter(None, parts))
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""

@@ -57,7 +57,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -75,6 +75,8 @@ from lightning_odc.errors import DisagreementError
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
+#: What ranks come to a meeting for that drop gradients.
+DISCARD = "discard gradients"
 _OPENING = (
     "opens its window and maps those of its peers, which all ranks do together. Look at the other ranks' reports for "
     "one that is elsewhere. On GPUs, torch's symmetric memory counts its rendezvous per process: anything else in the "
@@ -104,6 +106,7 @@ class Protocol(RankState):
         signals: what this rank and the others were sent by the operating system.
         waiter: idle seconds by cause.
         windows: by unit, what a microbatch does with it; from `open` to `close`.
+        drop_together: called where some ranks have met for `DISCARD`, with their items and what this rank came for.
         device_waits: how often the host waited for its own device, which is not idle time.
     """
 
@@ -125,6 +128,7 @@ class Protocol(RankState):
         self.signals = Signals()
         self.deterministic = deterministic
         self.windows: list[UnitWindow] = []
+        self.drop_together: Callable[[list[str], str], None] = lambda *_: None
         self._hang_report = hang_report
         self._units = tuple(units)
         self._meetings = 0
@@ -221,6 +225,9 @@ class Protocol(RankState):
     def meet(self, kind: str, item: Any = None) -> list[Any]:
         """Wait until every rank has come to this meeting; returns everybody's item, in rank order.
 
+        Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who drops
+        a gradient]. All drop them, and the others meet again for what they came for.
+
         Args:
             kind: what ranks meet for, the same on every rank.
             item: JSON-serialisable.
@@ -228,13 +235,23 @@ class Protocol(RankState):
         Raises:
             DisagreementError: the ranks met for different reasons.
         """
+        kinds, items = self._hear(kind, item)
+        while DISCARD in kinds:
+            self.drop_together([what for one, what in zip(kinds, items, strict=True) if one == DISCARD], kind)
+            if kind == DISCARD:
+                return items
+            kinds, items = self._hear(kind, item)
+        self._check_same_kind(dict(zip(self._ranks, kinds, strict=True)))
+        items[self._ranks.index(self._job_rank)] = item
+        return items
+
+    def _hear(self, kind: str, item: Any) -> tuple[list[str], list[Any]]:
+        """For what every rank has come to a meeting, and its item."""
         self.finish()
         records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
         kinds, items, signals = ([record[field] for record in records] for field in range(3))
         self.signals.agreed.update(*signals)
-        self._check_same_kind(dict(zip(self._ranks, kinds, strict=True)))
-        items[self._ranks.index(self._job_rank)] = item
-        return items
+        return kinds, items
 
     @property
     def _ranks(self) -> Sequence[int]:

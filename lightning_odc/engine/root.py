@@ -50,6 +50,18 @@ class RootUnit:
         if slots is not None and isinstance(slots[0].current, DTensor):
             self._model.unshard()
 
+    def shard(self) -> None:
+        """Shard the unit if it is gathered.
+
+        Within the root module's call ``fully_shard`` keeps it, unless there was a backward pass: on a rank without
+        microbatches there was none.
+        """
+        slots = next(iter(self._slots.values()), None)
+        if slots is not None and not isinstance(slots[0].current, DTensor):
+            self._model.set_reshard_after_forward(True, recurse=False)
+            self._model.reshard()
+            self._model.set_reshard_after_forward(False, recurse=False)
+
     def check_reduced(self) -> None:
         """Refuse a backward pass that left gradients behind, in this unit or another one.
 

@@ -360,17 +360,13 @@ class UnitWindow:
     def _await_version(self, window: _Published) -> None:
         state, name, owner = self._state, self.spec.name, window.owner
         rank, own = self._transport.job_rank, self._transport.rank
-        state.peers.begin(Activity.GATHER, self.index)
-        state.waiter.until(
-            lambda: window.version() >= state.version,
-            Cause.READ,
-            lambda: (
-                f"waiting to read unit {name!r} (version {state.version}) from "
-                f"{'other nodes' if owner == own else self._transport.describe(owner)}"
-            ),
-            None if owner == own else rank(owner),
-            lambda: state.peers.check_not_left(owner),
-        )
+        if state.column.size == 1:
+            self._await_owner(owner, lambda: window.version() >= state.version)
+        else:
+            # The owner publishes its own shard, then the shards of other nodes come. Words begin at 0, versions at 1.
+            version = self._transport.watch(owner, Word.VERSION)
+            self._await_owner(owner, lambda: max(version(), 1) >= state.version)
+            self._await_nodes(owner, lambda: window.version() >= state.version)
         found = window.version()
         if found != state.version:
             raise DisagreementError(
@@ -378,6 +374,32 @@ class UnitWindow:
                 f"{rank(own)} still works on version {state.version}: the ranks took different "
                 "numbers of optimizer steps. Every rank must call the same optimizer steps in the same order."
             )
+
+    def _await_owner(self, owner: int, ready: Callable[[], bool]) -> None:
+        state, transport = self._state, self._transport
+        state.peers.begin(Activity.GATHER, self.index)
+        state.waiter.until(
+            ready,
+            Cause.READ,
+            lambda: (
+                f"waiting to read unit {self.spec.name!r} (version {state.version}) from {transport.describe(owner)}"
+            ),
+            transport.job_rank(owner),
+            lambda: state.peers.check_not_left(owner),
+        )
+
+    def _await_nodes(self, owner: int, ready: Callable[[], bool]) -> None:
+        state, transport = self._state, self._transport
+        through = "" if owner == transport.rank else f" through {transport.describe(owner)}"
+        state.peers.begin(Activity.NETWORK, self.index)
+        state.waiter.until(
+            ready,
+            Cause.NETWORK,
+            lambda: (
+                f"waiting for unit {self.spec.name!r} (version {state.version}) from other nodes{through}"
+            ),
+            check=lambda: state.peers.check_not_left(owner),
+        )
 
     def _add_at_once(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         by_node = chunks.view(self._state.column.size, self._world_size, -1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 from lightning_odc.engine.hang_report import HangReport
@@ -32,6 +33,7 @@ class Cause(StrEnum):
     LOCK = "lock"
     SETTLE = "settle"
     LOCKSTEP = "lockstep"
+    NETWORK = "network"
 
 
 class Waiter(Traced):
@@ -88,34 +90,51 @@ class Waiter(Traced):
         """
         if ready():
             return 0.0
+        begin = time.monotonic()
+        with self.during(cause, what, peer):
+            self._sleep_until(ready, what, check)
+        return time.monotonic() - begin
+
+    @contextmanager
+    def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
+        """Enter the time inside as a wait. `until` does it; so does a rank in a collective, which has its own end.
+
+        Args:
+            cause: As in `until`.
+            what: As in `until`.
+            peer: As in `until`.
+        """
         if cause is not None and self.tracer is not None:
             self.tracer.begin_wait(str(cause))
-        begin_ns = time.monotonic_ns()
-        begin = begin_ns / 1e9
-        next_check = begin + _CHECK_EVERY
-        spins = _SPINS
+        begin = time.monotonic_ns()
         self.waiting_for = what
         try:
-            while not ready():
-                now = time.monotonic()
-                if now >= next_check:
-                    self._check_on_peers(ready, check)
-                    next_check = now + _CHECK_EVERY
-                if now - begin > self.timeout:
-                    self._give_up(what())
-                if spins > 0:
-                    spins -= 1
-                    time.sleep(0)
-                else:
-                    time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION)))
+            yield
         finally:  # a wait that failed was a wait, too
             self.waiting_for = None
-            waited = (time.monotonic_ns() - begin_ns) / 1e9
             if cause is not None:
-                self.seconds[cause] += waited
+                self.seconds[cause] += (time.monotonic_ns() - begin) / 1e9
             if cause is not None and self.tracer is not None:
-                self.tracer.record("wait", begin_ns, cause=str(cause), peer=peer)
-        return waited
+                self.tracer.record("wait", begin, cause=str(cause), peer=peer)
+
+    def _sleep_until(
+        self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
+    ) -> None:
+        begin = time.monotonic()
+        next_check = begin + _CHECK_EVERY
+        spins = _SPINS
+        while not ready():
+            now = time.monotonic()
+            if now >= next_check:
+                self._check_on_peers(ready, check)
+                next_check = now + _CHECK_EVERY
+            if now - begin > self.timeout:
+                self._give_up(what())
+            if spins > 0:
+                spins -= 1
+                time.sleep(0)
+            else:
+                time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION)))
 
     def _give_up(self, what: str) -> None:
         message = f"Gave up after {self.timeout:g} s of {what}.\n{self._report()}"

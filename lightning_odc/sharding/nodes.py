@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_odc._version import __version__
 from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.host import boot_id
+from lightning_odc.errors import DisagreementError
 
 #: What is left of a way of sharding inside a node.
 WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
@@ -54,6 +60,72 @@ def layout_of(device_mesh: Any, num_nodes: int, world_size: int, rank: int) -> L
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     """The 2-D mesh of a layout, with the dimensions ``replicate`` and ``shard``. All ranks together."""
     return DeviceMesh(device_type, torch.tensor(layout.rows), mesh_dim_names=("replicate", "shard"))
+
+
+def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
+    """Find out whether all nodes run one version, and whether the ranks of a row are on one host. All ranks together.
+
+    Args:
+        layout: The rows and columns of ranks.
+        rendezvous: Gives every rank's object to every rank.
+
+    Raises:
+        DisagreementError: two nodes run different versions of this package.
+        ValueError: the ranks of a row are on several hosts.
+    """
+    facts = rendezvous([__version__, socket.gethostname(), boot_id()])
+    versions, names, boots = zip(*facts, strict=True)
+    if trouble := why_versions_differ(versions, names):
+        raise DisagreementError(trouble)
+    if trouble := why_rows_are_apart(layout, boots, names):
+        raise ValueError(trouble)
+
+
+def why_versions_differ(versions: Sequence[str], names: Sequence[str]) -> str:
+    """Who runs which version of this package; empty if all run the same.
+
+    Args:
+        versions: By rank.
+        names: Of their hosts, by rank.
+    """
+    if len(set(versions)) == 1:
+        return ""
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, one in enumerate(zip(versions, names, strict=True)):
+        ranks_of.setdefault(one, []).append(rank)
+    where = "; ".join(f"{version} on {name} ({_ranks(ranks)})" for (version, name), ranks in ranks_of.items())
+    return (
+        f"The nodes run different versions of lightning-odc: {where}. Install the same one on all of them, for "
+        f"example: pip install lightning-odc=={versions[0]}"
+    )
+
+
+def why_rows_are_apart(layout: Layout, hosts: Sequence[str], names: Sequence[str]) -> str:
+    """Which rows of ranks, who share memory, are spread over several hosts, and what to write; empty if none is.
+
+    Args:
+        layout: The rows and columns of ranks.
+        hosts: What only ranks of one host have in common, by rank.
+        names: Of the hosts, by rank.
+    """
+    if all(len({hosts[rank] for rank in row}) == 1 for row in layout.rows):
+        return ""
+    by_host = [[rank for rank, one in enumerate(hosts) if one == host] for host in dict.fromkeys(hosts)]
+    where = "; ".join(f"{names[ranks[0]]} has {_ranks(ranks)}" for ranks in by_host)
+    if len({len(ranks) for ranks in by_host}) > 1:
+        advice = "Every node needs as many ranks as the others: start equally many on each"
+    elif len(by_host) != len(layout.rows):
+        advice = f"Write Trainer(num_nodes={len(by_host)}, devices={len(by_host[0])})"
+    else:
+        advice = "Ranks of a node need neighbouring numbers (SLURM: --distribution=block)"
+    return (
+        f"Ranks of a node share memory, so they must be on one host; but {where}. {advice}, or use "
+        'ODCStrategy(communication="collective").'
+    )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def check_shards(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -24,7 +24,7 @@ from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import make_transport
-from lightning_odc.sharding.nodes import mesh_of
+from lightning_odc.sharding.nodes import check_hosts, mesh_of
 from lightning_odc.strategy.arguments import memory_size
 
 #: Seconds without any sign of another host, or without progress of a collective over nodes, before that is an error; at
@@ -74,6 +74,7 @@ def make_engine(
 def _make_spanning_engine(
     strategy: Any, layout: Layout, replicates: bool, rendezvous: Rendezvous, options: dict[str, Any]
 ) -> SpanningEngine:
+    check_hosts(layout, rendezvous)
     device, rank, row = strategy.root_device, layout.rank, layout.row
     mesh = strategy.shard_mesh if replicates else mesh_of(layout, device.type)["shard"]
     group = mesh.get_group()

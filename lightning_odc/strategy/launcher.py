@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_odc import _compat
+from lightning_odc import _compat, host_memory
 from lightning_odc.checkpoints.full import model_state
 from lightning_odc.errors import PeerFailedError
 
@@ -84,6 +85,7 @@ class ForkLauncher(_compat.Launcher):
         self._strategy = strategy
         self._processes: list[BaseProcess] = []
         self._ended: list[BaseProcess] = []
+        self._kills = host_memory.Kills()
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -191,9 +193,10 @@ class ForkLauncher(_compat.Launcher):
         died = [rank for rank in failed if rank not in own and self._processes[rank] not in self._ended]
         if died:
             code = self._processes[died[0]].exitcode
+            verdict = self._kills.verdict() if code == -signal.SIGKILL else ""
             raise PeerFailedError(
                 f"Rank {died[0]} died with exit code {code} (a negative one is a signal; -9 often means that memory "
-                "was used up). What was trained in this run is lost."
+                f"was used up). What was trained in this run is lost. {verdict}".rstrip()
             )
         first = min(own, key=lambda rank: (directory / f"followed{rank}").exists())
         text = (directory / f"error{first}").read_text()

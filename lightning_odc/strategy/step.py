@@ -127,6 +127,7 @@ class Training:
 
     Attributes:
         leaves_out: Whether the microbatch at hand counts nothing, so that neither its loss nor its gradients do.
+        reliefs: What was cut or left out in the optimizer step that has settled last.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Training:
         self._rescue = Rescue(on_out_of_memory, engine, self, strategy.root_device, self._shifts_labels)
         self._batch = _Batch()
         self._last: Attempt | None = None  # whose backward pass is Lightning's
+        self.reliefs: list[Relief] = []
         self._index = 0  # of the microbatch that runs forward
         self._output: Any = None  # of its step
         self._added: Added | None = None  # of the batch that a user runs again
@@ -241,6 +243,8 @@ class Training:
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
         opens_window = self._module.automatic_optimization and is_first
+        if kind == "Minibatch" and not self._module.automatic_optimization:
+            self._engine.drop_emptied_anywhere()
         self._engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
 
     def _run(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -417,7 +421,8 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        measured = [self._stopwatch.take(), self._memory.take()]
+        self.reliefs = self.take_reliefs()
+        measured = [self._stopwatch.take(), self._memory.take(self.reliefs)]
         records = self._engine.settle(self._logbook.post(), measured)
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
         self._stopwatch.report([record.measured[0] for record in records])

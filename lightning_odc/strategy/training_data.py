@@ -126,6 +126,7 @@ class TrainingData:
             measured=wanted.communication != "collective" and not (wanted.deterministic or loader.unroll),
             minibatches_per_step=trainer.accumulate_grad_batches,
             measures_memory=not wanted.deterministic and device_memory.memory_of(device) is not None,
+            repeats=wanted.deterministic,
             begins=not self._told,
         )
         if loader.packing:

@@ -20,8 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from lightning_odc import cli
-from lightning_odc.bench import processes
+from lightning_odc import cli, host_memory
 from lightning_odc.bench.processes import RankFailedError, Ranks
 from lightning_odc.bench.results import MinibatchRecord
 
@@ -325,7 +324,7 @@ def test_nothing_measured_leaves_earlier_results(
         ("--model {bert}", "bert is not a causal language model"),
         ("--model {nothing}", 'it has no "model_type"'),
         ("--model {words}", "not a configuration"),
-        ("--model {huge}", "GiB are free: use fewer --ranks, a smaller --model"),
+        ("--model {huge}", "or use fewer --ranks, a smaller --model"),
         ("--emulate --model {t5}", "has experts or an encoder"),
         ("--lengths nowhere", "--lengths 'nowhere' is neither a file or folder nor one of stdlib"),
         ("--lengths {words}", "could not convert string to float"),
@@ -347,9 +346,9 @@ def test_nothing_measured_leaves_earlier_results(
         ("sweep colours", "sweep 'colours' is unknown: choose from devices"),
         ("comm --sizes many", "'many' is no size: write 4K"),
         ("comm --ranks 17", "--ranks 17: use 1 to 16"),
-        ("comm --ranks 16 --sizes 1G --rounds 1", "GiB are free: use fewer --ranks or smaller --sizes"),
+        ("comm --ranks 16 --sizes 1G --rounds 1", "or use fewer --ranks or smaller --sizes"),
         ("engine --peers 0", "--peers: use 1 to 15"),
-        ("engine --mib 1024 --peers 1 15", "GiB are free: use fewer --peers or a smaller --mib"),
+        ("engine --mib 1024 --peers 1 15", "or use fewer --peers or a smaller --mib"),
     ],
 )
 def test_bad_options_get_one_line(
@@ -360,7 +359,8 @@ def test_bad_options_get_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # On a machine with more, some of these would run.
-    monkeypatch.setattr(processes, "available_memory", lambda: 16 * 2**30)
+    room = host_memory.Room(16 * 2**30, "a test", "allow more")
+    monkeypatch.setattr(host_memory, "rooms", lambda: [room])
 
     def llama(**values: Any) -> str:
         return json.dumps({"model_type": "llama", "max_position_embeddings": 4096, **values})

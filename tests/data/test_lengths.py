@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from lightning_odc import host_memory
 from lightning_odc.data import lengths as lengths_module
 from lightning_odc.data.lengths import LengthsUnknownError, check_longest, checked, find_lengths, measure
+from lightning_odc.host_memory import Room
 
 
 class Samples(Dataset[Any]):
@@ -329,3 +331,48 @@ def test_caps_have_as_many_numbers_as_samples():
         ValueError, match=r"Write max_tokens=9; one cap for each rank is a list, max_tokens=\[9, 4\]"
     ):
         check_longest(np.array([3, 9]), (9, 4))
+
+
+class Hoards:
+    """Keeps every sample that was read, and is told by a test how much memory is left then."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> list[int]:
+        self.read.append(index)
+        return [1, 2, 3]
+
+
+def test_a_look_at_all_samples_ends_before_the_kernel_ends_it(monkeypatch):
+    data = Hoards()
+
+    def left() -> list[Room]:
+        return [Room(2**27 - len(data.read) * 2**22, "a test allows 0.12 GiB", "allow more")]
+
+    monkeypatch.setattr(host_memory, "rooms", left)
+    monkeypatch.setattr(lengths_module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(lengths_module, "dataset_key", lambda *_: "0")  # it reads some, too
+    with pytest.raises(MemoryError) as error:
+        find_lengths(data, cache_dir=False)
+    scanned = data.read[-1] + 1
+    assert 10 < scanned < 20, "of 100, when 64 MiB were left"
+    assert f"the lengths of samples that are still to be looked at ({100 - scanned} of 100) need 0.06" in str(
+        error.value
+    )
+    assert "a test allows 0.12 GiB. To go on, allow more, or let the data set keep no samples" in str(
+        error.value
+    )
+
+
+def test_lengths_alone_may_be_too_many(monkeypatch):
+    monkeypatch.setattr(host_memory, "rooms", lambda: [Room(2**30, "a test", "allow more")])
+    data = Hoards()
+    monkeypatch.setattr(Hoards, "__len__", lambda self: 2**25)
+    monkeypatch.setattr(lengths_module, "dataset_key", lambda *_: "0")
+    with pytest.raises(MemoryError, match=r"\(33554432 of 33554432\) need 2.06 GiB, but 1.00 GiB are free"):
+        find_lengths(data, cache_dir=False)
+    assert data.read == []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import random
+import signal
 import warnings
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +20,15 @@ from lightning.fabric.utilities.types import _Stateful
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_odc import host_memory
 from lightning_odc.balance import POLICIES, FittedCost
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator, pack_samples
+from lightning_odc.host_memory import Room
+from tests.support.ranks import run_ranks
+from tests.test_host_memory import count_kill, tree
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 23).tolist()
 WORKERS: list[dict[str, Any]] = [
@@ -514,3 +521,68 @@ def test_samples_with_several_numbers():
     ):
         loader(**options, weighting=lambda lengths: lengths).plan(0)
     assert loader(**options, weighting=lambda lengths: lengths[:, 1] + 1).plan(0).weights
+
+
+# -- memory of the host ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "left_mib", "message"),
+    [
+        (
+            {"num_workers": 4},
+            31,
+            r"num_workers=4, 8 MiB each .* need 0.03 GiB, but 0.03 .* write num_workers=1\.",
+        ),
+        (
+            {"num_workers": 4, "multiprocessing_context": "spawn"},
+            1119,
+            r"280 MiB each .* write num_workers=1\.",
+        ),
+        ({"num_workers": 1}, 7, r"a test. To go on, allow more, or write num_workers=0\."),
+        ({"num_workers": 2}, 16, None),
+        ({}, 0, None),
+    ],
+)
+def test_workers_that_do_not_fit_into_memory_are_not_started(
+    options: dict[str, Any], left_mib: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options and "multiprocessing_context" not in options:
+        options = {**options, "multiprocessing_context": multiprocessing.get_context("fork")}
+    monkeypatch.setattr(host_memory, "rooms", lambda: [Room(left_mib * 2**20, "a test", "allow more")])
+    if message is None:
+        assert next(iter(loader(**options))) is not None
+        return
+    with pytest.raises(MemoryError, match=message):
+        next(iter(loader(**options)))
+    assert not multiprocessing.active_children()
+
+
+class Deadly(Rows):
+    """Ends the worker that reads sample 7, as the kernel does."""
+
+    def __init__(self, lengths: list[int], counter: Path) -> None:
+        super().__init__(lengths)
+        self.counter = counter
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 7 and torch.utils.data.get_worker_info() is not None:
+            count_kill(self.counter, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def _loses_a_worker(rank: int, folder: Path) -> list[str]:
+    host_memory.ROOT = folder
+    try:
+        passes(loader(Deadly(LENGTHS, folder / "proc/vmstat"), num_workers=1, num_replicas=1))
+    except (RuntimeError, OSError, EOFError) as error:
+        return error.__notes__
+    return []
+
+
+def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_path: Path) -> None:
+    count_kill(tree(tmp_path, available_kib=2**20) / "proc/vmstat", 0)
+    # In a process of its own: torch's handler of SIGCHLD goes on to raise until the iterator is collected.
+    [[note]] = run_ranks(_loses_a_worker, tmp_path, world_size=1)
+    assert "The kernel's out-of-memory killer has ended 1 process of this host" in note

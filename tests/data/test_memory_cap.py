@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.data.memory_cap import LaggedCap, MemoryCap, MemoryUse
+from lightning_odc.data.memory_cap import LaggedCap, MemoryCap, MemoryUse, RanOut
 from lightning_odc.data.minibatch import Minibatch
 
 GB = 10**9
@@ -28,6 +28,10 @@ def dense(tokens: int) -> int:
 
 def use(tokens: int, takes: Callable[[int], int] = linear, usable: int = USABLE) -> MemoryUse:
     return MemoryUse(tokens, BASE, takes(tokens), usable)
+
+
+def out(tokens: int, samples: int = 2) -> RanOut:
+    return RanOut(tokens, samples)
 
 
 def run(
@@ -101,13 +105,102 @@ def test_equal_measurements_give_equal_caps_and_a_state_goes_on() -> None:
         MemoryCap(3, 1000, 900, True).load_state_dict(first.state_dict())
 
 
+# -- after running out -----------------------------------------------------------------------------------------
+
+
+def test_a_cap_falls_below_what_ran_out_on_all_ranks_that_had_it() -> None:
+    cap = MemoryCap(3, [4000, 4000, 1500], 1000, apart=True, rises=False)
+    cap.observe([None] * 3, [[], [out(3000)], []])
+    assert cap.value == [2400, 2400, 1500]
+    cap.observe([None] * 3, [[], [], [out(0)]])
+    assert cap.value == [2400, 2400, 1200], "not known: that of a full microbatch"
+    cap.observe([None] * 3, [[out(2900), out(1450)], [], []])
+    assert cap.value == [1160, 1160, 1200], "two microbatches"
+    assert cap.ran_out == 4
+    cap.observe([None] * 3, [[out(1000, samples=1)], [], []])
+    assert (cap.value, cap.ran_out) == ([1160, 1160, 1200], 5), (
+        "no cap helps a sample that does not fit alone"
+    )
+
+
+def test_plans_made_before_that_run_out_too_change_nothing_more() -> None:
+    cap = MemoryCap(2, 1000, 100, apart=False, rises=False)
+    for _ in range(3):
+        cap.observe([None, None], [[out(1000)], [out(990)]])
+    assert cap.value == 792
+
+
+def test_a_cap_stays_above_the_longest_sample() -> None:
+    cap = MemoryCap(2, 1000, 900, apart=False, rises=False)
+    cap.observe([None, None], [[out(950)], []])
+    assert cap.value == 900
+    unlike = MemoryCap(2, [1000, 500], 900, apart=True, rises=False)
+    unlike.observe([None, None], [[out(1000)], [out(500)]])
+    assert unlike.value == [900, 400], "the longest sample fits on rank 0"
+
+
+def test_a_number_of_the_users_never_rises() -> None:
+    cap = MemoryCap(1, 1000, 10, apart=True, rises=False)
+    cap.observe([None], [[out(1000)]])
+    assert set(run(cap, 100, linear)) == {800}
+
+
+def test_a_measured_cap_rises_again_after_a_while_and_not_to_what_ran_out() -> None:
+    cap = MemoryCap(1, 10_000, 900, apart=True)
+    cap.observe([use(10_000)], [[out(10_000)]])
+    assert cap.value == 8000
+    caps = run(cap, 200, linear)
+    assert caps[:62] == [8000] * 62
+    assert set(caps[62:]) == {8000, 9000}
+    assert caps[-1] == 9000, "though 31,000 would fit, by what is measured"
+
+
+def test_a_full_memory_lowers_a_cap_that_has_fallen_at_once() -> None:
+    cap = MemoryCap(1, 31_000, 900, apart=True)
+    cap.observe([None], [[out(31_000)]])
+    cap.observe([MemoryUse(24_800, BASE, 79 * GB, USABLE)])
+    assert cap.caps[0] < 24_800
+
+
+def test_equal_records_give_equal_caps_and_a_state_goes_on_after_running_out() -> None:
+    first, second = MemoryCap(2, 1000, 10, True), MemoryCap(2, 1000, 10, True)
+    first.observe([use(1000), use(1000)], [[], [out(1000)]])
+    run(first, 60, linear, (USABLE, USABLE))
+    second.load_state_dict(first.state_dict())
+    caps = run(first, 20, linear, (USABLE, USABLE))
+    assert caps == run(second, 20, linear, (USABLE, USABLE))
+    assert caps[0] == 800 and caps[-1] == 900
+
+
+@pytest.mark.parametrize(
+    ("given", "rises", "message"),
+    [(900, False, r"began with \[1000\]"), (1000, True, r"began with \[1000\]")],
+)
+def test_what_was_learnt_is_left_where_the_user_has_chosen_another_cap(
+    given: int, rises: bool, message: str
+) -> None:
+    before = MemoryCap(1, 1000, 10, True, rises=rises)
+    before.observe([None], [[out(500)]])
+    now = MemoryCap(1, given, 10, True, rises=False)
+    with pytest.raises(ValueError, match=message):
+        now.load_state_dict(before.state_dict())
+    assert now.value == given
+
+
+def test_what_is_logged() -> None:
+    cap = MemoryCap(2, 1000, 10, True)
+    assert cap.values() == {"memory/max_tokens": 1000, "memory/ran_out": 0}
+    cap.observe([MemoryUse(900, 0, 50, 100), MemoryUse(900, 0, 70, 100)], [[], [out(900)]])
+    assert cap.values() == {"memory/max_tokens": 720, "memory/ran_out": 1, "memory/used_fraction": 0.7}
+
+
 def test_plans_use_what_was_known_some_minibatches_before() -> None:
     lagged = LaggedCap(MemoryCap(1, 1000, 900, True))
     lagged.lag = 2
     for number in range(4):
         assert lagged.begin() == number
         assert lagged.at(number) == 1000
-        lagged.observe([[number, *use(1000)]])
+        lagged.observe([[number, [*use(1000)], []]])
     assert lagged.cap.value == 2000
     assert [lagged.at(number) for number in (4, 5)] == [2000, 2000]
     lagged.observe([None])
@@ -126,9 +219,8 @@ def loader(max_tokens: Any = "auto", **options: Any) -> BalancedDataLoader:
     defaults: dict[str, Any] = {"minibatch_size": 8, "num_replicas": 1, "rank": 0, "collate_fn": list}
     return BalancedDataLoader(
         [list(range(length)) for length in LENGTHS],
-        lengths=LENGTHS,
         max_tokens=max_tokens,
-        **{**defaults, **options},
+        **{"lengths": LENGTHS, **defaults, **options},
     )
 
 
@@ -156,7 +248,7 @@ def train(own: BalancedDataLoader, steps: int) -> list[int]:
         largest = max(sum(map(len, batch)) for batch in minibatch)
         found.append(largest)
         if cap is not None:
-            cap.observe([[number, largest, 0, largest * 10, 400]])
+            cap.observe([[number, [largest, 0, largest * 10, 400], []]])
         if len(found) == steps:
             break
     return found
@@ -198,3 +290,45 @@ def test_it_is_asked_for_and_needs_somebody_who_measures(options: dict[str, Any]
     own = adapt(loader(**options), measures)
     assert not own.follows_memory
     assert own.max_tokens == (options.get("max_tokens") or 9)
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(36, 28), (None, 9), ([36], [28])])
+def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it(max_tokens: Any, expected: Any) -> None:
+    own = adapt(loader(max_tokens), measures_memory=False)
+    minibatches = iter(own)
+    for _ in range(3):
+        largest, minibatch = 0, next(minibatches)
+        assert isinstance(minibatch, Minibatch) and minibatch.origin is not None
+        largest = max(sum(map(len, batch)) for batch in minibatch)
+        ran_out = [[36, 4]] if minibatch.origin.number == 1 else []
+        assert ("memory" in own.state_dict()) == (minibatch.origin.number > 1), "nothing is learnt before"
+        assert minibatch.origin.cap is not None
+        minibatch.origin.cap.observe([[minibatch.origin.number, None, ran_out]] if ran_out else [None])
+    assert own.max_tokens == expected
+    assert largest <= (28 if max_tokens else 9)
+    state = own.state_dict()
+    resumed = adapt(loader(max_tokens), measures_memory=False)
+    resumed.load_state_dict(state)
+    assert resumed.max_tokens == expected
+    assert resumed.plan(1, 1).text == own.plan(1, 1).text
+    other = adapt(loader(30), measures_memory=False)
+    with pytest.warns(UserWarning, match=r"What max_tokens had learnt is not taken over: it began with"):
+        other.load_state_dict(state)
+    assert other.max_tokens == 30
+    assert own.memory_values == {"memory/max_tokens": 28 if max_tokens else 9, "memory/ran_out": 1}
+    adapt(own, measures_memory=False)
+    assert own.max_tokens == (max_tokens or 9), "another fit may be of another model"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"unroll": True, "policy": "lb_micro"}, {"lengths": [(length, 1) for length in LENGTHS]}],
+    ids=["unrolled", "several numbers"],
+)
+def test_caps_that_stay(changes: dict[str, Any]) -> None:
+    own = adapt(loader(None, **changes))
+    assert own.memory_values == {}
+    fixed = loader(None)
+    fixed.adapt(prior=None, dense=False, measured=False, minibatches_per_step=1, repeats=True)
+    assert fixed.max_tokens == 9
+    assert fixed.memory_values == {}, "runs that must be bit-equal"

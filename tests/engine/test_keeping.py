@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_odc import host_memory
 from lightning_odc.engine.keeping import HostMemory
 from lightning_odc.strategy.arguments import memory_size
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
+from tests.test_host_memory import group, tree
 
 ALL = 2**30
 BLOCKS = 3
@@ -159,6 +161,14 @@ def test_what_is_no_amount_of_memory_is_refused(given):
 def test_memory_of_the_host():
     memory = HostMemory(2)
     assert 0 < memory.used() < memory.peak() + 2**25 < memory.usable()  # the kernel counts in steps
+
+
+def test_memory_of_the_host_is_what_its_tightest_limit_leaves(tmp_path, monkeypatch):
+    group(tmp_path / "sys/fs/cgroup/job", max=9 * 2**20, current=2**20)
+    mount = "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job", [mount], available_kib=2**20))
+    memory = HostMemory(2)
+    assert memory.usable() - memory.used() in range(3 * 2**20, 5 * 2**20), "half of 8 MiB; used() moves"
 
 
 class Toggled(TokenModule):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_odc import host_memory
 from lightning_odc.engine.transports import host
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.window import HEADER_BYTES, RangeLock, Region
@@ -78,7 +79,7 @@ def look_at_the_host(probe: Probe) -> None:
     )
     probe.attempt("torch", lambda: f"{torch.__version__}, CUDA {torch.version.cuda}, {_triton()}")
     probe.attempt("GPUs", _gpus)
-    probe.attempt("memory that may be taken", lambda: f"{host.gib(host.available_memory())} GiB")
+    probe.attempt("memory that may be taken", lambda: f"{host_memory.gib(host_memory.available())} GiB")
     probe.attempt("pidfd_open", lambda: os.close(os.pidfd_open(os.getpid())))
     probe.attempt("pidfd_getfd", _get_descriptor)
     probe.attempt("memfd with seals, /proc/<pid>/fd, OFD lock", _share_memory)

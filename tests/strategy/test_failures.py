@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_odc import Minibatch
-from lightning_odc.engine.transports import host
+from lightning_odc import Minibatch, host_memory
+from lightning_odc.host_memory import Room
 from tests.support.models import WIDTH
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import Outcome, run_ranks, try_ranks
+from tests.test_host_memory import V2_MOUNT, count_kill, tree
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
 SECONDS = 20
@@ -167,9 +169,11 @@ class Dies(TokenModule):
     def __init__(self, rank: int) -> None:
         super().__init__("items")
         self.dying = rank == 1
+        self.before_death: Callable[[], Any] = lambda: None
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         if self.dying and len(self.seen) == 4:
+            self.before_death()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
@@ -178,12 +182,39 @@ def _dies(rank: int) -> None:
     fit(rank, Dies(rank), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
 
 
+def _killed_by_the_kernel(rank: int, folder: Path, group: str) -> None:
+    """Rank 1 ends as one does that the kernel chose: it is counted, and gets SIGKILL."""
+    host_memory.ROOT = folder
+    module = Dies(rank)
+    if rank == 1:
+        own = folder / "sys/fs/cgroup" / group / "memory.events"
+        module.before_death = lambda: own.write_text("oom_kill 1\n")  # type: ignore[assignment]
+    fit(rank, module, [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("group", "verdict"),
+    [("job", "control group /job since this run began: it ran out"), ("", "it probably ran out")],
+)
+def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_path, group, verdict):
+    tree(tmp_path, "0::/job", [V2_MOUNT.format(top="/")], available_kib=2**20)
+    for folder in ("job", ""):
+        count_kill(tmp_path / "sys/fs/cgroup" / folder / "memory.events", 0)
+    survivor, killed = try_ranks(_killed_by_the_kernel, tmp_path, group, timeout=SECONDS)
+    assert killed.exitcode == -signal.SIGKILL
+    assert "PeerFailedError: rank 1 (process " in survivor.error
+    found = survivor.error.split("ended without a word (killed, out of memory, or crashed).")[1]
+    assert "The kernel's out-of-memory killer has ended 1 process of " in found
+    assert verdict in found
+
+
 def test_a_killed_rank_stops_the_others():
     survivor, killed = try_ranks(_dies, timeout=SECONDS)
     assert killed.exitcode == -signal.SIGKILL
     assert "PeerFailedError: rank 1 (process " in survivor.error
     assert "ended without a word (killed, out of memory, or crashed)" in survivor.error
     assert "rank 1 (process " in survivor.error.rsplit("ended without a word", 1)[1]  # where everybody was
+    assert "out-of-memory killer" not in survivor.error
 
 
 class Stalls(TokenModule):
@@ -358,13 +389,13 @@ def test_unequal_counts_are_refused_where_ranks_wait_at_every_unit(communication
 
 
 def _no_memory(rank: int) -> None:
-    host.available_memory = lambda: 4096  # type: ignore[assignment]
+    host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]  # type: ignore[assignment]
     fit(rank, TokenModule("items"), [Minibatch(token_batches([5]))])
 
 
 def test_windows_that_do_not_fit_in_memory():
     for message in errors(_no_memory):
-        assert "WindowError: Rank 0 could not share memory with its peers: the windows need" in message
+        assert "WindowError: Rank 0 could not share memory with its peers: the windows (2 ranks of" in message
 
 
 class Unfreezes(TokenModule):
@@ -372,7 +403,7 @@ class Unfreezes(TokenModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            host.available_memory = lambda: 4096  # type: ignore[assignment]
+            host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]  # type: ignore[assignment]
             self.net.requires_grad_(True)
 
 
@@ -383,7 +414,7 @@ def _no_memory_later(rank: int) -> None:
 
 def test_a_larger_window_that_does_not_fit_in_memory():
     for message in errors(_no_memory_later):
-        assert "could not share memory with its peers: the windows need" in message.splitlines()[-1]
+        assert "could not share memory with its peers: the windows (2 ranks of" in message.splitlines()[-1]
 
 
 SCRIPT = """

@@ -23,11 +23,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy
 
 import lightning_odc
+from lightning_odc import host_memory
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.strategy import launcher
 from lightning_odc.strategy.launcher import ForkLauncher
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import forked, run_ranks, torchrun_environment
+from tests.test_host_memory import count_kill, tree
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +114,25 @@ def test_a_rank_that_dies_is_told() -> None:
         launch(work)
 
 
+def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = tmp_path / "proc/vmstat"
+    count_kill(counter, 2)
+    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path))
+
+    def work() -> None:
+        if os.environ["LOCAL_RANK"] == "1":
+            count_kill(counter, 3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise PeerFailedError("rank 1 is gone")
+
+    with pytest.raises(
+        PeerFailedError, match=r"Rank 1 died with exit code -9 .*has ended 1 process of this host"
+    ):
+        launch(work)
+
+
 def test_cuda_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="restart the kernel"):
@@ -144,6 +165,7 @@ SESSION = """
 import torch
 from lightning.pytorch import Trainer
 import lightning_odc
+from lightning_odc import host_memory
 from tests.support.modules import TokenModule, loader, token_batches
 
 class Reads(TokenModule):

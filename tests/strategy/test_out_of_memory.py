@@ -145,26 +145,13 @@ TABLE = [
 
 
 class Collects(Callback):
-    """Keeps what was cut in every step, whoever takes it."""
+    """Keeps what was cut in every step."""
 
     def __init__(self) -> None:
         self.reliefs: list[list[Relief]] = []
-        self._taken: list[Relief] = []
-
-    def on_train_start(self, trainer: Any, *_: Any) -> None:
-        reliefs = trainer.strategy._training._rescue.reliefs
-        take = reliefs.take_reliefs
-
-        def take_and_keep() -> list[Relief]:
-            self._taken += (taken := take())
-            return taken
-
-        reliefs.take_reliefs = take_and_keep
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy._training.take_reliefs()
-        self.reliefs.append(self._taken)
-        self._taken = []
+        self.reliefs.append(trainer.strategy._training.reliefs)
 
 
 def fit(rank: int, told: list[Any], **options: Any) -> dict[str, Any]:

@@ -1,29 +1,35 @@
-"""The program that ``torchrun`` starts on every host of ``test_several_hosts``."""
+"""Ranks on several hosts: forked ones that enter a network namespace each (see ``benchmarks.hosts``)."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
+import socket
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from benchmarks.hosts import Hosts, bytes_sent
 from lightning_odc import Minibatch, ODCStrategy
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.nodes import as_nodes
 
 STEPS = 5
 #: Microbatches of every rank in every minibatch.
 COUNTS = (3, 1, 0, 4)
-#: By way of sharding, what is trained one after the other.
-RUNS = {"HYBRID_SHARD": [COUNTS], "FULL_SHARD": [COUNTS, (1, 1, 1, 1), (4, 4, 4, 4)]}
-VOCABULARY = 20_000
+#: With so many words the gradient is much larger than everything else that ranks tell each other.
+MANY = 20_000
+
+
+def start_on(hosts: Hosts, rank: int) -> None:
+    """Move a rank, which has begun nothing yet, to its host: two on each."""
+    hosts.enter(rank // 2)
+    as_nodes(rank)
+    os.environ |= {"MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the tests' own is on a third host
 
 
 def module() -> TokenModule:
-    """A model whose gradient is much larger than everything else that ranks tell each other."""
-    return TokenModule("items", lr=0.01, vocab=VOCABULARY)
+    return TokenModule("items", lr=0.01, vocab=MANY)
 
 
 def shares(rank: int | None, counts: tuple[int, ...] = COUNTS) -> list[Minibatch]:
@@ -43,26 +49,17 @@ class Counter(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         trainer.strategy.engine.exchange("nothing is under way", None)  # type: ignore[attr-defined]
-        self.bytes_sent.append(int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text()))
+        self.bytes_sent.append(bytes_sent())
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         traffic = trainer.strategy.engine.traffic  # type: ignore[attr-defined]
         self.seen = {"parameters": full_parameters(module), "traffic": traffic, "bytes_sent": self.bytes_sent}
 
 
-def run(rank: int, sharding: str, counts: tuple[int, ...]) -> dict[str, Any]:
+def run(rank: int, sharding: str = "FULL_SHARD", counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
     counter = Counter()
     strategy = ODCStrategy(sharding_strategy=sharding, hang_report_after=None)
     trainer(2, num_nodes=2, strategy=strategy, callbacks=[counter]).fit(
         module(), loader(shares(rank, counts))
     )
-    return {"host": os.uname().nodename, **counter.seen}
-
-
-def main(directory: str, sharding: str) -> None:
-    rank = int(os.environ["RANK"])
-    torch.save([run(rank, sharding, counts) for counts in RUNS[sharding]], Path(directory) / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {"host": socket.gethostname(), **counter.seen}

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_odc.callbacks.idle.measurement import IdleMeasurement
+from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
 
 _SAMPLES = (
@@ -27,10 +28,14 @@ class DeviceIdleMonitor(Callback):
 
     - ``idle/fraction``, ``idle/worst_fraction``, ``idle/worst_rank``: waiting as a part of the time, over all ranks,
       and of the rank that waited most;
-    - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``collective``, ``broadcast``, ``data``;
+    - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``network``, ``collective``,
+      ``broadcast``, ``data``;
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
     - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, where steps on GPUs are profiled;
-    - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``.
+    - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``;
+    - with a `BalancedDataLoader`, by the latest step: ``memory/max_tokens``, the smallest over ranks;
+      ``memory/ran_out``, microbatches so far that ran out of memory; with ``max_tokens="auto"``
+      ``memory/used_fraction``, the peak of the fullest rank over what it could hold.
 
     Which of them can be measured depends on the strategy; what cannot is left out, never guessed. See the page
     *Idle time* of the documentation for what is measured where. Ranks tell each other their numbers without a
@@ -114,7 +119,7 @@ class DeviceIdleMonitor(Callback):
         with self._harmless(trainer):
             measurement.pause()
             self._log_steps(trainer, measurement, measurement.finish())
-            values = measurement.take_epoch(self.per_rank)
+            values = {**measurement.take_epoch(self.per_rank), **_memory_values(trainer)}
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
             self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
 
@@ -138,7 +143,7 @@ class DeviceIdleMonitor(Callback):
         for step in steps:
             if interval and measurement.recent.steps >= interval:
                 self._look_for_gaps(trainer)
-                self.last_step = measurement.take_recent(self.per_rank)
+                self.last_step = {**measurement.take_recent(self.per_rank), **_memory_values(trainer)}
                 self._write(trainer, self.last_step, step)
                 logged = True
         return logged
@@ -195,3 +200,8 @@ class DeviceIdleMonitor(Callback):
         measurement, self._measurement = self._measurement, None
         if measurement is not None:
             measurement.release(trainer)
+
+
+def _memory_values(trainer: pl.Trainer) -> dict[str, float]:
+    loader = trainer.train_dataloader
+    return loader.memory_values if isinstance(loader, BalancedDataLoader) else {}

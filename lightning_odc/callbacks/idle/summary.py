@@ -14,12 +14,13 @@ UNKNOWN = math.nan
 
 
 class IdleCause(StrEnum):
-    """Why a device was idle: the engine's causes, and two that only a monitor sees."""
+    """Why a device was idle: the engine's causes, and three that only a monitor sees."""
 
     READ = Cause.READ
     LOCK = Cause.LOCK
     SETTLE = Cause.SETTLE
     LOCKSTEP = Cause.LOCKSTEP
+    NETWORK = Cause.NETWORK
     COLLECTIVE = "collective"
     BROADCAST = "broadcast"
     DATA = "data"

@@ -68,14 +68,17 @@ class ColumnGroup:
 
         return wait
 
-    def begin_scatter(self, sums: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum over the column, each rank one part; returns what waits for this rank's part.
+    def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:
+        """Begin to give every rank of the column its part; returns what waits for what this rank is given.
 
-        A reduce-scatter. That of gloo is an all-reduce, which sends twice the bytes. So ranks exchange parts and add
-        what they receive, on every backend in the order of the nodes.
+        It is half of a reduce-scatter; the sum over what was heard is the other half. That of gloo is an all-reduce,
+        which sends twice the bytes. And so sums are taken in the order of the nodes, on every backend.
 
         Args:
             sums: 1-D, one part for every rank of the column, equally long. It must not change until the end.
+
+        Returns:
+            A function. Its answer has the shape ``[nodes, part]``, in the order of the nodes.
         """
         heard = torch.empty_like(sums)
         work = self._checked(
@@ -87,10 +90,7 @@ class ColumnGroup:
         def wait() -> Tensor:
             assert work is not None
             self._checked(work.wait)
-            total, *others = heard.view(len(self._layout.column), -1)
-            for other in others:
-                total += other
-            return total
+            return heard.view(len(self._layout.column), -1)
 
         return wait
 

@@ -122,10 +122,10 @@ class CopiesProtocol(SpanningProtocol):
         last = len(self._units) - 1
         version = self.transport.watch(self.transport.rank, Word.COUNT + last)
         if version() != self.version:
-            self.peers.begin(Activity.GATHER, last)
+            self.peers.begin(Activity.NETWORK, last)
             self.waiter.until(
                 lambda: version() == self.version,
-                Cause.READ,
+                Cause.NETWORK,
                 lambda: f"waiting for the parameters of other nodes (version {self.version})",
             )
 
@@ -139,13 +139,16 @@ class CopiesProtocol(SpanningProtocol):
     def _begin_total(self, window: UnitWindow) -> Callable[[], Tensor]:
         sums = window.summed()  # a 1-D tensor; [3, 3, 3, 3] on rank 0 of the example
         self.traffic.bytes_reduced += sums.nbytes
-        return self._group.begin_scatter(sums)
+        return partial(self.await_nodes, window.index, self._group.begin_exchange(sums))
 
     def total(self, unit: int) -> Tensor:
         if not self._units[unit].grad_numel:
             return super().total(unit)
         with self.traced("sum_over_nodes", unit=self._units[unit].name):
-            return next(self._totals)  # [10, 10] on rank 0 of the example
+            total, *others = next(self._totals)  # [3, 3] and [7, 7] on rank 0 of the example
+            for other in others:
+                total += other
+            return total  # [10, 10]
 
     def _trouble(self) -> str:
         """What is wrong on other nodes, or with the link to them; empty if nothing is."""

@@ -59,7 +59,7 @@ class HybridProtocol(SpanningProtocol):
         if unit not in self._sums:
             return super().total(unit)
         with self.traced("sum_over_nodes", unit=self._units[unit].name):
-            return self._sums.pop(unit)()  # waits for this unit alone; [3, 3] on rank 0 of the example
+            return self.await_nodes(unit, self._sums.pop(unit))  # [3, 3] on rank 0 of the example
 
 
 class HybridEngine(SpanningEngine):

@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.hybrid.column import ColumnGroup
 from lightning_odc.engine.hybrid.layout import Layout
@@ -100,6 +102,22 @@ class SpanningProtocol(Protocol):
             check=self.peers.check_none_past,
         )
         return self._link.records()
+
+    def await_nodes(self, unit: int, end: Callable[[], Tensor]) -> Tensor:
+        """What a collective over the column comes to. On GPUs the host only asks, and does not wait.
+
+        Args:
+            unit: The unit that it is about.
+            end: Waits for it.
+        """
+        name = self._units[unit].name
+        self.peers.begin(Activity.NETWORK, unit)
+        with self.waiter.during(
+            Cause.NETWORK, lambda: f"waiting for the gradients of unit {name!r} from other nodes"
+        ):
+            answer = end()
+        self.peers.begin(Activity.COMPUTE, unit)
+        return answer
 
 
 class SpanningEngine(OnDemandEngine):

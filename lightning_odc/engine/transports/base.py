@@ -262,6 +262,10 @@ class Transport(ABC):
     def dead_peers(self) -> list[int]:
         """Ranks known to have ended, in order or not. Cheap enough to call ten times a second."""
 
+    def how_ended(self, peer: int) -> str:
+        """How a dead peer ended, such as ``"SIGKILL"`` or ``"exit code 1"``; empty where that is not known."""
+        return ""
+
     def job_rank(self, peer: int) -> int:
         """The rank of a peer in the job, of which those who share windows may be a part."""
         return peer

@@ -197,6 +197,9 @@ class CudaTransport(Transport):
     def dead_peers(self) -> list[int]:
         return self._control.dead_peers()
 
+    def how_ended(self, peer: int) -> str:
+        return self._control.how_ended(peer)
+
     def job_rank(self, peer: int) -> int:
         return self._job_ranks[peer]
 

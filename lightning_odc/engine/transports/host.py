@@ -1,4 +1,4 @@
-"""What this host can give: Linux, its identity, its free memory, an order of accesses to memory.
+"""What this host can give: Linux, its identity, how a process ended, an order of accesses to memory.
 
 Note [What orders memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -20,12 +20,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import platform
+import signal
+import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from lightning_odc.errors import WindowError
 
@@ -37,13 +40,10 @@ _MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}  # the number of t
 _SEQUENTIALLY_CONSISTENT = 5  # memory_order_seq_cst of <stdatomic.h>, in GCC and Clang
 _GLOBAL_EXPEDITED = 1 << 1
 _REGISTER_GLOBAL_EXPEDITED = 1 << 2
-
-#: The limit and the use of a control group, and what the kernel can take back of it, by the group's controller
-#: (none in version 2).
-_GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
+_STATUS_FIELD = 52  # of /proc/<pid>/stat, counted from 1; see proc(5)
+_PIDFD_INFO = struct.Struct("<Q52xi")  # what is asked for and given; 64 bytes, as in the first version
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 0xC0400000 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, 64 bytes)
 
 
 def check_platform() -> None:
@@ -58,88 +58,45 @@ def check_platform() -> None:
         )
 
 
-def check_memory(size: int, world_size: int, holds: str) -> None:
-    """Refuse before the kernel kills: memory that is promised here is used for sure.
-
-    Args:
-        size: bytes of one rank's window.
-        world_size: number of windows.
-        holds: what windows hold, for the message.
-
-    Raises:
-        WindowError: all windows together need more than is free.
-    """
-    available = available_memory()
-    needed = size * world_size
-    if needed > available:
-        raise WindowError(
-            f"the windows need {gib(needed)} GiB ({world_size} ranks of {gib(size)} GiB: {holds}), but "
-            f'{gib(available)} GiB are free. Use a smaller model, bf16 (Trainer(precision="bf16-mixed") halves the '
-            "shards, ODCStrategy(accumulator_dtype=torch.bfloat16) the accumulators), or "
-            'ODCStrategy(communication="collective").'
-        )
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: the least that the host and all control groups above it have left.
-
-    Args:
-        root: The folder of ``proc`` and ``sys``.
-    """
-    meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    free = [int(meminfo["MemAvailable"].split()[0]) * 1024]
-    for controller, group in _control_groups(root):
-        limit_file, use_file, reclaimable = _GROUP_FILES[controller]
-        with contextlib.suppress(OSError, ValueError):  # no limit, or no access
-            limit, used = (int((group / name).read_text()) for name in (limit_file, use_file))
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            free.append(max(limit - used + int(stat.get(reclaimable, 0)), 0))
-    return min(free)
-
-
-def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Controller and folder of every control group that may limit the memory of this process, as far as mounted."""
-    own: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            own |= dict.fromkeys(controllers.split(","), path)
-    for controller, top, mount in _group_mounts(root):
-        if controller in own:
-            parts = _below(own[controller], top)
-            yield from ((controller, mount.joinpath(*parts[:depth])) for depth in range(len(parts) + 1))
-
-
-def _group_mounts(root: Path) -> Iterator[tuple[str, str, Path]]:
-    """Controller, uppermost group and place of every mounted tree of control groups that limits memory."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/mountinfo").read_text().splitlines():
-            mount, _, system = line.partition(" - ")
-            top, place = mount.split()[3:5]
-            kind, *_, options = system.split()
-            if kind == "cgroup2":
-                yield "", top, root / place.lstrip("/")
-            elif kind == "cgroup" and "memory" in options.split(","):
-                yield "memory", top, root / place.lstrip("/")
-
-
-def _below(path: str, top: str) -> tuple[str, ...]:
-    """The groups on the way from ``top`` down to ``path``; none if it lies elsewhere, as seen from a namespace."""
-    try:
-        parts = PurePosixPath(path).relative_to(top).parts
-    except ValueError:
-        return ()
-    return () if ".." in parts else parts
-
-
 def boot_id() -> str:
     """The same for all processes that share this kernel, and for no others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def gib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f}"
+def how_ended(pid: int, pidfd: int) -> str:
+    """How a process ended that is no child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty where Linux hides it.
+
+    Only its parent is told. But until the parent has asked, the number stands in ``/proc``. Afterwards a descriptor of
+    the process that was opened while it lived has it, since Linux 6.15.
+
+    Args:
+        pid: The process.
+        pidfd: A descriptor of it.
+    """
+    for look in (_status_of_reaped, _status_of_zombie, _status_of_reaped):  # it may be reaped in between
+        status = look(pid, pidfd)
+        if status is not None:
+            code = os.waitstatus_to_exitcode(status)
+            names = {int(number): number.name for number in signal.Signals}
+            return f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}")
+    return ""
+
+
+def _status_of_zombie(pid: int, _: int) -> int | None:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third one on
+        return int(fields[_STATUS_FIELD - 3]) if fields[0] == "Z" else None
+    return None
+
+
+def _status_of_reaped(_: int, pidfd: int) -> int | None:
+    """By ``PIDFD_GET_INFO`` of <linux/pidfd.h>: what is wanted, some ids, and the status at the end."""
+    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        found, status = _PIDFD_INFO.unpack(info)
+        return int(status) if found & _PIDFD_INFO_EXIT else None
+    return None
 
 
 def make_fence(machine: str = "") -> Fence | None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from lightning_odc.engine.transports.base import WindowSpec
 from lightning_odc.engine.transports.device import DeviceFacts
-from lightning_odc.engine.transports.host import gib
 from lightning_odc.errors import WindowError
+from lightning_odc.host_memory import gib
 
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _OTHERWISE = 'Or use ODCStrategy(communication="collective"), which needs none of this.'

@@ -20,10 +20,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from lightning_odc import host_memory
 from lightning_odc.engine.transports import host
 from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message, together
 from lightning_odc.engine.transports.window import HEADER_BYTES, Address, RangeLock, Region
 from lightning_odc.errors import WindowError
+from lightning_odc.host_memory import gib
 
 _SECRET_BYTES = 32
 
@@ -73,8 +75,20 @@ class SharedMemoryTransport(Transport):
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
         host.check_platform()
         self._fence = host.make_fence()
-        host.check_memory(size, self.world_size, self._spec.holds)
+        self._check_memory(size)
         return secrets.token_bytes(_SECRET_BYTES)
+
+    def _check_memory(self, size: int) -> None:
+        """Refuse before the kernel kills: memory that is promised here is used for sure."""
+        each = f"{self.world_size} ranks of {gib(size)} GiB: {self._spec.holds}"
+        short = host_memory.shortage(
+            f"the windows ({each})",
+            size * self.world_size,
+            'use a smaller model, bf16 (Trainer(precision="bf16-mixed") halves the shards, ODCStrategy('
+            'accumulator_dtype=torch.bfloat16) the accumulators), or ODCStrategy(communication="collective")',
+        )
+        if short:
+            raise WindowError(short)
 
     def _create(self, size: int, secret: bytes) -> Address:
         own = self._regions[self.rank] = Region.create(size)
@@ -166,6 +180,9 @@ class SharedMemoryTransport(Transport):
         for fd in peers:
             poll.register(fd, select.POLLIN)
         return sorted(peers[fd] for fd, _ in poll.poll(0))
+
+    def how_ended(self, peer: int) -> str:
+        return host.how_ended(self._addresses[peer].pid, self._pidfds[peer]) if peer in self._pidfds else ""
 
     def job_rank(self, peer: int) -> int:
         return self._job_ranks[peer]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports.base import WindowSpec
-from lightning_odc.engine.transports.host import Fence, boot_id, gib
+from lightning_odc.engine.transports.host import Fence, boot_id
 from lightning_odc.errors import WindowError
+from lightning_odc.host_memory import gib
 
 #: Bytes before the window's own layout begins.
 HEADER_BYTES = 4096

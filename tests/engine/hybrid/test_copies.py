@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from lightning_odc.engine.hybrid.sharing import Sharing
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.transports.threads import ThreadHub
-from lightning_odc.errors import WindowError
+from lightning_odc.errors import DisagreementError, WindowError
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.sharding.nodes import layout_of
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
@@ -44,7 +45,7 @@ from tests.strategy.test_parity import (
     one_process,
     train,
 )
-from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
+from tests.support.models import Block, Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes, make_copies_engine
 from tests.support.ranks import run_ranks, try_ranks
@@ -253,6 +254,7 @@ class Watcher(Callback):
             "mesh": list(next(module.parameters()).device_mesh.shape),  # type: ignore[attr-defined]
             "engine": type(trainer.strategy.engine).__name__,  # type: ignore[attr-defined]
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+            "waits": trainer.strategy.engine.waits,  # type: ignore[attr-defined]
         }
 
 
@@ -283,6 +285,12 @@ class ByHand(TokenModule):
         self.clip_gradients(optimizer, 0.05, "norm")
         optimizer.step()
 
+    def on_train_start(self) -> None:
+        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            # At its own 65536 the first gradients overflow, and no rank steps.
+            scaler.load_state_dict(scaler.state_dict() | {"scale": 128.0})
+
 
 def _by_hand(rank: int, **options: Any) -> dict[str, Tensor]:
     module = ByHand()
@@ -300,6 +308,74 @@ def _by_hand_alone() -> dict[str, Tensor]:
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
         optimizer.step()
     return full_parameters(module)
+
+
+class DropsByHand(TokenModule):
+    """Manual optimization in which half of what is added does not count.
+
+    Args:
+        inside: Of two passes over each minibatch the second counts; otherwise every second minibatch does.
+    """
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__(lr=LR)
+        self.automatic_optimization = False
+        self.inside = inside
+
+    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if self.inside:
+            self.add(minibatch, 1000.0)
+            optimizer.zero_grad()
+        counts = self.inside or batch_idx % 2 == 1
+        self.add(minibatch, 1.0 if counts else 1000.0)
+        if counts:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def add(self, minibatch: Minibatch, factor: float) -> None:
+        for tokens in minibatch:
+            self.manual_backward(factor * summed_loss(self.net, tokens))
+
+
+def _dealt(step: int, counts: tuple[int, ...], rank: int | None) -> list[Tensor]:
+    """So many microbatches for each rank; those of one, or of all."""
+    batches = token_batches([7, 12, 3], seed=step)
+    return batches if rank is None else batches[sum(counts[:rank]) :][: counts[rank]]
+
+
+def _every_second(rank: int | None) -> list[Minibatch]:
+    """Those that do not count are empty on rank 2, the others on rank 1."""
+    counts = ((1, 1, 0, 1), (1, 0, 1, 1))
+    return [Minibatch(_dealt(step, counts[step % 2], rank)) for step in range(2 * STEPS)]
+
+
+def _dropping(rank: int, inside: bool) -> dict[str, Tensor]:
+    module = DropsByHand(inside)
+    trainer(2, num_nodes=2).fit(module, loader(_shares(rank) if inside else _every_second(rank)))
+    return full_parameters(module)
+
+
+def _dropping_alone(inside: bool) -> dict[str, Tensor]:
+    module = DropsByHand(inside)
+    optimizer = module.configure_optimizers()
+    for share in _shares(None) if inside else _every_second(None)[1::2]:
+        optimizer.zero_grad()
+        for tokens in share:
+            (summed_loss(module.net, tokens) / 4).backward()  # the mean over ranks
+        optimizer.step()
+    return full_parameters(module)
+
+
+def _other_version(rank: int) -> str:
+    """What a fit says if rank 3 has another version of the package."""
+    version = "0.0.1" if rank == 3 else "0.0.2"
+    with (
+        patch("lightning_odc.sharding.nodes.__version__", version),
+        pytest.raises(DisagreementError) as caught,
+    ):
+        _fit(rank)
+    return str(caught.value)
 
 
 def _stealing(rank: int) -> dict[str, Tensor]:
@@ -353,6 +429,12 @@ def _strategy(rank: int, directory: str) -> dict[str, Any]:
         "sharded": _resumed(rank, Path(directory) / "sharded", "sharded", 2, 1),
         "back": _resumed(rank, Path(directory) / "back", "sharded", 1, 2),
         "fabric": _in_fabric(rank),
+        "fp16": _by_hand(rank, precision="16-mixed"),
+        "offloaded": _fit(rank, cpu_offload=True),
+        "checkpointed": _fit(rank, activation_checkpointing_policy={Block}),
+        "dropped inside": _dropping(rank, inside=True),
+        "dropped": _dropping(rank, inside=False),
+        "other version": _other_version(rank),
     }
 
 
@@ -368,6 +450,7 @@ def _alone(_: int) -> dict[str, Any]:
         "clipped": {"gradient_clip_val": 0.05},
     }
     found = {name: _fit_alone(0, **given) for name, given in options.items()}
+    found |= {"dropped inside": _dropping_alone(inside=True), "dropped": _dropping_alone(inside=False)}
     return found | {"by hand": _by_hand_alone(), "steal": reference(4)}
 
 
@@ -396,14 +479,47 @@ def test_clipping_and_manual_optimization(ranks, alone):
             assert_same(result[communication], alone["by hand"])
 
 
-def test_bf16_mixed(ranks, alone):
-    # As in `test_hybrid`: gradients are rounded to bf16 per microbatch, then pass through AdamW.
-    expected = alone["bf16"]
-    found = ranks[3]["bf16"]["parameters"]
+def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """As in `test_hybrid`: gradients are rounded per microbatch, then pass through AdamW."""
     differences = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).abs()
     assert differences.mean() < LR / 20
+
+
+def test_bf16_mixed(ranks, alone):
+    _assert_close(ranks[3]["bf16"]["parameters"], alone["bf16"])
     for result in ranks:
-        assert_same(result["bf16"]["parameters"], found, tolerance=0)
+        assert_same(result["bf16"]["parameters"], ranks[3]["bf16"]["parameters"], tolerance=0)
+
+
+def test_fp16_with_scaled_losses_that_are_clipped_by_hand(ranks, alone):
+    _assert_close(ranks[3]["fp16"], alone["by hand"])
+    assert any((ranks[3]["fp16"][name] != value).any() for name, value in ranks[3]["by hand"].items())
+    for result in ranks:
+        assert_same(result["fp16"], ranks[3]["fp16"], tolerance=0)
+
+
+@pytest.mark.parametrize("name", ["offloaded", "checkpointed"])
+def test_what_saves_memory_changes_nothing(ranks, alone, name):
+    for result in ranks:
+        assert_same(result[name]["parameters"], alone["fp32"])
+
+
+@pytest.mark.parametrize("name", ["dropped inside", "dropped"])
+def test_dropped_gradients_where_a_rank_has_no_microbatch(ranks, alone, name):
+    for result in ranks:
+        assert_same(result[name], alone[name])
+
+
+def test_another_version_on_a_node_is_refused_on_all(ranks):
+    for result in ranks:
+        assert "0.0.2 on" in result["other version"]
+        assert "(ranks 0, 1, 2); 0.0.1 on" in result["other version"]
+        assert "(ranks 3). Install the same one" in result["other version"]
+
+
+def test_sums_of_other_nodes_are_waited_for_under_their_own_cause(ranks):
+    for result in ranks:
+        assert result["fp32"]["waits"]["network"] > 0
 
 
 def test_work_is_stolen_inside_a_node(ranks, alone):
@@ -532,9 +648,9 @@ class SlowColumn:
         end = self._begin(own)
         return lambda: whole.copy_(torch.cat(end()))
 
-    def begin_scatter(self, sums: Tensor) -> Callable[[], Tensor]:
+    def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:
         end = self._begin(sums)
-        return lambda: sum(heard.view(self._board.size, -1)[self._place] for heard in end())  # type: ignore[return-value]
+        return lambda: torch.stack([heard.view(self._board.size, -1)[self._place] for heard in end()])
 
 
 def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[Any]:
@@ -567,23 +683,31 @@ def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[A
     return seen
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options):
-    world, rows = 2 * nodes, tuple((2 * node, 2 * node + 1) for node in range(nodes))
+def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
+    """By rank, two on each node. Threads will play the ranks."""
+    rows = tuple((2 * node, 2 * node + 1) for node in range(nodes))
     hubs, boards = [ThreadHub(2, timeout=20) for _ in rows], [Board(nodes) for _ in range(2)]
-    found: dict[int, Any] = {}
-
-    def play(rank: int) -> None:
+    protocols = []
+    for rank in range(2 * nodes):
         node, place = divmod(rank, 2)
         layout = Layout(rows, rank)
         column: Any = SlowColumn(boards[place], node)
         links: list[Any] = [BoardLink(boards[place], kind, node) for kind in ("records", "shares")]
         transport = hubs[node].transport(place)
-        transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
+        transport.job_rank = lambda peer, row=layout.row: row[peer]  # type: ignore[method-assign, misc]
         parts = {"layout": layout, "link": links[0], "group": column, "sharing": Sharing(links[1], column)}
-        protocol = CopiesProtocol(transport, UNITS, trained=TRAINED, timeout=20, **parts, **options)
-        found[rank] = _play(protocol, rank, world, edits=3 if rank == 2 else 1)
+        protocols.append(CopiesProtocol(transport, UNITS, trained=TRAINED, timeout=20, **parts, **options))
+    return protocols
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options):
+    world, found = 2 * nodes, {}
+    protocols = _protocols(nodes, **options)
+
+    def play(rank: int) -> None:
+        found[rank] = _play(protocols[rank], rank, world, edits=3 if rank == 2 else 1)
 
     assert together(*(partial(play, rank) for rank in range(world))) == [None] * world
     for rank, seen in found.items():
@@ -595,6 +719,55 @@ def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options)
             added = 100 * sum(range(world))
             assert sums == [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
             assert nothing == []
+
+
+def test_who_waits_for_a_late_rank_on_another_node_says_so_under_its_own_cause():
+    """Rank 2 publishes late: rank 0 lacks its shard, rank 1 reads from rank 0, and rank 3 waits for rank 2 itself."""
+    protocols = _protocols(2)
+    causes: list[dict[str, float]] = [{}] * 4
+    unit = "unit 'first' (version 2) from"
+    expected = [
+        f"waiting for {unit} other nodes",
+        f"waiting for {unit} other nodes through rank 0",
+        f"waiting to read {unit} rank 2",
+    ]
+
+    def others_wait() -> bool:
+        waits = [protocols[rank].waiter.waiting_for for rank in (0, 1, 3)]
+        return [wait() for wait in waits if wait is not None] == expected
+
+    def play(rank: int) -> None:
+        protocol = protocols[rank]
+        protocol.open()
+        _publish(protocol)
+        protocol.end_version("step")
+        before = dict(protocol.waiter.seconds)
+        if rank == 2:
+            _poll(others_wait)
+        protocol.next_version()
+        _publish(protocol)
+        protocol.windows[0].gather(torch.zeros(4 * UNITS[0].shard_numel))
+        causes[rank] = {cause: seconds - before[cause] for cause, seconds in protocol.waiter.seconds.items()}
+        protocol.meet("end")
+        protocol.close()
+
+    assert together(*(partial(play, rank) for rank in range(4))) == [None] * 4
+    assert causes[0]["network"] > 0
+    assert causes[1]["network"] > 0
+    assert causes[3]["read"] > 0
+    assert all(cause["settle"] == 0 for cause in causes)
+
+
+def _publish(protocol: CopiesProtocol) -> None:
+    for window in protocol.windows:
+        window.publish(False)
+
+
+def _poll(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------
@@ -630,7 +803,10 @@ def test_windows_that_do_not_fit_say_what_they_hold():
     huge = [UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)]
     transport = SharedMemoryTransport(0, 1, single_process)
     protocol = CopiesProtocol(transport, huge, trained=[[]], timeout=20, **parts)
-    with pytest.raises(
-        WindowError, match=r"a copy of the published model and of its gradient per node, .* GiB"
-    ):
+    with pytest.raises(WindowError) as caught:
         protocol.open()
+    text = str(caught.value)
+    # Two nodes' shards of 2^45 numbers in fp32: 2^48 bytes.
+    assert "262144.00 GiB: a copy of the published model and of its gradient per node" in text
+    for way_out in ("bf16-mixed", "accumulator_dtype=torch.bfloat16", 'communication="collective"'):
+        assert way_out in text

@@ -1,14 +1,12 @@
-"""Two hosts: network namespaces with own addresses, names and process ids.
+"""Two hosts: network namespaces with own addresses and names, each with two forked ranks.
 
-See ``benchmarks.hosts``.
+See ``benchmarks.hosts``. All runs that end well follow one after the other in one launch; every test looks at the part
+that it is about.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.hosts import Hosts, two_hosts, why_not
+from benchmarks.hosts import Hosts, several_hosts, why_no_limit, why_not
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.errors import ODCError
@@ -27,74 +25,92 @@ from lightning_odc.sharding.nodes import layout_of
 from tests.strategy.test_parity import assert_same
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.several_hosts import COUNTS, RUNS, STEPS, module, shares
+from tests.support.several_hosts import COUNTS, STEPS, module, run, shares, start_on
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "network namespaces can be made")
+NO_HOSTS = why_not()
+NO_LIMIT = NO_HOSTS or why_no_limit()
+pytestmark = pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "network namespaces can be made")
+can_limit = pytest.mark.skipif(bool(NO_LIMIT), reason=NO_LIMIT or "links can be limited")
 
 #: Seconds after which a host that says nothing counts as cut off, and a sum without progress as broken.
 SILENCE = 4.0
 STALL = 2.0
-#: Namespaces are new, so any port is free in them.
-PORT = 29400
+#: By way of sharding, what is trained: microbatches of every rank.
+RUNS = {"HYBRID_SHARD": [COUNTS], "FULL_SHARD": [COUNTS, (1, 1, 1, 1), (4, 4, 4, 4)]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with two_hosts() as made:
+    with several_hosts(2) as made:
         yield made
 
 
-def _torchrun(hosts: Hosts, host: int, *program: str) -> subprocess.Popen[str]:
-    arguments = ["--nnodes=2", f"--node-rank={host}", "--nproc-per-node=2"]
-    arguments += [f"--master-addr={hosts.address(0)}", f"--master-port={PORT}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "tests.support.several_hosts"]
-    return subprocess.Popen(
-        hosts.command(host, *command, *program),
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def _train(rank: int, hosts: Hosts, limits: bool) -> dict[str, list[dict[str, Any]]]:
+    start_on(hosts, rank)
+    found = {
+        sharding: [run(rank, sharding, counts) for counts in several] for sharding, several in RUNS.items()
+    }
+    if limits:
+        dist.barrier()
+        if rank == 0:
+            hosts.limit(50, queue="10kb")
+        found["lossy"] = [run(rank) | {"lost": hosts.packets_lost()}]
+        dist.barrier()
+        if rank == 0:
+            hosts.limit(None)
+    return found
 
 
-@pytest.mark.parametrize("sharding", RUNS)
-def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(hosts, tmp_path, sharding):
-    started = [_torchrun(hosts, host, str(tmp_path), sharding) for host in range(2)]
-    try:
-        outputs = [process.communicate(timeout=170)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
-    by_rank = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
-    ranks = [runs[0] for runs in by_rank]
-    assert [rank["host"] for rank in ranks] == ["host0", "host0", "host1", "host1"]
-    (expected,) = run_ranks(_one_process, world_size=1)
-    for rank, count in zip(ranks, COUNTS, strict=True):
-        assert_same(rank["parameters"], expected)
-        assert (rank["traffic"].reads > 0) == (count > 0), "shards were read one-sidedly"
-
-    # Summing n numbers over two hosts in the way that moves least, each host sends n. Without replicas it sends n / 2
-    # in the sum, and n / 2 parameters. On top of it come the padding of odd shapes, about 70 bytes of headers for every
-    # 1.4 to 64 KB, acknowledgements, and records of some KB. The number of microbatches does not matter.
-    gradient = 4 * sum(parameter.numel() for parameter in expected.values())
-    for seen in (run for rank in (0, 2) for run in by_rank[rank]):
-        sent = seen["bytes_sent"]
-        per_minibatch = (sent[-1] - sent[0]) / (STEPS - 1)
-        assert 1.0 < per_minibatch / gradient < 1.1, f"{per_minibatch} bytes of {gradient}"
+@pytest.fixture(scope="module")
+def ranks(hosts: Hosts) -> list[dict[str, list[dict[str, Any]]]]:
+    return run_ranks(_train, hosts, not NO_LIMIT, world_size=4, timeout=170)
 
 
-def _one_process(_: int) -> dict[str, Any]:
+def _alone(_: int) -> dict[str, torch.Tensor]:
     trained = module()
     trainer(1).fit(trained, loader(shares(None)))
     return full_parameters(trained)
 
 
-class CuttingOff(Callback):
-    """Cuts off the second host in mid-run."""
+@pytest.fixture(scope="module")
+def alone() -> dict[str, torch.Tensor]:
+    return run_ranks(_alone, world_size=1)[0]
 
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
+
+@pytest.mark.parametrize("sharding", RUNS)
+def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(ranks, alone, sharding):
+    first = [found[sharding][0] for found in ranks]
+    assert [one["host"] for one in first] == ["host0", "host0", "host1", "host1"]
+    for one, count in zip(first, COUNTS, strict=True):
+        assert_same(one["parameters"], alone)
+        assert (one["traffic"].reads > 0) == (count > 0), "shards were read one-sidedly"
+
+    # Summing n numbers over two hosts in the way that moves least, each host sends n. Without replicas it sends n / 2
+    # in the sum, and n / 2 parameters. On top of it come the padding of odd shapes, about 70 bytes of headers for every
+    # 1.4 to 64 KB, acknowledgements, and records of some KB. The number of microbatches does not matter.
+    gradient = 4 * sum(parameter.numel() for parameter in alone.values())
+    for seen in (one for rank in (0, 2) for one in ranks[rank][sharding]):
+        sent = seen["bytes_sent"]
+        per_minibatch = (sent[-1] - sent[0]) / (STEPS - 1)
+        assert 1.0 < per_minibatch / gradient < 1.1, f"{per_minibatch} bytes of {gradient}"
+
+
+@can_limit
+def test_a_link_that_loses_packets_changes_nothing(ranks, alone):
+    assert ranks[0]["lossy"][0]["lost"] > 0
+    for found in ranks:
+        assert_same(found["lossy"][0]["parameters"], alone)
+
+
+class CuttingOff(Callback):
+    """Cuts off the second host in mid-run.
+
+    Args:
+        cut: What rank 3 does for that.
+    """
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut = cut
         self.replicas: Replicas | None = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -104,16 +120,14 @@ class CuttingOff(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if trainer.global_rank == 3 and trainer.global_step == 2:
-            self._hosts.cut_off(1)
+            self._cut()
 
 
-def _cut_off(rank: int, hosts: Hosts) -> list[tuple[str, str, float]]:
+def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, float]]:
     """What ended training, then what ended a sum over nodes: kind and text of the error, and after how long."""
-    hosts.enter(rank // 2)
-    os.environ |= {"MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the tests' own is on a third host
-    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
-    callback = CuttingOff(hosts)
+    start_on(hosts, rank)
+    cut = (lambda: hosts.limit(8e-6, queue="3kb")) if stalls else (lambda: hosts.cut_off(1))
+    callback = CuttingOff(cut)
     strategy = ODCStrategy(timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
     t = trainer(2, num_nodes=2, strategy=strategy, callbacks=[callback])
     batches = loader([Minibatch(token_batches([5, 6]))] * 1000)
@@ -134,8 +148,14 @@ def _end_of(work: Callable[[], Any]) -> tuple[str, str, float]:
     return "", "", time.monotonic() - begin
 
 
-def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(hosts):
-    outcomes = try_ranks(_cut_off, hosts, world_size=4, timeout=60)
+@pytest.mark.parametrize(
+    "stalls",
+    [False, pytest.param(True, marks=can_limit)],
+    ids=["port shut", "link stalls"],
+)
+def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(stalls):
+    with several_hosts(2) as hosts:
+        outcomes = try_ranks(_cut_off, hosts, stalls, world_size=4, timeout=60)
     for outcome in outcomes:
         assert (outcome.error, outcome.exitcode) == ("", 0)
         (kind, text, seconds), (kind_of_sum, text_of_sum, seconds_of_sum) = outcome.result

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from benchmarks.hosts import Hosts, two_hosts
+from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import PolynomialCost
 from lightning_odc.bench.emulation import Pause
@@ -34,7 +34,7 @@ from lightning_odc.bench.tables import markdown
 
 _RANKS = 4
 _WARM_UP = 2
-_LAYERS = 4
+LAYERS = 4
 
 
 class Variant(NamedTuple):
@@ -54,7 +54,9 @@ VARIANTS = (
 )
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
+    """A unit that takes ``seconds``, beside what its matrices take."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
@@ -71,9 +73,9 @@ class Sleeper(LightningModule):
     def __init__(self, width: int, seconds: float, one_sum: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(_Layer(width) for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS))
         self.width = width
-        self.seconds = seconds / _LAYERS
+        self.seconds = seconds / LAYERS
         self.one_sum = one_sum
         self.left = 0
 
@@ -97,9 +99,7 @@ class Sleeper(LightningModule):
 class _Recorder(Callback):
     """Looks at clock and counter after the warm-up and at the end, when nothing is under way on any rank."""
 
-    def __init__(self, hosts: Hosts, rank: int, steps: int) -> None:
-        self._hosts = hosts
-        self._host = rank // 2
+    def __init__(self, steps: int) -> None:
         self._steps = steps
         self.seen: list[tuple[float, int]] = []
 
@@ -107,7 +107,7 @@ class _Recorder(Callback):
         if trainer.global_step in (_WARM_UP, _WARM_UP + self._steps):
             engine = trainer.strategy.engine  # type: ignore[attr-defined]
             engine.exchange("all are here", None)
-            self.seen.append((time.monotonic(), self._hosts.bytes_sent(self._host)))
+            self.seen.append((time.monotonic(), bytes_sent()))
             engine.exchange("all have looked", None)
 
 
@@ -117,7 +117,7 @@ def train(rank: int, world_size: int, options: dict[str, Any], hosts: Hosts) -> 
     runs: list[list[dict[str, Any]]] = [[] for _ in VARIANTS]
     for _ in range(options["repetitions"]):
         for index, variant in enumerate(VARIANTS):
-            runs[index].append(_run(variant, rank, world_size, options, hosts))
+            runs[index].append(_run(variant, rank, world_size, options))
     return runs
 
 
@@ -128,12 +128,10 @@ def lengths_of(count: int, longest: int) -> list[int]:
     return [int(length) for length in drawn.clamp(1, longest)]
 
 
-def _run(
-    variant: Variant, rank: int, world_size: int, options: dict[str, Any], hosts: Hosts
-) -> dict[str, Any]:
+def _run(variant: Variant, rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
     lengths = lengths_of((_WARM_UP + options["minibatches"]) * options["samples"] * world_size, 2048)
     module = Sleeper(options["width"], options["seconds"] / 2048**2, variant.one_sum)
-    recorder = _Recorder(hosts, rank, options["minibatches"])
+    recorder = _Recorder(options["minibatches"])
     loader = BalancedDataLoader(
         lengths,
         lengths=lengths,
@@ -148,7 +146,7 @@ def _run(
         strategy=ODCStrategy(
             sharding_strategy="HYBRID_SHARD",
             communication=variant.communication,  # type: ignore[arg-type]
-            auto_wrap_policy={_Layer},
+            auto_wrap_policy={Layer},
         ),
         accelerator="cpu",
         devices=2,
@@ -198,7 +196,8 @@ def _cells(row: dict[str, Any], stock: list[float]) -> list[str]:
     ]
 
 
-def _prepare(hosts: Hosts, rank: int) -> None:
+def prepare(hosts: Hosts, rank: int) -> None:
+    """Put a rank on its host, two on each."""
     hosts.enter(rank // 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
@@ -225,13 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     options = parser.parse_args(arguments)
     given = {k: v for k, v in vars(options).items() if k != "json"}
-    with two_hosts() as hosts:
+    with several_hosts(2) as hosts:
         hosts.limit(options.mbit)
-        rows = summarize(run_ranks(train, _RANKS, given, hosts, prepare=partial(_prepare, hosts)))
+        rows = summarize(run_ranks(train, _RANKS, given, hosts, prepare=partial(prepare, hosts)))
     print(table(rows))
     if options.json:
         options.json.write_text(json.dumps({"options": given, "rows": rows}, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

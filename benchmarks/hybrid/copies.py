@@ -1,0 +1,376 @@
+"""Full sharding over several hosts against stock ``fully_shard`` and hybrid sharding: bytes, time, memory, parity.
+
+``python -m benchmarks.hybrid copies`` makes 2 and then 3 hosts of network namespaces (it needs root and ``ip``) with
+two ranks each, and prints Markdown tables. In every cell (hosts, speed of the link, microbatches per rank) all variants
+train the same data in turns, some minibatches each time, so that a slow minute hits all of them. Computing is sleeping,
+of uneven length; what moves is real, and counted by the interfaces of the hosts. The variants:
+
+- ``stock``: ``fully_shard`` over all ranks, by collectives of gloo in every microbatch;
+- ``HYBRID_SHARD``: on demand, a model per host;
+- ``FULL_SHARD``: on demand, a copy of what is published per host;
+- ``FULL_SHARD, bf16 sums``: the same with ``accumulator_dtype=torch.bfloat16``.
+
+Each variant trains with AdamW in fp32. Memory is that of the parameters, the optimizer state and the window of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from benchmarks.hosts import Hosts, bytes_sent, several_hosts
+from benchmarks.hybrid.replicas import LAYERS, Layer, prepare
+from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.tables import markdown
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.hybrid.column import ColumnGroup
+from lightning_odc.engine.hybrid.copies import CopiesEngine
+from lightning_odc.engine.hybrid.engine import HybridEngine
+from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.hybrid.replica_link import ReplicaLink
+from lightning_odc.engine.hybrid.replicas import Replicas
+from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.files import write_json
+from lightning_odc.sharding.nodes import layout_of, mesh_of
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
+
+STOCK, HYBRID, FULL, FULL_BF16 = "stock", "HYBRID_SHARD", "FULL_SHARD", "FULL_SHARD, bf16 sums"
+VARIANTS = (STOCK, HYBRID, FULL, FULL_BF16)
+FP32, BF16 = 4, 2  # bytes
+PER_HOST = 2
+_TIMEOUT, _SILENCE, _STALL = 120.0, 20.0, timedelta(seconds=60)
+MIB = 2**20
+_MAILBOXES = 3 * 64 * 2**10  # bytes of a window, whatever the model
+
+
+class Cell(NamedTuple):
+    """What all variants are compared in.
+
+    Attributes:
+        hosts: Of two ranks each.
+        mbit: The speed of a host's link, in megabits per second; ``None`` if it is not limited.
+        microbatches: Of each rank and minibatch.
+    """
+
+    hosts: int
+    mbit: float | None
+    microbatches: int
+
+    @property
+    def link(self) -> str:
+        return "unlimited" if self.mbit is None else f"{self.mbit:g} Mbit/s"
+
+
+class Model(nn.Module):
+    """Layers that take their time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, seconds: float) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, seconds / LAYERS)
+        return x.square().mean()
+
+
+class Job:
+    """One variant on one rank.
+
+    Args:
+        variant: One of `VARIANTS`.
+        layout: Of all ranks.
+        address: Of the host of rank 0.
+        width: Of the model.
+    """
+
+    def __init__(self, variant: str, layout: Layout, address: str, width: int) -> None:
+        self.model = Model(width)
+        self.engine, mesh = _engine_of(variant, layout, address)
+        shard_model(self.model, mesh)
+        self.engine.attach(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def run(self, minibatches: list[list[tuple[Tensor, float]]]) -> tuple[float, float]:
+        """Train; returns seconds per minibatch, and bytes that this rank's host has sent per minibatch."""
+        self.engine.exchange("all are here", None)
+        sent = bytes_sent()
+        self.engine.exchange("all have looked", None)
+        begin = time.monotonic()
+        for microbatches in minibatches:
+            self.train(microbatches)
+        self.engine.exchange("nothing is under way", None)  # shards have come to all hosts, too
+        seconds = time.monotonic() - begin
+        sent = bytes_sent() - sent
+        self.engine.exchange("all have looked again", None)
+        return seconds / len(minibatches), sent / len(minibatches)
+
+    def train(self, microbatches: list[tuple[Tensor, float]]) -> None:
+        """Train one minibatch, as the strategy does."""
+        self.optimizer.zero_grad()
+        self.engine.begin_minibatch(len(microbatches), None)
+        for index, (x, seconds) in enumerate(microbatches):
+            self.engine.begin_microbatch(index)
+            self.engine.ledger.add(1.0)
+            loss = self.model(x, seconds)
+            with self.engine.backward(more=index + 1 < len(microbatches)):
+                loss.backward()
+        self.engine.settle([])
+        self.optimizer.step()
+        self.engine.publish()
+
+    @property
+    def bytes_held(self) -> int:
+        """Parameters, optimizer state, and the window."""
+        shards = sum(_local(parameter).nbytes for parameter in self.model.parameters())
+        state = [value for states in self.optimizer.state.values() for value in states.values()]
+        return shards + sum(_local(one).nbytes for one in state) + self.engine.window_bytes
+
+    def parameters(self) -> list[Tensor]:
+        """Whole ones, in order. All ranks together."""
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in self.model.parameters()]
+        return [one.detach().clone() for one in whole]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _engine_of(variant: str, layout: Layout, address: str) -> tuple[Engine, DeviceMesh]:
+    """The engine of a variant, and the mesh over which it shards."""
+    everybody = process_group_rendezvous(dist.group.WORLD)
+    mesh = mesh_for("cpu", layout.world_size)
+    if variant == STOCK:
+        return CollectiveEngine(layout.world_size, everybody), mesh
+    row_mesh = mesh_of(layout, "cpu")["shard"]
+    row = process_group_rendezvous(row_mesh.get_group())
+    rank, place = layout.rank, layout.row.index(layout.rank)
+    options: dict[str, Any] = {
+        "layout": layout,
+        "make_link": lambda: ReplicaLink(rank, layout.column, everybody, address, layout.main_row, _SILENCE),
+        "timeout": _TIMEOUT,
+        "keeping": Keeping("auto", HostMemory(layout.world_size)),  # all hosts share this machine's
+        "accumulator_dtype": torch.bfloat16 if variant == FULL_BF16 else None,
+    }
+    transport = partial(SharedMemoryTransport, place, PER_HOST, row, layout.row)
+    device = torch.device("cpu")
+    if variant == HYBRID:
+        return HybridEngine(transport, everybody, group=Replicas(layout, device, _STALL), **options), row_mesh
+    return CopiesEngine(transport, everybody, group=ColumnGroup(layout, device, _STALL), **options), mesh
+
+
+def share(minibatch: int, rank: int, count: int, options: dict[str, Any]) -> list[tuple[Tensor, float]]:
+    """The microbatches of a rank: what goes in, shape ``[1, width]``, and the seconds that it takes."""
+    generator = torch.Generator().manual_seed(1000 * minibatch + rank)
+    inputs = torch.randn(count, 1, options["width"], generator=generator)
+    seconds = torch.empty(count).log_normal_(0, 0.75, generator=generator) * options["seconds"]
+    return list(zip(inputs, seconds.tolist(), strict=True))
+
+
+def measure(
+    rank: int, world_size: int, hosts: Hosts, microbatches: int, options: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """One cell on one rank, by variant."""
+    layout = layout_of(None, world_size // PER_HOST, world_size, rank)
+    jobs = {name: Job(name, layout, hosts.address(0), options["width"]) for name in VARIANTS}
+    seen: dict[str, dict[str, Any]] = {name: {"seconds": [], "bytes": []} for name in VARIANTS}
+    trained = 0
+    for block in range(1 + options["repetitions"]):  # the first to warm up
+        minibatches = range(trained, trained + options["minibatches"])
+        trained = minibatches.stop
+        shares = [share(one, rank, microbatches, options) for one in minibatches]
+        for name, job in jobs.items():
+            seconds, sent = job.run(shares)
+            if block:
+                seen[name]["seconds"].append(seconds)
+                seen[name]["bytes"].append(sent)
+            if block == 1:
+                seen[name]["parameters"] = job.parameters()
+    for name, job in jobs.items():
+        seen[name]["held"] = job.bytes_held
+        job.engine.exchange("the end", None)
+        job.engine.close()
+    _compare(rank, world_size, seen, microbatches, options)
+    return seen
+
+
+def _compare(
+    rank: int, world_size: int, seen: dict[str, dict[str, Any]], microbatches: int, options: dict[str, Any]
+) -> None:
+    """Replace parameters by how far they are from those of one process after the same steps, on rank 0."""
+    expected = alone(world_size, microbatches, options) if rank == 0 else None
+    for one in seen.values():
+        found = one.pop("parameters")
+        if expected is not None:
+            pairs = zip(found, expected, strict=True)
+            one["difference"] = max((a - b).abs().max().item() for a, b in pairs)
+    dist.barrier()
+
+
+def alone(world_size: int, microbatches: int, options: dict[str, Any]) -> list[Tensor]:
+    """What one process ends with after the warm-up and one block."""
+    model = Model(options["width"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for minibatch in range(2 * options["minibatches"]):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            for x, _ in share(minibatch, rank, microbatches, options):
+                (model(x, 0.0) / (world_size * microbatches)).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def rows_of(
+    cell: Cell, by_rank: list[dict[str, dict[str, Any]]], options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What is known of a cell, one row per variant.
+
+    Seconds are those of the slowest rank in every repetition, bytes the mean over hosts.
+    """
+    numel = sum(parameter.numel() for parameter in Model(options["width"]).parameters())
+    rows = []
+    for name in VARIANTS:
+        ranks = [seen[name] for seen in by_rank]
+        sent = statistics.mean(statistics.median(rank["bytes"]) for rank in ranks[::PER_HOST])
+        rows.append(
+            {
+                **cell._asdict(),
+                "variant": name,
+                "seconds": [
+                    max(several) for several in zip(*(rank["seconds"] for rank in ranks), strict=True)
+                ],
+                "bytes": sent,
+                "bytes per parameter": sent / numel,
+                "formula": bytes_per_parameter(name, cell.hosts),
+                "held": max(rank["held"] for rank in ranks),
+                "formula held": held_per_parameter(name, cell.hosts) * numel + _MAILBOXES * (name != STOCK),
+                "difference": ranks[0]["difference"],
+            }
+        )
+    return rows
+
+
+def bytes_per_parameter(variant: str, hosts: int) -> float | None:
+    """What a host sends per minibatch by the formulas of the documentation; ``None`` for stock sharding."""
+    published = 0 if variant == HYBRID else FP32
+    sums = {HYBRID: 2 * FP32, FULL: FP32, FULL_BF16: BF16}.get(variant)
+    return None if sums is None else (hosts - 1) / hosts * (published + sums)
+
+
+def held_per_parameter(variant: str, hosts: int) -> float:
+    """Bytes of parameters, AdamW's state and the window on one rank: ``12 P/W + (c + a) P/R``, see `Job.bytes_held`."""
+    ranks = PER_HOST if variant == HYBRID else PER_HOST * hosts
+    window = {STOCK: 0, FULL_BF16: FP32 + BF16}.get(variant, FP32 + FP32)
+    return 3 * FP32 / ranks + window / PER_HOST
+
+
+def cells(hosts: list[int], links: list[float | None], microbatches: list[int]) -> Iterator[Cell]:
+    """All of them, those of the same hosts one after the other."""
+    yield from (Cell(*one) for one in product(hosts, links, microbatches))
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """One table in Markdown for each number of hosts and speed of the link."""
+    titles = list(dict.fromkeys((row["hosts"], row["mbit"]) for row in rows))
+    return "\n\n".join(
+        f"{hosts} hosts of {PER_HOST} ranks, link {Cell(hosts, mbit, 0).link}:\n\n"
+        f"{_table([row for row in rows if (row['hosts'], row['mbit']) == (hosts, mbit)])}"
+        for hosts, mbit in titles
+    )
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ["k", "sharding", "bytes sent per parameter", "formula", "seconds per minibatch [least, most]"]
+    head += ["stock / this [least, most]", "MiB per rank", "formula", "from one process"]
+    stock = {row["microbatches"]: row["seconds"] for row in rows if row["variant"] == STOCK}
+    return markdown(head, [_cells(row, stock[row["microbatches"]]) for row in rows])
+
+
+def _cells(row: dict[str, Any], stock: list[float]) -> list[str]:
+    ratios = [theirs / own for theirs, own in zip(stock, row["seconds"], strict=True)]  # side by side
+    return [
+        *(str(row["microbatches"]), row["variant"], f"{row['bytes per parameter']:.2f}"),
+        "" if row["formula"] is None else f"{row['formula']:.2f}",
+        *(_spread(row["seconds"], 3), _spread(ratios, 2)),
+        *(f"{row['held'] / MIB:.2f}", f"{row['formula held'] / MIB:.2f}", f"{row['difference']:.0e}"),
+    ]
+
+
+def _spread(values: list[float], digits: int) -> str:
+    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+
+
+def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, Any]]:
+    """All cells; after each of them the rows so far are written and its numbers printed."""
+    rows: list[dict[str, Any]] = []
+    sizes = {name: options[name] for name in ("width", "seconds", "minibatches", "repetitions")}
+    for count in options["hosts"]:
+        with (
+            several_hosts(count) as hosts,
+            Ranks(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
+        ):
+            for cell in cells([count], _links(hosts, options["mbit"]), options["microbatches"]):
+                begin = time.monotonic()
+                hosts.limit(cell.mbit)
+                found = rows_of(cell, ranks.call(measure, hosts, cell.microbatches, sizes), sizes)
+                rows += found
+                if path is not None:
+                    write_json(path, {"options": options, "rows": rows})
+                seconds = ", ".join(
+                    f"{row['variant']} {statistics.median(row['seconds']):.3f}" for row in found
+                )
+                where = f"{count} hosts, {cell.link}, k = {cell.microbatches}"
+                print(f"{where}: {seconds} s ({time.monotonic() - begin:.0f} s)", flush=True)
+    return rows
+
+
+def _links(hosts: Hosts, mbit: list[float]) -> list[float | None]:
+    """The speeds that this machine can have; 0 is that of the machine."""
+    wanted = [one or None for one in mbit]
+    try:
+        hosts.limit(max(mbit) or None)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = str(getattr(error, "stderr", "") or error).strip()
+        print(f"`tc` cannot limit a link on this machine ({reason}): only the unlimited one is measured.")
+        return [None]
+    return wanted
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.hybrid copies``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hybrid copies", description=(__doc__ or "").splitlines()[0]
+    )
+    add = partial(parser.add_argument, metavar="N")
+    add("--hosts", type=int, nargs="+", default=[2, 3], help="how many, one after the other")
+    add("--mbit", type=float, nargs="+", default=[0, 1000], help="speeds of the link; 0: unlimited")
+    add("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8], help="of each rank and minibatch")
+    add("--minibatches", type=int, default=3, help="in a row per variant and repetition")
+    add("--repetitions", type=int, default=3, help="how often each variant is timed in a cell")
+    add("--width", type=int, default=256, help="of the model: 2.1 million parameters at 256")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", default=0.03, help="median time that a microbatch computes"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    options = vars(parser.parse_args(arguments))
+    path = options.pop("json")
+    begin = time.monotonic()
+    rows = _measure_all(options, path)
+    print(f"\n{tables(rows)}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")

@@ -1,0 +1,286 @@
+"""Memory of this host: how much a process may still take, what limits it, and whom the kernel has ended for want of it.
+
+Note [What limits memory]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The first limit that is reached counts, and the kernel answers with SIGKILL and not with an error::
+
+    limit                                        of                what is left
+    the host                                     all processes     MemAvailable of /proc/meminfo
+    each control group above this process        its processes     limit - use + what the kernel can take back
+    what SLURM granted, if no group limits it    those of the job  grant - what this process holds
+    `ulimit -v`                                  one process       limit - its address space
+
+The use of a control group counts the page cache of files that its processes have read. The kernel takes that back
+before it ends a process: pages that were not used lately at once; those in use, too, but then they are read again and
+again. So inactive ones count as free, and half of the active ones. Shared memory has no file behind it and is in
+neither. Of a group that allows 8 GiB and uses 6, with 1.5 inactive and 1 active: 8 - 6 + 1.5 + 0.5 = 4 GiB are left.
+
+Above ``memory.high`` the kernel makes processes wait for memory that it cannot find, so it is a limit as ``memory.max``
+is.
+
+Note [Whom the kernel ended]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A process that is ended for want of memory says nothing. The kernel counts it before it sends the signal: in the
+process's own control group, in version 2 also in those above, and for the host. So who looks after a death sees the
+count move. A count of the own group speaks of this job. One further up or of the host may be that of another program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+#: The folder of ``proc`` and ``sys``.
+ROOT = Path("/")
+
+_UNLIMITED = 2**60  # version 1 writes a number a little below 2**63
+_RAISE_GROUP = (
+    "raise that limit (SLURM: --mem=..., Docker: --memory=..., Kubernetes: resources.limits.memory, systemd: "
+    "MemoryMax=...)"
+)
+
+
+class _GroupFiles(NamedTuple):
+    """Where a control group says what."""
+
+    limits: tuple[str, ...]
+    use: str
+    inactive: str  # these two in memory.stat
+    active: str
+    kills: str
+
+
+#: By the controller of the group, which has no name in version 2.
+_GROUP_FILES = {
+    "": _GroupFiles(
+        ("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file", "memory.events"
+    ),
+    "memory": _GroupFiles(
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "total_active_file",
+        "memory.oom_control",
+    ),
+}
+#: Variables with MiB that SLURM granted, and what to multiply them by.
+_GRANTS = {
+    "SLURM_MEM_PER_NODE": "",
+    "SLURM_MEM_PER_CPU": "SLURM_CPUS_ON_NODE",
+    "SLURM_MEM_PER_GPU": "SLURM_GPUS_ON_NODE",
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is left below one limit.
+
+    Attributes:
+        size: Bytes.
+        limit: The limit, as the subject of a message.
+        remedy: How to raise it.
+        is_shared: All processes below the limit share what is left. Else each has as much.
+    """
+
+    size: int
+    limit: str
+    remedy: str
+    is_shared: bool = True
+
+
+class _Group(NamedTuple):
+    """A control group that may limit the memory of this process."""
+
+    files: _GroupFiles
+    folder: Path
+    name: str
+    is_own: bool
+
+
+def rooms(root: Path | None = None, environment: Mapping[str, str] = os.environ) -> list[Room]:
+    """What is left below every limit of this process, none where it is no Linux; see Note [What limits memory].
+
+    Args:
+        root: The folder of ``proc`` and ``sys``.
+        environment: Environment variables.
+    """
+    root = root or ROOT
+    of_groups = [room for group in _control_groups(root) if (room := _room_of_group(group)) is not None]
+    granted = [] if of_groups else list(_rooms_of_slurm(root, environment))
+    return [*_rooms_of_host(root), *of_groups, *granted, *_rooms_of_process(root)]
+
+
+def available(processes: int = 1) -> int:
+    """Bytes that each of so many processes may still take, if all of them take as much."""
+    return min((room.size // (processes if room.is_shared else 1) for room in rooms()), default=_UNLIMITED)
+
+
+def shortage(what: str, needed: int, instead: str, each: int | None = None) -> str:
+    """What to say where memory does not suffice; empty where it does.
+
+    Args:
+        what: The subject of the sentence, which needs the memory; plural.
+        needed: Bytes that all processes need together.
+        instead: What else to do about it, behind "or".
+        each: Bytes that one process needs of its own limits; by default all of them.
+    """
+
+    def need(room: Room) -> int:
+        return needed if room.is_shared or each is None else each
+
+    worst = min(rooms(), key=lambda room: room.size - need(room), default=None)
+    if worst is None or need(worst) <= worst.size:
+        return ""
+    return (
+        f"{what} need {gib(need(worst))} GiB, but {gib(worst.size)} GiB are free: {worst.limit}. To go on, "
+        f"{worst.remedy}, or {instead}."
+    )
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.2f}"
+
+
+class Kills:
+    """Whom the kernel's out-of-memory killer has ended since this object was made; see Note [Whom the kernel ended].
+
+    Args:
+        root: The folder of ``proc`` and ``sys``.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root or ROOT
+        self._before = dict(_kills(self._root))
+
+    def verdict(self) -> str:
+        """A sentence about a process that was killed; empty if none was ended for want of memory."""
+        for (name, is_own), count in _kills(self._root):  # the closest to this process first
+            ended = count - self._before.get((name, is_own), count)
+            if ended > 0:
+                processes = "1 process" if ended == 1 else f"{ended} processes"
+                sure = "it ran" if is_own else "it probably ran"
+                return (
+                    f"The kernel's out-of-memory killer has ended {processes} of {name} since this run began: {sure} "
+                    "out of host memory (not of a GPU's). Use fewer data workers, smaller batches or a smaller "
+                    f"model, or {_RAISE_GROUP}."
+                )
+        return ""
+
+
+def _kills(root: Path) -> Iterator[tuple[tuple[str, bool], int]]:
+    """Name and whether it is this process's own group, and processes ended in it; the host last."""
+    for group in reversed(list(_control_groups(root))):
+        if (count := _fields(group.folder / group.files.kills).get("oom_kill")) is not None:
+            yield (group.name, group.is_own), count
+    if (count := _fields(root / "proc/vmstat").get("oom_kill")) is not None:
+        yield ("this host", False), count
+
+
+def _rooms_of_host(root: Path) -> Iterator[Room]:
+    with contextlib.suppress(OSError):  # this is not Linux
+        meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        free = int(meminfo["MemAvailable"].split()[0]) * 1024
+        yield Room(free, "this host has no more (MemAvailable of /proc/meminfo)", "end what else runs on it")
+
+
+def _room_of_group(group: _Group) -> Room | None:
+    files, folder = group.files, group.folder
+    limits = [(size, name) for name in files.limits if (size := _number(folder / name)) is not None]
+    used = _number(folder / files.use)
+    if not limits or used is None or min(limits)[0] >= _UNLIMITED:
+        return None
+    limit, name = min(limits)
+    stat = _fields(folder / "memory.stat")
+    reclaimable = stat.get(files.inactive, 0) + stat.get(files.active, 0) // 2
+    free = min(max(limit - used + reclaimable, 0), limit)
+    return Room(free, f"{group.name} allows {gib(limit)} GiB ({name})", _RAISE_GROUP)
+
+
+def _rooms_of_slurm(root: Path, environment: Mapping[str, str]) -> Iterator[Room]:
+    if "SLURM_PROCID" not in environment:  # as in the shell of `salloc`, on a host that is no part of the job
+        return
+    held = _pages(root)[1]
+    for name, times in _GRANTS.items():
+        with contextlib.suppress(KeyError, ValueError):
+            granted = int(environment[name]) * (int(environment[times]) if times else 1) * 2**20
+            if granted:  # 0 is all that the host has
+                limit = f"SLURM granted {gib(granted)} GiB on this host ({name})"
+                yield Room(max(granted - held, 0), limit, "ask for more (--mem=...)")
+
+
+def _rooms_of_process(root: Path) -> Iterator[Room]:
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/limits").read_text().splitlines():
+            words = line.split()
+            if words[:3] == ["Max", "address", "space"] and words[3] != "unlimited":
+                limit = f"the process's own limit is {gib(int(words[3]))} GiB of address space (RLIMIT_AS)"
+                free = max(int(words[3]) - _pages(root)[0], 0)
+                yield Room(free, limit, "raise it (`ulimit -v unlimited`)", is_shared=False)
+
+
+def _pages(root: Path) -> tuple[int, int]:
+    """Bytes of this process's address space, and those of them in memory."""
+    space, resident = (root / "proc/self/statm").read_text().split()[:2]
+    return int(space) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; ``None`` if there is no such file or another word in it, such as ``max``."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of a name and a number; empty where there is no such file."""
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    except (OSError, ValueError):
+        return {}
+
+
+def _control_groups(root: Path) -> Iterator[_Group]:
+    """Every control group that may limit the memory of this process, as far as mounted; from the top down."""
+    own: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own |= dict.fromkeys(controllers.split(","), path)
+    for controller, top, mount in _group_mounts(root):
+        if controller not in own:
+            continue
+        files, parts = _GROUP_FILES[controller], _below(own[controller], top)
+        for depth in range(len(parts) + 1):
+            folder = mount.joinpath(*parts[:depth])
+            name = f"control group /{'/'.join(parts[:depth])}"
+            yield _Group(files, folder, name, is_own=depth == len(parts))
+
+
+def _group_mounts(root: Path) -> Iterator[tuple[str, str, Path]]:
+    """Controller, uppermost group and place of every mounted tree of control groups that limits memory."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            mount, _, system = line.partition(" - ")
+            top, place = mount.split()[3:5]
+            kind, *_, options = system.split()
+            if kind == "cgroup2":
+                yield "", top, root / place.lstrip("/")
+            elif kind == "cgroup" and "memory" in options.split(","):
+                yield "memory", top, root / place.lstrip("/")
+
+
+def _below(path: str, top: str) -> tuple[str, ...]:
+    """The groups on the way from ``top`` down to ``path``; none if it lies elsewhere, as seen from a namespace."""
+    try:
+        parts = PurePosixPath(path).relative_to(top).parts
+    except ValueError:
+        return ()
+    return () if ".." in parts else parts

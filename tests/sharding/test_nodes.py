@@ -1,0 +1,63 @@
+"""What is refused in the way that ranks are started on nodes. Pure functions of what ranks tell each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.errors import DisagreementError
+from lightning_odc.sharding import nodes
+from lightning_odc.sharding.nodes import check_hosts, why_rows_are_apart, why_versions_differ
+
+ROWS = ((0, 1), (2, 3))
+NAMES = {"a": "alpha", "b": "beta", "c": "gamma", "d": "delta"}
+
+
+def apart(rows: tuple[tuple[int, ...], ...], hosts: str) -> str:
+    return why_rows_are_apart(Layout(rows, 0), hosts, [NAMES[host] for host in hosts])
+
+
+def test_rows_on_one_host_each_are_fine():
+    assert apart(ROWS, "aabb") == apart(ROWS, "aaaa") == ""  # two nodes on one big machine
+    assert apart(((0, 1), (2, 3), (4, 5)), "aabbcc") == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "hosts", "said"),
+    [
+        (
+            ((0, 1, 2), (3, 4, 5)),
+            "aaaabb",
+            "alpha has ranks 0, 1, 2, 3; beta has ranks 4, 5. Every node needs as many",
+        ),
+        (
+            ROWS,
+            "abab",
+            "alpha has ranks 0, 2; beta has ranks 1, 3. Ranks of a node need neighbouring numbers",
+        ),
+        (ROWS, "abcd", "delta has ranks 3. Write Trainer(num_nodes=4, devices=1)"),
+    ],
+)
+def test_rows_on_several_hosts_are_refused_with_what_to_write(rows, hosts, said):
+    text = apart(rows, hosts)
+    assert said in text
+    assert 'communication="collective"' in text
+
+
+def test_other_versions_are_named_with_their_hosts():
+    assert why_versions_differ(["1.0"] * 4, ["alpha"] * 4) == ""
+    text = why_versions_differ(["1.0", "1.0", "1.0", "1.1"], ["alpha", "alpha", "beta", "beta"])
+    assert "1.0 on alpha (ranks 0, 1); 1.0 on beta (ranks 2); 1.1 on beta (ranks 3)" in text
+    assert "pip install lightning-odc==1.0" in text
+
+
+def test_every_rank_tells_its_version_and_its_host(monkeypatch):
+    layout = Layout(ROWS, 0)
+    check_hosts(layout, lambda own: [own] * 4)
+    with pytest.raises(
+        DisagreementError, match=r"versions of lightning-odc: .* 0\.0\.1 on beta \(ranks 2, 3\)"
+    ):
+        check_hosts(layout, lambda own: [own, own, *[["0.0.1", "beta", "there"]] * 2])
+    monkeypatch.setattr(nodes, "boot_id", lambda: "here")
+    with pytest.raises(ValueError, match="neighbouring numbers"):
+        check_hosts(layout, lambda own: [own, [own[0], "beta", "there"]] * 2)

@@ -1,0 +1,221 @@
+"""How much memory of the host is left, what limits it, whom the kernel has ended: read from trees of made-up files."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_odc import host_memory
+from lightning_odc.host_memory import Kills, Room, rooms
+
+MIB = 2**20
+V1_UNLIMITED = 9223372036854771712
+V1_MOUNT = "32 31 0:29 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+V2_MOUNT = "41 31 0:38 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
+
+#: By case: /proc/self/cgroup, mounts, {group: (limit, used, reclaimable)}, and what is left of a host's 64 KiB.
+GROUPS: dict[str, tuple[str, list[str], dict[str, tuple[Any, int, int]], int]] = {
+    "none": ("", [], {}, 65536),
+    "v2, own group": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 5000, 1000)}, 5000),
+    "v2, a group above": (
+        "0::/job/step/task",
+        [V2_MOUNT.format(top="/")],
+        {"job": (9000, 8000, 0), "job/step": ("max", 7000, 0), "job/step/task": (30000, 7000, 0)},
+        1000,
+    ),
+    "v2, namespace": ("0::/", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
+    "v2, outside of its namespace": ("0::/../job", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
+    "v2, no limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": ("max", 5000, 0)}, 65536),
+    "v2, over its limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 9500, 0)}, 0),
+    "v1, a group above": (
+        "4:cpu,memory:/job/step\n1:name=systemd:/",
+        [V1_MOUNT.format(top="/")],
+        {"": (V1_UNLIMITED, 9000, 0), "job": (9000, 5000, 1000), "job/step": (V1_UNLIMITED, 5000, 0)},
+        5000,
+    ),
+    "v1, only the container's group is mounted": (
+        "4:memory:/docker/abc",
+        [V1_MOUNT.format(top="/docker/abc")],
+        {"": (9000, 5000, 0)},
+        4000,
+    ),
+    "v1 beside v2": (
+        "4:memory:/job\n0::/job",
+        ["39 31 0:37 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw", V1_MOUNT.format(top="/")],
+        {"job": (9000, 5000, 0)},
+        4000,
+    ),
+}
+
+
+def tree(
+    root: Path,
+    own: str = "",
+    mounts: tuple[str, ...] | list[str] = (),
+    limits: str = "unlimited",
+    pages: tuple[int, int] = (0, 0),
+    available_kib: int = 64,
+) -> Path:
+    """The files of a host and of this process; ``pages`` are those of its address space, and those in memory."""
+    process = root / "proc/self"
+    process.mkdir(parents=True, exist_ok=True)
+    (root / "proc/meminfo").write_text(f"MemFree: 1 kB\nMemAvailable:      {available_kib} kB\n")
+    (process / "mountinfo").write_text("\n".join(["22 1 0:1 / / rw - ext4 /dev/root rw", *mounts, ""]))
+    (process / "statm").write_text(f"{pages[0]} {pages[1]} 0 0 0 0 0\n")
+    (process / "limits").write_text(
+        "Limit                     Soft Limit           Hard Limit           Units\n"
+        "Max data size             5                    unlimited            bytes\n"
+        f"Max address space         {limits:20} unlimited            bytes\n"
+    )
+    if own:
+        (process / "cgroup").write_text(f"{own}\n")
+    return root
+
+
+def group(folder: Path, stat: str = "", **numbers: Any) -> None:
+    """The files of a control group: ``max=9000`` is ``memory.max``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.stat").write_text(f"anon 1\n{stat}")
+    for name, number in numbers.items():
+        (folder / f"memory.{name}").write_text(f"{number}\n")
+
+
+def least(root: Path, **environment: str) -> Room:
+    return min(rooms(root, environment), key=lambda room: room.size)
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_what_is_left_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case):
+    own, mounts, groups, left = GROUPS[case]
+    is_v1 = "memory" in own
+    top = tmp_path / "sys/fs/cgroup" / ("memory" if is_v1 else "")
+    names = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
+    for name, (*numbers, reclaimable) in groups.items():
+        mine = f"inactive_file {0 if is_v1 else reclaimable}\ntotal_inactive_file {reclaimable}\n"
+        group(top / name, mine, **dict(zip(names, numbers, strict=True)))
+    room = least(tree(tmp_path, own, mounts))
+    assert room.size == left
+    assert ("control group /" in room.limit) == (left != 65536)
+    assert ("MemAvailable" in room.limit) == (left == 65536)
+
+
+V2 = {"own": "0::/job", "mounts": [V2_MOUNT.format(top="/")]}
+
+
+@pytest.mark.parametrize(
+    ("high", "stat", "left", "file"),
+    [
+        ("max", "active_file 1000\nfile 9000\nshmem 3000\n", 4500, "memory.max"),
+        ("max", "active_file 90000\n", 9000, "memory.max"),
+        (8000, "", 3000, "memory.high"),
+        (9500, "", 4000, "memory.max"),
+    ],
+)
+def test_of_the_page_cache_in_use_half_is_free_and_a_throttling_limit_counts(
+    tmp_path, high, stat, left, file
+):
+    group(tmp_path / "sys/fs/cgroup/job", stat, max=9000, current=5000, high=high)
+    room = least(tree(tmp_path, **V2))
+    assert (room.size, room.limit) == (left, f"control group /job allows 0.00 GiB ({file})")
+
+
+def test_the_address_space_of_a_process_is_its_own(tmp_path, monkeypatch):
+    page = resource.getpagesize()
+    root = tree(tmp_path, limits=str(9 * page), pages=(4, 2))
+    room = least(root)
+    assert (room.size, room.is_shared) == (5 * page, False)
+    monkeypatch.setattr(host_memory, "ROOT", root)
+    assert host_memory.available(2) == 5 * page, "each rank has it"
+    assert host_memory.available(4) == 64 * 1024 // 4, "they share the host"
+    assert host_memory.shortage("two workers", 10 * page, "use none", each=5 * page) == ""
+    assert "RLIMIT_AS" in host_memory.shortage("two workers", 10 * page, "use none", each=6 * page)
+
+
+GRANT = {"SLURM_PROCID": "0", "SLURM_MEM_PER_NODE": "9"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "left"),
+    [
+        (GRANT, 8),
+        ({**GRANT, "SLURM_MEM_PER_NODE": "0"}, 64),
+        ({"SLURM_MEM_PER_NODE": "9"}, 64),  # in the shell of `salloc`
+        ({"SLURM_PROCID": "0", "SLURM_MEM_PER_CPU": "3", "SLURM_CPUS_ON_NODE": "4"}, 11),
+        ({"SLURM_PROCID": "0", "SLURM_MEM_PER_GPU": "6", "SLURM_GPUS_ON_NODE": "2"}, 11),
+        ({**GRANT, "SLURM_MEM_PER_NODE": "9G"}, 64),
+    ],
+)
+def test_what_slurm_granted_where_no_group_limits_it(tmp_path, environment, left):
+    root = tree(tmp_path, pages=(0, MIB // resource.getpagesize()), available_kib=64 * 1024, **V2)
+    room = least(root, **environment)
+    assert room.size == left * MIB
+    assert ("SLURM granted" in room.limit) == (left != 64)
+    group(tmp_path / "sys/fs/cgroup/job", max=60 * MIB, current=0)
+    assert least(root, **environment).size == 60 * MIB, "the kernel's word counts"
+
+
+def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_do(tmp_path, monkeypatch):
+    group(tmp_path / "sys/fs/cgroup/job", max=3 * 2**30, current=2**30)
+    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, available_kib=2**30, **V2))
+    assert host_memory.shortage("the windows", 2 * 2**30, "use less") == ""
+    assert host_memory.shortage("the windows", 5 * 2**29, "use less") == (
+        "the windows need 2.50 GiB, but 2.00 GiB are free: control group /job allows 3.00 GiB (memory.max). To go on, "
+        "raise that limit (SLURM: --mem=..., Docker: --memory=..., Kubernetes: resources.limits.memory, systemd: "
+        "MemoryMax=...), or use less."
+    )
+
+
+def test_elsewhere_than_on_linux_nothing_is_known_and_nothing_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    assert rooms() == []
+    assert host_memory.shortage("windows", 2**60, "") == ""
+    assert host_memory.available(2) > 2**50
+    assert Kills().verdict() == ""
+
+
+def test_this_machine_has_memory():
+    assert 0 < host_memory.available() < 2**60
+
+
+# -- whom the kernel ended -------------------------------------------------------------------------------------
+
+
+def count_kill(path: Path, number: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"low 0\nmax 7\noom {number}\noom_kill {number}\noom_group_kill 0\n")
+
+
+def test_kills_of_the_own_group_are_known_and_others_are_likely(tmp_path):
+    groups = tmp_path / "sys/fs/cgroup"
+    files = {
+        "own": groups / "job/task/memory.events",
+        "above": groups / "job/memory.events",
+        "host": tmp_path / "proc/vmstat",
+    }
+    root = tree(tmp_path, "0::/job/task", V2["mounts"])
+    for path in files.values():
+        count_kill(path, 3)
+    kills = Kills(root)
+    assert kills.verdict() == "", "they were before"
+    count_kill(files["host"], 4)
+    verdict = kills.verdict()
+    assert (
+        "has ended 1 process of this host since this run began: it probably ran out of host memory" in verdict
+    )
+    count_kill(files["above"], 5)
+    assert "ended 2 processes of control group /job since this run began: it probably ran" in kills.verdict()
+    count_kill(files["own"], 4)
+    assert "ended 1 process of control group /job/task since this run began: it ran out of" in kills.verdict()
+    assert "Kubernetes: resources.limits.memory" in kills.verdict()
+
+
+def test_kills_in_version_1(tmp_path):
+    root = tree(tmp_path, "4:memory:/job", [V1_MOUNT.format(top="/")])
+    path = tmp_path / "sys/fs/cgroup/memory/job/memory.oom_control"
+    count_kill(path, 0)
+    kills = Kills(root)
+    count_kill(path, 1)
+    assert "ended 1 process of control group /job since this run began: it ran out" in kills.verdict()
