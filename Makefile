@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test bench test-gpu bench-gpu check format docs site-browser notebooks clean distclean
+.PHONY: help install demo test bench test-gpu bench-gpu check format docs site-browser notebooks package address clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,8 +28,8 @@ demo: $(STAMP) ## train a small language model with collectives, on demand and b
 test: $(STAMP) ## run the tests, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
-bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, idle, hybrid, memory, traffic, robustness.faults ...; ARGS="--help"
-	$(if $(NAME),,$(error make bench NAME=planner, idle, hybrid, memory, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
+bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, simulate, idle, hybrid, memory, rl, traffic, generate, robustness.faults ...; ARGS="--help"
+	$(if $(NAME),,$(error make bench NAME=planner, simulate, idle, hybrid, memory, rl, traffic, generate, robustness.faults, .endurance, .resume_trials or .stalls))
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 # A machine with GPUs has a Python of its own as a rule, with the torch that fits its driver: `make test-gpu PYTHON=python3`
@@ -63,9 +63,17 @@ site-browser: docs ## open every page of site/ in a headless Chromium, if there 
 notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAME" replaces a committed one
 	$(BIN)/python notebooks/build.py $(ARGS)
 
+package: $(STAMP) ## build the wheel and the sdist into dist/, and check what PyPI will show of them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
+address: $(STAMP) ## write the address in pyproject.toml into the badges of README.md and into CITATION.cff
+	$(BIN)/python -m docs.website.address
+
 clean: ## remove what builds, tests and runs leave behind
 	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-bench odc-hang-reports notebooks/runs
-	find lightning_odc benchmarks tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find lightning_odc benchmarks tests notebooks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
 	rm -rf $(VENV)

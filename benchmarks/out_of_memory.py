@@ -103,26 +103,54 @@ def measure(rank: int, world_size: int, answer: str, fails: bool, width: int, st
     return module.seconds[2:]
 
 
+VARIANTS: dict[str, tuple[str, bool]] = {
+    '"raise"': ("raise", False),
+    '"split", nothing runs out': ("split", False),
+    '"split", one microbatch runs out in every second step': ("split", True),
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.out_of_memory``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.out_of_memory", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--width", type=int, metavar="N", default=256, help="width of the blocks")
-    parser.add_argument("--steps", type=int, metavar="N", default=42, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, metavar="N", default=22, help="optimizer steps of each run")
+    parser.add_argument("--repetitions", type=int, metavar="N", default=3, help="of all variants, in turns")
     options = parser.parse_args(arguments)
-    rows = []
-    for name, answer, fails in [
-        ('"raise"', "raise", False),
-        ('"split", nothing runs out', "split", False),
-        ('"split", one microbatch runs out in every second step', "split", True),
-    ]:
-        seconds = run_ranks(measure, 2, answer, fails, options.width, options.steps)[1]
-        times = {"other steps": seconds[::2], "steps that run out": seconds[1::2] if fails else []}
-        rows.append(
-            [name, *(f"{1e3 * statistics.median(own):.1f} ms" if own else "" for own in times.values())]
-        )
-    print(markdown(["on_out_of_memory", "other steps", "steps that run out"], rows))
+    runs: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
+    for _ in range(options.repetitions):
+        for name, (answer, fails) in VARIANTS.items():
+            runs[name].append(run_ranks(measure, 2, answer, fails, options.width, options.steps)[1])
+    print(markdown(["on_out_of_memory", "a step", 'over "raise"', "a retry, in microbatches"], rows(runs)))
+
+
+def rows(runs: dict[str, list[list[float]]]) -> list[list[str]]:
+    """Of every variant: steps in which nothing runs out, the ratio to ``"raise"``, what a retry adds.
+
+    Args:
+        runs: For each variant and repetition, the seconds of its steps.
+    """
+    found = []
+    for name, own in runs.items():
+        plain = [statistics.median(seconds[::2]) for seconds in own]
+        ratios = [
+            one / statistics.median(raising) for one, raising in zip(plain, runs['"raise"'], strict=True)
+        ]
+        # A step is two microbatches of equal size, one after the other; its meeting is left to them.
+        retries = [
+            (statistics.median(seconds[1::2]) - one) / (one / 2)
+            for seconds, one in zip(own, plain, strict=True)
+        ]
+        retry = spread(retries) if VARIANTS[name][1] else ""
+        found.append([name, f"{1e3 * statistics.median(plain):.0f} ms", spread(ratios), retry])
+    return found
+
+
+def spread(values: list[float]) -> str:
+    """The median, with the least and the most."""
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 if __name__ == "__main__":

@@ -3,12 +3,44 @@
 Importing this package registers the strategy: ``import lightning_odc``, then ``Trainer(strategy="odc")``.
 """
 
-from lightning_odc._registration import register
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lightning_odc._version import __version__
-from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.strategy.odc import ODCStrategy
 
-register()
 
-__all__ = ["BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__"]
+def _is_command() -> bool:
+    """Whether this process is ``lightning-odc``, which answers before it imports torch, and where torch is broken."""
+    program = (getattr(sys, "argv", None) or [""])[0]
+    return program.endswith("/lightning-odc") or (
+        program == "-m" and sys.orig_argv[1:3] == ["-m", "lightning_odc"]
+    )
+
+
+if TYPE_CHECKING:
+    from lightning_odc.advisor import advise
+if TYPE_CHECKING or not _is_command():
+    from lightning_odc._registration import register
+    from lightning_odc.data.loader import BalancedDataLoader
+    from lightning_odc.data.minibatch import Minibatch
+    from lightning_odc.strategy.odc import ODCStrategy
+
+    register()
+
+_LATER = {
+    "BalancedDataLoader": "lightning_odc.data.loader",
+    "Minibatch": "lightning_odc.data.minibatch",
+    "ODCStrategy": "lightning_odc.strategy.odc",
+    "advise": "lightning_odc.advisor",
+}
+"""Names that are imported when they are asked for: ``advise`` everywhere, the others in the command line."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise"]

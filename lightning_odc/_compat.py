@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -269,14 +269,14 @@ def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
 
 
 @contextmanager
-def generating_alone(model: nn.Module) -> Iterator[None]:
+def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
     """Let ``generate`` of Hugging Face models end on each rank by itself, unless a caller writes ``synced_gpus=True``.
 
     Why: ``fully_shard`` marks the modules that it manages. transformers (5.0 to 5.23) takes the mark of the model that
     generates as the default of ``synced_gpus``: one ``all_reduce`` per token, and as many forward passes on every rank
     as the longest answer of any rank needs. On demand no rank needs them, and with uneven batches they never meet.
     """
-    marked = [m for m in model.modules() if hasattr(m, "generate") and vars(m).get(_MANAGED)]
+    marked = [model for model in models if vars(model).get(_MANAGED)]
     for module in marked:
         setattr(module, _MANAGED, False)
     try:

@@ -1,15 +1,20 @@
-"""The command line: ``lightning-odc demo``, ``lightning-odc bench``, and what they can be told."""
+"""The command line: ``lightning-odc doctor``, ``advise``, ``demo``, ``bench``, and what they can be told."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_odc._version import __version__
+from lightning_odc.advisor import command_line as advise_cli
 from lightning_odc.bench import command_line as bench_cli
+from lightning_odc.console import PROGRAM, Form, add_form, complain, run_written, say_first
 from lightning_odc.demo.options import (
     MODES,
     ORDERS,
@@ -18,10 +23,20 @@ from lightning_odc.demo.options import (
     OptionError,
     check_extra_packages,
 )
+from lightning_odc.doctor import command_line as doctor_cli
 
-PROGRAM = "lightning-odc"
 BAD_USAGE = 2
 INTERRUPTED = 130
+
+EXAMPLES = """\
+examples:
+  lightning-odc doctor                      can this machine run it? what to do where it cannot
+  lightning-odc advise --lengths longalign --model 1.5b --device H200 --devices 8
+                                            what would it gain on these lengths? nothing is trained
+  lightning-odc demo                        train a small model here, three ways, and compare
+  lightning-odc bench train --model gpt2 --lengths lengths.txt
+                                            measure your model and your lengths on this machine
+"""
 
 COUNTS = {
     "devices": "processes, one rank each",
@@ -35,14 +50,44 @@ COUNTS = {
     "seed": "of the weights and of the choice of samples",
 }
 """The options that are numbers, with their help."""
+COMMANDS = {
+    **{name: name for name in ("doctor", "advise", "demo", "bench")},
+    **{name: f"bench {name}" for name in bench_cli.WHAT},
+}
+"""What to type for a word that is a command, or one of ``bench``."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, which names the closest thing that it knows."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options here: the parser of the whole line does not know those of a command."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        _complain(f"{message} (see {self.prog} --help)")
+        """End the program with one line."""
+        options = re.findall(r"--[a-z][a-z-]*", self.format_usage())
+        complain(f"{message}{_suggestion(message, options)} (see {self.prog} --help)")
         self.exit(BAD_USAGE)
+
+
+def _suggestion(message: str, options: Sequence[str]) -> str:
+    """The closest option or command to the word that argparse complains about; empty if none is close.
+
+    >>> _suggestion("unrecognized arguments: --sede 3", ["--seed", "--order"])
+    ': did you mean --seed?'
+    """
+    found = re.search(r"(?:unrecognized arguments: |invalid choice: ')([^\s'=]+)", message)
+    if found is None:
+        return ""
+    word = found[1]
+    close = difflib.get_close_matches(word, options if word.startswith("-") else COMMANDS, n=1)
+    if not close:
+        return ""
+    return f": did you mean {close[0] if word.startswith('-') else f'{PROGRAM} {COMMANDS[close[0]]}'}?"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,37 +97,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default that of the process.
 
     Returns:
-        The exit code: 0; 1 if the demo's losses disagree or a benchmark's rank failed; 2 for options that cannot work;
-        130 after Ctrl-C.
+        The exit code: 0; 1 if the demo's losses disagree, a benchmark's rank failed, or the doctor found an error; 2
+        for options that cannot work; 130 after Ctrl-C.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parsed = vars(_build_parser().parse_args(bench_cli.completed(given)))
+    parser = _build_parser()
+    if not given:
+        print(parser.format_help(), end="")
+        return 0
+    parsed = vars(parser.parse_args(bench_cli.completed(given)))
+    if "command" not in parsed:
+        parser.error("the following arguments are required: command")
     command = parsed.pop("command")
+    form = Form(json=parsed.pop("json"), quiet=parsed.pop("quiet"))
     try:
-        return int(command(parsed))
+        return int(command(parsed, form))
     except OptionError as error:
-        _complain(str(error))
+        complain(str(error))
         return BAD_USAGE
     except KeyboardInterrupt:
-        _complain("interrupted; no results were written")
+        complain("interrupted; no results were written")
         return INTERRUPTED
 
 
-def _demo(parsed: dict[str, Any]) -> int:
+def _demo(parsed: dict[str, Any], form: Form) -> int:
     """``lightning-odc demo``."""
     options = DemoOptions(**{**parsed, "communication": tuple(parsed["communication"])})
     check_extra_packages()
     # The heavy imports wait until the options are right.
+    say_first(form)
     from lightning_odc.demo.run import run_demo
 
-    return run_demo(options)
+    return run_written(form, partial(run_demo, options), options.output / "result.json")
 
 
 def _build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the defaults are those of `DemoOptions`."""
-    parser = _Parser(prog=PROGRAM, description="On-demand, one-sided parameter sharding for Lightning.")
+    parser = _Parser(
+        prog=PROGRAM,
+        description="On-demand, one-sided parameter sharding for Lightning.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
+    doctor_cli.add_parser(commands)
+    advise_cli.add_parser(commands)
     demo = commands.add_parser(
         "demo",
         help="train one model on real text with collectives, on demand and balanced, and compare",
@@ -135,12 +195,8 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         help=f"of the computation, {' or '.join(PRECISIONS)}",
     )
     demo.add_argument("--device", metavar="D", default=defaults.device, help=bench_cli.DEVICE_HELP)
+    add_form(demo, "print errors only; the files are written")
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _complain(message: str) -> None:
-    """One line on stderr."""
-    print(f"{PROGRAM}: {message}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -81,7 +81,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.timeout = timeout
         self._backward_sync_control: Any = _Accumulation()
         self._engine: Engine | None = None
-        self._module: nn.Module | None = None
+        self.model: nn.Module | None = None
         self._names = ParameterNames()
         self._ran = False
         self._on_teardown = ExitStack()
@@ -135,18 +135,18 @@ class ODCFabricStrategy(ModelParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         self._check_setup()
         with self._names.recorded(module):
-            self._module = super().setup_module(module)
+            self.model = super().setup_module(module)
         self._engine = make_engine(self, self.timeout, self._layout)
-        self._engine.attach(self._module)
-        return self._module
+        self._engine.attach(self.model)
+        return self.model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if self._module is None:
+        if self.model is None:
             raise ValueError(
                 "The optimizer is set up before the model, and would not see how it is sharded. Write "
                 "`model, optimizer = fabric.setup(model, optimizer)`, or call `fabric.setup_module(model)` first."
             )
-        self._names.follow(self._module, [optimizer])
+        self._names.follow(self.model, [optimizer])
         return super().setup_optimizer(optimizer)
 
     def _check_setup(self) -> None:
@@ -177,7 +177,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
         self._on_teardown.close()
-        engine, self._engine, self._module = self._engine, None, None
+        engine, self._engine, self.model = self._engine, None, None
         if engine is not None:
             try:
                 engine.exchange("end of the run", None)
@@ -259,6 +259,15 @@ class ODCFabricStrategy(ModelParallelStrategy):
     def publish_parameters(self) -> None:
         """Let peers read parameters that were changed outside the optimizer step; all ranks together."""
         self.engine.refresh()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which units stay gathered from one forward pass to the next, as ``ODCStrategy.gathered``.
+
+        Raises:
+            RuntimeError: before ``fabric.setup``.
+            StaleShardError: if a parameter was changed in the context by anything else than an optimizer step.
+        """
+        return self.engine.gathered()
 
 
 class _Accumulation:

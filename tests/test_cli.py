@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,9 +82,17 @@ def test_every_option_reaches_the_demo(asked_for: list[DemoOptions], tmp_path: P
         ("demo --hidden-size 100", "--hidden-size 100 is not a multiple of 64"),
         ("demo --order random", "--order 'random' is unknown: choose from sorted, shuffled"),
         ("demo --precision 16", "--precision '16' is unknown"),
-        ("demo --speed fast", "unrecognized arguments: --speed fast"),
+        (
+            "demo --speed fast",
+            "unrecognized arguments: --speed fast: did you mean --seed? (see lightning-odc demo --help)",
+        ),
+        ("demo --xyz", "unrecognized arguments: --xyz (see lightning-odc demo --help)"),
+        ("--vresion", "did you mean --version? (see lightning-odc --help)"),
         ("train", "invalid choice: 'train'"),
-        ("", "required: command"),
+        ("train", ": did you mean lightning-odc bench train?"),
+        ("docter", ": did you mean lightning-odc doctor?"),
+        ("bench swep", ": did you mean lightning-odc bench sweep?"),
+        ("bench train --repetition=3 --model-size 7b", "did you mean --model?"),
     ],
 )
 def test_bad_options_get_one_line_and_exit_code_2(
@@ -140,3 +151,98 @@ def test_python_dash_m_tells_the_version(
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_module("lightning_odc", run_name="__main__")
     assert capsys.readouterr().out == f"lightning-odc {__version__}\n"
+
+
+def test_alone_it_prints_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    for line in (
+        "examples:",
+        "  lightning-odc doctor ",
+        "  lightning-odc advise --lengths ",
+        "  lightning-odc demo ",
+    ):
+        assert line in shown.out
+
+
+def test_the_examples_of_the_help_are_commands_that_exist() -> None:
+    examples = [
+        line.split("   ")[0].split()[1:]
+        for line in cli.EXAMPLES.splitlines()
+        if line.startswith("  lightning-odc")
+    ]
+    assert len(examples) == 4
+    for line in examples:
+        assert "command" in vars(cli._build_parser().parse_args(line))
+
+
+def outcome_of(code: int, document: Path | None) -> Callable[[DemoOptions], int]:
+    """A demo that prints, and writes its document if it has one."""
+
+    def run_demo(_: DemoOptions) -> int:
+        print("a table")
+        print("a bar", file=sys.stderr)
+        if document is not None:
+            document.write_text('{"speedup": 1.5}\n')
+        return code
+
+    return run_demo
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "out", "err"),
+    [
+        ("", 0, "a table\n", "a bar\n"),
+        ("--json", 0, '{"speedup": 1.5}\n', "a bar\n"),
+        ("--quiet", 0, "", ""),
+        ("--quiet", 1, "", "a bar\n"),
+        ("--json --quiet", 0, '{"speedup": 1.5}\n', ""),
+    ],
+)
+def test_output_has_the_form_that_was_asked_for(
+    options: str,
+    code: int,
+    out: str,
+    err: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("rich")
+    from lightning_odc.demo import run
+
+    monkeypatch.setattr(run, "run_demo", outcome_of(code, tmp_path / "result.json"))
+    assert cli.main(["demo", "--output", str(tmp_path), *options.split()]) == code
+    assert capsys.readouterr() == (out, err)
+
+
+def test_json_of_a_run_that_wrote_nothing_is_not_that_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    from lightning_odc.demo import run
+
+    (tmp_path / "result.json").write_text("of the run before")
+    monkeypatch.setattr(run, "run_demo", outcome_of(1, None))
+    assert cli.main(["demo", "--output", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"error": "a table\n", "exit_code": 1}
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """As the installed command: options are judged, and the first line is written, before torch is imported."""
+    program = (
+        "import sys; sys.argv = ['/usr/bin/lightning-odc', *sys.argv[1:]]\n"
+        "from lightning_odc import cli, console\n"
+        "assert cli.main([]) == 0\n"
+        "assert not {'torch', 'lightning', 'transformers'} & sys.modules.keys(), 'imported too early'\n"
+        "console.say_first(console.Form()); console.say_first(console.Form(quiet=True))\n"
+        "import lightning_odc; assert lightning_odc.Minibatch.__name__ == 'Minibatch'\n"
+        "console.say_first(console.Form())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+    assert done.stderr == "lightning-odc: loading torch ...\n"

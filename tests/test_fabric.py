@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import lightning_odc  # noqa: F401 - registers the name
 from lightning_odc.errors import DisagreementError
 from lightning_odc.fabric import ODCFabricStrategy
+from tests.strategy.test_models import answers, causal_lm, counted
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters, summed_loss, token_batches
 from tests.support.ranks import run_ranks, try_ranks
@@ -262,3 +264,48 @@ def _threads(rank: int) -> list[int]:
 def test_the_number_of_threads_is_put_back():
     part = max(len(os.sched_getaffinity(0)) // 2, 1)
     assert run_ranks(_threads) == [[part, 7]] * 2
+
+
+def _generates(rank: int) -> Any:
+    """Samples, trains within a context that keeps units gathered, and samples again; rank 1 samples more often."""
+    fabric = make()
+    torch.manual_seed(0)
+    net = causal_lm()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    counts: list[list[int]] = []
+    first = [answers(model, rank, counts, fabric.strategy.engine) for _ in range(1 + rank)]
+    inside: list[list[int]] = []
+    tokens = torch.tensor([[3, 1, 2, 5]])
+    with fabric.strategy.gathered():
+        before = model(input_ids=tokens, labels=tokens).loss
+        fabric.backward(before)
+        optimizer.step()
+        for _ in range(2):
+            with torch.no_grad(), counted(model, fabric.strategy.engine, inside):
+                after = model(input_ids=tokens, labels=tokens).loss
+    second = answers(model, rank, [], fabric.strategy.engine)
+    parameters = full_parameters(model.module)
+    fabric.strategy.teardown()
+    assert "generate" not in vars(net)
+    assert inside == [[1, 3], [1, 0]], "after the optimizer step, all three units are read again, once"
+    return first[-1], counts, before.item(), after.item(), second, parameters
+
+
+def test_generate_reads_once_and_sees_what_has_been_learnt():
+    results = run_ranks(_generates)
+    for rank, (first, counts, before, after, second, parameters) in enumerate(results):
+        torch.manual_seed(0)
+        model, passes = causal_lm(), 3 * (rank + 1)
+        engine: Any = SimpleNamespace(traffic=SimpleNamespace(reads=0))
+        tokens = torch.tensor([[3, 1, 2, 5]])
+        losses = []
+        for found in (first, second):
+            expected = answers(model, rank, [], engine)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+            losses.append(model(input_ids=tokens, labels=tokens).loss.item())
+            model.load_state_dict({name.removeprefix("module."): p for name, p in parameters.items()})
+        assert [before, after] == pytest.approx(losses)
+        assert after < before - 0.1
+        ways = len(counts) // (1 + rank)
+        # Two layers, and at the very beginning the root unit; nothing for the second and later tokens.
+        assert counts == [[passes, 3]] + [[passes, 2]] * (ways * (1 + rank) - 1)

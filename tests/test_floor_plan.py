@@ -90,5 +90,14 @@ def test_the_root_is_the_public_face():
     at_the_root = {path.name for path in (ROOT / "lightning_odc").glob("*.py")}
     assert at_the_root == {
         *("__init__.py", "__main__.py", "_compat.py", "_registration.py", "_version.py"),
-        *("cli.py", "errors.py", "fabric.py", "files.py", "host_memory.py", "metrics.py", "ray.py"),
+        *(
+            "cli.py",
+            "console.py",
+            "errors.py",
+            "fabric.py",
+            "files.py",
+            "host_memory.py",
+            "metrics.py",
+            "ray.py",
+        ),
     }

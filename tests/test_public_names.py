@@ -20,7 +20,7 @@ from lightning_odc import cli
 ROOT = Path(__file__).parent.parent
 
 PACKAGES = {
-    "lightning_odc": {"BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__"},
+    "lightning_odc": {"BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise"},
     "lightning_odc.balance": {
         *(
             "COLLECTIVE_SAFE",
@@ -38,9 +38,37 @@ PACKAGES = {
         *("plan_minibatch", "plan_window", "quadratic", "regroup", "resolve_cost", "stream_plans", "tokens"),
         *("transformer", "with_speeds"),
     },
+    "lightning_odc.simulate": {
+        *(
+            "CAUSES",
+            "COMMUNICATIONS",
+            "DEVICES",
+            "PRECISIONS",
+            "SHARDINGS",
+            "Cluster",
+            "Device",
+            "Memory",
+            "Model",
+        ),
+        *("Plans", "Simulation", "Unbalanced", "Unit", "Work", "memory_of", "plan_work", "simulate"),
+        *("simulate_work", "this_cpu", "work_of"),
+    },
     "lightning_odc.callbacks": {
         *("DeviceIdleMonitor", "FiniteCheck", "RankTimeline", "Timeline", "TimelineRecorder"),
         *("draw_timelines", "load_timeline"),
+    },
+    "lightning_odc.rl": {
+        *(
+            "Microbatch",
+            "PolicyLoss",
+            "Rollout",
+            "Rollouts",
+            "Update",
+            "claim_prompts",
+            "exchange",
+            "group_advantages",
+        ),
+        *("logprobs", "normalize_advantages", "policy_loss", "score"),
     },
 }
 MODULES = {
@@ -54,22 +82,36 @@ MODULES = {
     "lightning_odc.fabric": {"ODCFabricStrategy"},
     "lightning_odc.metrics": {"IdleFraction", "LoadImbalance", "load_imbalance"},
 }
+FORM = ("--json", "--quiet")
 COMMANDS = {
     "": {"--version"},
+    "doctor": {"--checkpoint", "--devices", "--module", *FORM},
+    "advise": {
+        *(
+            "--device",
+            "--devices",
+            "--lengths",
+            "--max-length",
+            "--max-tokens",
+            "--minibatch-size",
+            "--model",
+        ),
+        *("--nodes", "--picture", "--seed", "--tokenizer", *FORM),
+    },
     "demo": {
         *("--communication", "--devices", "--equal-lengths", "--hidden-size", "--layers", "--max-length"),
         *("--minibatches", "--order", "--output", "--precision", "--repetitions", "--samples-per-microbatch"),
-        *("--samples-per-rank", "--seed", "--device"),
+        *("--samples-per-rank", "--seed", "--device", *FORM),
     },
     "bench": set(),
     "bench train": {
         *("--cost", "--emulate", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
         *("--packing-ratio", "--precision", "--ranks", "--repetitions", "--runs", "--samples-per-microbatch"),
-        *("--samples-per-rank", "--seconds-per-minibatch", "--seed", "--slow-rank", "--device"),
+        *("--samples-per-rank", "--seconds-per-minibatch", "--seed", "--slow-rank", "--device", *FORM),
     },
-    "bench sweep": {"--minibatches", "--most-ranks", "--output", "--seconds-per-minibatch", "sweeps"},
-    "bench comm": {"--output", "--ranks", "--rounds", "--sizes", "--skew"},
-    "bench engine": {"--mib", "--output", "--peers", "--rounds"},
+    "bench sweep": {"--minibatches", "--most-ranks", "--output", "--seconds-per-minibatch", "sweeps", *FORM},
+    "bench comm": {"--output", "--ranks", "--rounds", "--sizes", "--skew", *FORM},
+    "bench engine": {"--mib", "--output", "--peers", "--rounds", *FORM},
 }
 
 
@@ -103,7 +145,7 @@ def _commands(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple
 
 TEXTS = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "notebooks" / "src").glob("*.py")),
 ]
 IMPORT = re.compile(r"from (lightning_odc[\w.]*) import (\([^)]*\)|[^\n(]*)")

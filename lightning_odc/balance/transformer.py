@@ -104,6 +104,60 @@ def transformer(
         >>> transformer({"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).full_layers
         28
     """
+    shape = shape_of(config, gated_mlp=gated_mlp)
+    per_token = _FORWARD_AND_BACKWARD * 2.0 * (shape.layers * shape.layer_weights + shape.head_weights)
+    return TransformerCost(
+        per_token=per_token,
+        per_pair=_FORWARD_AND_BACKWARD
+        * 4.0
+        * shape.queries,  # one product for the scores, one with the values
+        full_layers=shape.layers - len(shape.windows),
+        windows=shape.windows,
+        constant=MICROBATCH * per_token * dense if constant is None else constant,
+        dense=dense,
+    )
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The sizes of a dense decoder-only transformer.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: number of decoder layers.
+        queries: width of all query heads together.
+        keys: width of all key heads together, and of all value heads.
+        intermediate: width of the feed-forward layers.
+        matrices: of a feed-forward layer: three with a gate, else two.
+        vocabulary: number of tokens; 0 if the configuration does not say.
+        tied: the embedding and the output head are one matrix.
+        windows: the window of each layer with sliding-window attention, in tokens.
+    """
+
+    hidden: int
+    layers: int
+    queries: int
+    keys: int
+    intermediate: int
+    matrices: int
+    vocabulary: int
+    tied: bool
+    windows: tuple[int, ...]
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of the matrices of one layer."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        return attention + self.matrices * self.hidden * self.intermediate
+
+    @property
+    def head_weights(self) -> int:
+        """Parameters of the output head."""
+        return self.hidden * self.vocabulary
+
+
+def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
+    """The sizes in a configuration; arguments and errors are those of `transformer`."""
     raw = _mapping(config)
     _refuse_others(raw)
     sizes = {name: _first(raw, names) for name, names in _ALIASES.items()}
@@ -115,20 +169,16 @@ def transformer(
         )
     hidden, layers, heads = (int(sizes[name]) for name in _REQUIRED)
     head_dim = int(sizes["head_dim"] or hidden // heads)
-    queries, keys = heads * head_dim, int(sizes["key_value_heads"] or heads) * head_dim
-    matrices = 3 if (_is_gated(raw) if gated_mlp is None else gated_mlp) else 2
-    feed_forward = matrices * hidden * int(sizes["intermediate_size"] or 4 * hidden)
-    weights = layers * (2 * hidden * queries + 2 * hidden * keys + feed_forward)
-    weights += hidden * int(sizes["vocab_size"] or 0)
-    windows = _windows(raw, layers)
-    per_token = _FORWARD_AND_BACKWARD * 2.0 * weights
-    return TransformerCost(
-        per_token=per_token,
-        per_pair=_FORWARD_AND_BACKWARD * 4.0 * queries,  # one product for the scores, one with the values
-        full_layers=layers - len(windows),
-        windows=windows,
-        constant=MICROBATCH * per_token * dense if constant is None else constant,
-        dense=dense,
+    return TransformerShape(
+        hidden=hidden,
+        layers=layers,
+        queries=heads * head_dim,
+        keys=int(sizes["key_value_heads"] or heads) * head_dim,
+        intermediate=int(sizes["intermediate_size"] or 4 * hidden),
+        matrices=3 if (_is_gated(raw) if gated_mlp is None else gated_mlp) else 2,
+        vocabulary=int(sizes["vocab_size"] or 0),
+        tied=bool(raw.get("tie_word_embeddings", True)),
+        windows=_windows(raw, layers),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from lightning_odc.bench.options import (
     TrainOptions,
     parse_size,
 )
+from lightning_odc.console import Form, add_form, run_written, say_first
 from lightning_odc.demo.options import PRECISIONS, check_extra_packages
 
-_WHAT = ("train", "sweep", "comm", "engine")
+WHAT = ("train", "sweep", "comm", "engine")
 DEVICE_HELP = (
     "what ranks compute on, cpu or cuda; the documentation's figures are those of cpu. If there are fewer GPUs than "
     "ranks, ranks share them, which shows that it works, not how fast"
@@ -55,7 +57,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def completed(arguments: Sequence[str]) -> list[str]:
     """The command line with ``train`` put in where only ``bench`` stands."""
-    if arguments[:1] == ["bench"] and arguments[1:2] not in ([[one] for one in (*_WHAT, "-h", "--help")]):
+    if arguments[:1] == ["bench"] and arguments[1:2] not in ([[one] for one in (*WHAT, "-h", "--help")]):
         return ["bench", "train", *arguments[1:]]
     return list(arguments)
 
@@ -200,6 +202,7 @@ def _add_engine(kinds: Any) -> None:
 
 
 def _add_output(parser: Any) -> None:
+    """The options that all of them have."""
     parser.add_argument(
         "--output",
         type=Path,
@@ -207,46 +210,51 @@ def _add_output(parser: Any) -> None:
         metavar="DIR",
         help="folder for JSON, Markdown and pictures",
     )
+    add_form(parser, "print errors only; the files are written")
 
 
-def _train(parsed: dict[str, Any]) -> int:
+def _train(parsed: dict[str, Any], form: Form) -> int:
     """``lightning-odc bench train``."""
     runs = parsed.pop("runs")
     chosen = None if runs is None else tuple(map(Combination.parse, runs))
     options = TrainOptions(**parsed, runs=chosen)
     check_extra_packages("benchmark")
     # The heavy imports wait until the options are right.
+    say_first(form)
     from lightning_odc.bench.train import run_train
 
-    return run_train(options)
+    return run_written(form, partial(run_train, options), parsed["output"] / "bench.json")
 
 
-def _sweep(parsed: dict[str, Any]) -> int:
+def _sweep(parsed: dict[str, Any], form: Form) -> int:
     """``lightning-odc bench sweep``."""
     options = SweepOptions(**{**parsed, "sweeps": tuple(parsed["sweeps"]) or SWEEPS})
     check_extra_packages("benchmark")
+    say_first(form)
     from lightning_odc.bench.sweeps import run_sweep
 
-    return run_sweep(options)
+    return run_written(form, partial(run_sweep, options), parsed["output"] / "sweep.json")
 
 
-def _comm(parsed: dict[str, Any]) -> int:
+def _comm(parsed: dict[str, Any], form: Form) -> int:
     """``lightning-odc bench comm``."""
     sizes = tuple(map(parse_size, parsed.pop("sizes")))
     options = CommOptions(**{**parsed, "ranks": tuple(parsed["ranks"]), "sizes": sizes})
     check_extra_packages("benchmark")
+    say_first(form)
     from lightning_odc.bench.comm import run_comm
 
-    return run_comm(options)
+    return run_written(form, partial(run_comm, options), parsed["output"] / "comm.json")
 
 
-def _engine(parsed: dict[str, Any]) -> int:
+def _engine(parsed: dict[str, Any], form: Form) -> int:
     """``lightning-odc bench engine``."""
     options = EngineOptions(**{**parsed, "peers": tuple(parsed["peers"])})
     check_extra_packages("benchmark")
+    say_first(form)
     from lightning_odc.bench.engine_costs import run_engine
 
-    return run_engine(options)
+    return run_written(form, partial(run_engine, options), parsed["output"] / "engine.json")
 
 
 def _flag(name: str) -> str:

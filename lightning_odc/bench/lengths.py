@@ -31,6 +31,7 @@ _DRAWN = 4096
 _SIGMA = 0.75
 _TEXT_CAP = 2048
 _COLUMNS = ("length", "num_tokens", "n_tokens")
+_BYTES_OF_A_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,14 @@ class Samples(Sequence[Tensor]):
         return torch.randint(self.vocabulary, (int(self.lengths[index]),), generator=generator)
 
 
-def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
+def find_samples(name: str, max_length: int | None, seed: int, tokenizer: Any = None) -> Samples:
     """The samples that ``--lengths`` names.
 
     Args:
         name: A distribution, a file, or the folder of a data set.
         max_length: The longest sample. Texts, files and data sets lose longer ones; named distributions shrink.
         seed: The seed of named distributions.
+        tokenizer: What counts the tokens of a text, ``tokenizer(text)["input_ids"]``; by default 4 bytes are one.
 
     Raises:
         OptionError: it cannot be read, or nothing is left.
@@ -95,12 +97,12 @@ def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
         return _text(max_length or _TEXT_CAP, name == "equal")
     if name in PUBLISHED:
         return Samples(draw(name, _DRAWN, max_length, seed), f"{name}, lognormal by its published statistics")
-    lengths = _read(Path(name))
+    lengths, how = _read(Path(name), tokenizer)
     kept = lengths[lengths <= max_length] if max_length else lengths
     if not len(kept):
         raise OptionError(f"--lengths {name}: no sample has at most --max-length {max_length} tokens")
     left_out = f", {len(lengths) - len(kept)} longer ones left out" if len(kept) < len(lengths) else ""
-    return Samples(kept, f"{len(kept)} lengths from {Path(name).name}{left_out}")
+    return Samples(kept, f"{len(kept):,} lengths from {Path(name).name}{how}{left_out}")
 
 
 def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> LengthArray:
@@ -139,10 +141,11 @@ def _text(max_length: int, equal: bool) -> Samples:
     return Samples(np.array(corpus.lengths), source, lambda index: encode(corpus.samples[index]), 258)
 
 
-def _read(path: Path) -> LengthArray:
-    """Lengths from a file of numbers, a file of records, or the folder of a data set."""
+def _read(path: Path, tokenizer: Any) -> tuple[LengthArray, str]:
+    """Lengths from a file of numbers, a file of records, or the folder of a data set; and how they were found."""
+    count = _Count(tokenizer)
     try:
-        found = _from_folder(path) if path.is_dir() else _from_file(path)
+        found = _from_folder(path) if path.is_dir() else _from_file(path, count)
         lengths = np.asarray(found, dtype=np.float64)
     except (OSError, ValueError, TypeError, OverflowError, LengthsUnknownError) as error:
         reason = " ".join(str(error).split())
@@ -153,20 +156,41 @@ def _read(path: Path) -> LengthArray:
         raise OptionError(
             f"--lengths {path}: no sample can have {lengths.max():g} tokens, lengths are below 2**40"
         )
-    return lengths.astype(np.int64)
+    return lengths.astype(np.int64), count.how
 
 
-def _from_file(path: Path) -> Any:
+class _Count:
+    """Counts the tokens of texts.
+
+    Attributes:
+        how: How that was done, for people; empty as long as there was no text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.how = ""
+
+    def __call__(self, text: str) -> int:
+        if self._tokenizer is None:
+            self.how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
+            return -(-len(text.encode()) // _BYTES_OF_A_TOKEN)
+        self.how = ", tokenized"
+        return len(self._tokenizer(text)["input_ids"])
+
+
+def _from_file(path: Path, count: _Count) -> Any:
+    if path.suffix == ".npy":
+        return np.load(path, allow_pickle=False)
     text = path.read_text()
     if path.suffix == ".jsonl":
-        return [_length_of(json.loads(line)) for line in text.splitlines() if line.strip()]
+        return [_length_of(json.loads(line), count) for line in text.splitlines() if line.strip()]
     if path.suffix == ".json":
-        return [_length_of(item) for item in json.loads(text)]
+        return [_length_of(item, count) for item in json.loads(text)]
     return [float(word) for word in text.replace(",", " ").split()]
 
 
-def _length_of(record: Any) -> float:
-    """Of a number, of a list of token ids, or of a record with ``input_ids`` or a column that says it."""
+def _length_of(record: Any, count: _Count) -> float:
+    """Of a number, of a list of token ids, or of a record with ``input_ids``, a column that says it, or a text."""
     if isinstance(record, list):
         if not all(isinstance(token, int) for token in record):
             raise ValueError("a list is of something else than token ids")
@@ -178,8 +202,10 @@ def _length_of(record: Any) -> float:
     for column in _COLUMNS:
         if column in record:
             return float(record[column])
+    if isinstance(record.get("text"), str):
+        return count(record["text"])
     raise ValueError(
-        f"a record has no 'input_ids' and none of {', '.join(_COLUMNS)}, only {', '.join(sorted(record))}"
+        f"a record has no 'input_ids', no 'text' and none of {', '.join(_COLUMNS)}, only {', '.join(sorted(record))}"
     )
 
 

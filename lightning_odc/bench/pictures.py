@@ -36,7 +36,7 @@ def rows_picture(rows: Sequence[Row], caption: str = "") -> Figure:
             edgecolor="white",
         )
         axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
-        if row.speed_up is not None:
+        if row.speed_up is not None and not row.doubt:
             axes.annotate(f" x{row.speed_up[1]:.2f}", (high, place), va="center")
     axes.set_yticks(range(len(rows)), [str(row.combination) for row in rows])
     axes.invert_yaxis()
@@ -47,7 +47,7 @@ def rows_picture(rows: Sequence[Row], caption: str = "") -> Figure:
 
 
 def write_picture(path: Path, figure: Figure) -> None:
-    """Write the figure as PNG, atomically."""
+    """Write the figure, atomically, in the format that the ending of the file names."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
+    figure.savefig(buffer, format=path.suffix[1:], dpi=120)
     write_whole(path, buffer.getvalue())

@@ -231,7 +231,7 @@ def _cells(row: Row, options: TrainOptions) -> dict[str, str]:
         del cells["cost"]  # the same in all rows
     cells |= {
         "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",
-        "speed-up [95 %]": "-" if row.speed_up is None else show_ratio(row.speed_up),
+        "speed-up [95 %]": "-" if row.speed_up is None else show_ratio(row.speed_up, row.doubt),
         "idle": show_percent(row.idle),
         "idle, estimated": show_percent(row.estimated_idle),
         "over bound": show_percent(row.over_bound),
@@ -255,15 +255,18 @@ def _show_mib(size: int) -> str:
     return f"{size / MIB:.0f} MiB" if size else "-"
 
 
-def show_ratio(ratio: Interval) -> str:
-    """A ratio with its interval."""
+def show_ratio(ratio: Interval, doubt: str = "") -> str:
+    """A ratio with its interval; the interval alone where there is a reason to doubt the ratio."""
     low, middle, high = ratio
-    return f"x{middle:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{'not measurable' if doubt else f'x{middle:.3f}'} [{low:.3f}, {high:.3f}]"
 
 
 def sentence(split: Split) -> str:
     """A split for people."""
-    start = f"- {split.fast} over {split.slow}: {show_ratio(split.total)}"
+    start = f"- {split.fast} over {split.slow}: "
+    if split.doubt:
+        return f"{start}not measurable on this machine: {split.doubt}"
+    start += show_ratio(split.total)
     if len(split.factors) < 2:
         return start
     return f"{start} = " + ", times ".join(

@@ -6,6 +6,18 @@ Every run trains on the same minibatches, so what is compared is pairs: the same
 two combinations. A speed-up is the ratio of the two sums of times over all pairs. Its interval, and that of a median,
 is the middle 95 % of what 2000 bootstrap resamples of the pairs (of the times) give; the generator's seed is fixed, so
 that the same file gives the same table. With few pairs such intervals are too narrow rather than too wide.
+
+Note [When a speed-up means something]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every repetition trains on the same minibatches, so the speed-ups of the repetitions differ by noise alone. A speed-up
+is printed if its interval does not contain 1, and if it is larger than the noise: on a logarithmic scale, farther from
+1 than the repetitions are from each other. By example::
+
+    x1.42 [1.35, 1.49], by repetition x1.38 x1.45    0.35 from 1, 0.05 apart: printed
+    x1.02 [0.97, 1.08]                               1 is possible: not printed
+    x18.4 [1.2, 45], by repetition x1.1 x44          2.9 from 1, 3.7 apart: another program ran; not printed
+
+Tables then show the interval alone. JSON files have all numbers, and the reason.
 """
 
 from __future__ import annotations
@@ -144,6 +156,7 @@ class Row:
     Attributes:
         seconds: Time per minibatch: the median, with its interval.
         speed_up: Speed-up over the baseline, with its interval; ``None`` without common minibatches.
+        doubt: Why the speed-up means nothing; empty if it means something. See Note [When a speed-up means something].
         idle: Fraction of waiting; ``None`` where a rank does not see all its waits.
         estimated_idle: The same by the planner's cost; ``None`` where `Run.estimates` are empty.
         over_bound: Time over the busy time of the busiest rank, minus 1; ``None`` where `idle` is.
@@ -161,6 +174,7 @@ class Row:
     combination: Combination
     seconds: Interval
     speed_up: Interval | None
+    doubt: str
     idle: float | None
     estimated_idle: float | None
     over_bound: float | None
@@ -187,12 +201,14 @@ class Split:
         slow: The slower combination.
         fast: The faster one.
         total: Product of all factors.
+        doubt: Why it means nothing; empty if it means something.
         factors: Name of the cause, and its factor with an interval.
     """
 
     slow: Combination
     fast: Combination
     total: Interval
+    doubt: str
     factors: list[tuple[str, Interval]]
 
     def record(self) -> dict[str, Any]:
@@ -233,6 +249,36 @@ def ratio_interval(slow: dict[Key, float], fast: dict[Key, float]) -> Interval |
     if not pairs:
         return None
     return bootstrap(pairs, lambda drawn: drawn[..., 0].sum(-1) / drawn[..., 1].sum(-1))
+
+
+def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
+    """Why a speed-up means nothing on this machine; empty if it means something.
+
+    See Note [When a speed-up means something].
+
+    Args:
+        slow: Seconds of the slower combination by repetition and minibatch.
+        fast: Seconds of the faster one.
+    """
+    whole = ratio_interval(slow, fast)
+    if whole is None or slow == fast:
+        return ""
+    low, middle, high = whole
+    if low <= 1 <= high and low < high:
+        return f"1 is within its 95 % interval, {low:.3f} to {high:.3f}"
+    ratios = by_repetition(slow, fast)
+    if len(ratios) > 1 and math.log(max(ratios) / min(ratios)) > abs(math.log(middle)):
+        return f"the repetitions differ by more than it: {', '.join(f'x{one:.2f}' for one in ratios)}"
+    return ""
+
+
+def by_repetition(slow: dict[Key, float], fast: dict[Key, float]) -> list[float]:
+    """The speed-up of every repetition, over the minibatches that both have."""
+    keys = sorted(slow.keys() & fast.keys())
+    return [
+        sum(slow[key] for key in own) / sum(fast[key] for key in own)
+        for _, own in ((number, list(group)) for number, group in itertools.groupby(keys, lambda key: key[0]))
+    ]
 
 
 def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
@@ -287,6 +333,7 @@ def _row(
         combination=combination,
         seconds=median_interval(list(own.values())),
         speed_up=ratio_interval(slow, own),
+        doubt=doubt(slow, own),
         idle=idle / (world_size * span) if seen else None,
         estimated_idle=statistics.fmean(estimates) if estimates else None,
         over_bound=span / busiest - 1 if seen else None,
@@ -334,7 +381,8 @@ def _split(
     ]
     if total is None or len(chain) < 2 or slow == fast:
         return None
-    return Split(slow, fast, total, [(name, factor) for name, factor in links if factor is not None])
+    factors = [(name, factor) for name, factor in links if factor is not None]
+    return Split(slow, fast, total, doubt(times(runs, slow), times(runs, fast)), factors)
 
 
 def loss_difference(runs: Sequence[Run]) -> float:

@@ -65,6 +65,7 @@ class Cell:
 
     Attributes:
         speed_up: `BEST` over `BASELINE`, measured.
+        doubt: Why that means nothing; empty if it means something.
         over_own: `BEST` over `OWN_BASELINE`, measured.
         bound: The same ratio as `speed_up` for the very same minibatches, if communication took no time.
         long_bound: The same over 100 minibatches.
@@ -75,6 +76,7 @@ class Cell:
     sweep: str
     value: Any
     speed_up: Interval
+    doubt: str
     over_own: Interval
     bound: float
     long_bound: float
@@ -108,7 +110,10 @@ def run_sweep(options: SweepOptions) -> int:
                 break
             measured[setting] = cell(sweep, value, outcome)
         cells.append(replace(measured[setting], sweep=sweep, value=value))
-        print(f"{sweep} {value}: {show_ratio(cells[-1].speed_up)}, bound {cells[-1].bound:.3f}", flush=True)
+        print(
+            f"{sweep} {value}: {show_ratio(cells[-1].speed_up, cells[-1].doubt)}, bound {cells[-1].bound:.3f}",
+            flush=True,
+        )
         if options.output is not None:
             record = {"cells": [asdict(one) for one in cells], "machine": machine(load)}
             write_json(options.output / "sweep.json", record)
@@ -144,6 +149,7 @@ def cell(sweep: str, value: Any, outcome: Outcome) -> Cell:
         sweep=sweep,
         value=value,
         speed_up=best.speed_up,
+        doubt=best.doubt,
         over_own=_over(outcome, OWN_BASELINE),
         bound=_bound(slow) / _bound(best),
         long_bound=long[0] / long[1],
@@ -189,7 +195,7 @@ def table(cells: Sequence[Cell]) -> str:
     rows = [
         (
             f"{one.value:g}",
-            show_ratio(one.speed_up),
+            show_ratio(one.speed_up, one.doubt),
             f"x{one.bound:.3f}",
             f"x{one.long_bound:.3f}",
             PUBLISHED.get((one.sweep, one.value), "-"),

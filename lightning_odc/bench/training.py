@@ -18,7 +18,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import with_speeds
 from lightning_odc.balance.arrays import Plan, as_lengths
 from lightning_odc.balance.costs import Cost, pair_of
@@ -34,10 +33,12 @@ from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
 from lightning_odc.callbacks.idle.sources import GradientWatch, watch_for
 from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.data.lengths import LengthArray
+from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Microbatch
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
 from lightning_odc.engine.keeping import CudaMemory
+from lightning_odc.strategy.odc import ODCStrategy
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""

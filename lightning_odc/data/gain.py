@@ -119,7 +119,7 @@ def gain_of(
         return None
     enough = max(_FEWEST_SAMPLES, min(2 * batch_size * batches * num_ranks, _MOST_SAMPLES))
     try:
-        lengths = _glance(dataloader, enough, length_fn or measure)
+        lengths, _ = glance(dataloader, enough, length_fn or measure)
     except Exception:  # a look that was not asked for may not end the training, whatever a data set raises
         return None
     if len(lengths) < num_ranks or (lengths == lengths[0]).all():
@@ -127,21 +127,31 @@ def gain_of(
     return planned_gain(lengths, batch_size, batches, Planner(num_ranks).capped_for(lengths))
 
 
-def _glance(dataloader: DataLoader[Any], enough: int, length_of: LengthFunction) -> LengthArray:
-    """Lengths of up to so many samples in the order they come; fewer where reading takes time, or where none may."""
+def glance(
+    dataloader: DataLoader[Any], enough: int, length_of: LengthFunction
+) -> tuple[LengthArray, list[int]]:
+    """Lengths and indices of some samples in the order they come.
+
+    Args:
+        dataloader: A loader of a data set that has indices.
+        enough: The most samples to look at. They are fewer where reading takes time, and none where none may be read.
+        length_of: The length of a sample.
+    """
     dataset: Any = dataloader.dataset
     shuffled = getattr(dataloader.sampler, "shuffle", not isinstance(dataloader.sampler, SequentialSampler))
     count = min(enough, len(dataset))
     generator = np.random.default_rng(0)  # in time that does not grow with the data set
     order = generator.choice(len(dataset), count, replace=False) if shuffled else np.arange(count)
+    indices = order.tolist()
     while isinstance(dataset, Subset):
         dataset, order = dataset.dataset, np.asarray(dataset.indices)[order]
     known = getattr(dataset, "__dict__", {}).get("lengths")  # a property may be anything but cheap
     if known is not None and not callable(known):
-        return checked([plain(known[int(index)]) for index in order])
+        return checked([plain(known[int(index)]) for index in order]), indices
     if dataloader.num_workers and not isinstance(dataset, list | tuple):
-        return checked([])
-    return _read(dataset, order.tolist(), length_of)
+        return checked([]), []
+    lengths = _read(dataset, order.tolist(), length_of)
+    return lengths, indices[: len(lengths)]
 
 
 def _read(dataset: Any, indices: list[int], length_of: LengthFunction) -> LengthArray:

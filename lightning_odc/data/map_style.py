@@ -163,13 +163,13 @@ class MapReading:
 
     def _detail(self, epoch: int, indices: list[int]) -> Detail:
         lengths = self.schedule.collation.rows(self.schedule.lengths.of(indices))
-        samples = Samples(indices, partial(self._part, epoch))
+        samples = Samples(indices, partial(self._part, epoch, indices))
         return Detail(lengths, (self.schedule.recipe.seed, epoch, indices[0], 1), samples)
 
-    def _part(self, epoch: int, indices: list[int]) -> Task:
-        """A microbatch of some samples, weighted as a plan would."""
-        lengths = self.schedule.lengths.values[indices]
-        weight = float(self.schedule.recipe.sample_weights(lengths).sum())
+    def _part(self, epoch: int, whole: list[int], indices: list[int]) -> Task:
+        """Some samples of a microbatch, with their part of its weight."""
+        weights = self.schedule.recipe.sample_weights(self.schedule.lengths.values[whole])
+        weight = float(weights[[whole.index(index) for index in indices]].sum())
         return Task(self.read(epoch, indices), weight, self._detail(epoch, indices))
 
     def _fetch(self, epoch: int, microbatches: list[list[list[int]]], rank: int, number: int) -> Any:

@@ -40,7 +40,7 @@ def parts_of(task: Task, shifts_labels: bool) -> list[Task]:
     """
     samples = None if task.detail is None else task.detail.samples
     if samples is not None:
-        return _read_again(task.detail.lengths, samples) if task.detail is not None else []
+        return _read_again(task.weight, task.detail.lengths, samples) if task.detail is not None else []
     found = _packed(task.microbatch) or _rows(task.microbatch)
     if found is None:
         return []
@@ -57,12 +57,14 @@ def parts_of(task: Task, shifts_labels: bool) -> list[Task]:
     ]
 
 
-def _read_again(lengths: list[Any], samples: Samples) -> list[Task]:
+def _read_again(weight: float, lengths: list[Any], samples: Samples) -> list[Task]:
     indices = samples.indices
     if len(indices) < 2:
         return []
     at = middle([length[0] if isinstance(length, list) else length for length in lengths])
-    return [samples.read(indices[:at]), samples.read(indices[at:])]
+    parts = [samples.read(indices[:at]), samples.read(indices[at:])]
+    planned = sum(part.weight for part in parts)  # a user's function may give other weights to fewer samples
+    return [part._replace(weight=weight * part.weight / (planned or 1.0)) for part in parts]
 
 
 def _details(detail: Detail | None, samples: int, at: int) -> list[Detail | None]:
@@ -78,8 +80,8 @@ def _details(detail: Detail | None, samples: int, at: int) -> list[Detail | None
 
 def _rows(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] | None:
     """The sizes of the samples, and what cuts: for tensors that all have one entry per sample, ``[samples, ...]``."""
-    counts = {tensor.size(0) for tensor in _tensors(batch) if tensor.dim()}
-    is_row = all(tensor.dim() < 2 for tensor in _tensors(batch))  # of tokens, of one sample
+    counts = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
+    is_row = all(tensor.dim() < 2 for tensor in tensors_in(batch))  # of tokens, of one sample
     if is_row or len(counts) != 1 or (count := counts.pop()) < 2:
         return None
 
@@ -93,7 +95,7 @@ def _sliced(value: Any, count: int, part: slice) -> Any:
     """A batch with some of its rows. A list of text is cut, too, if it has one entry per sample."""
     if isinstance(value, Tensor):
         return value[part] if value.dim() else value
-    if isinstance(value, list) and len(value) == count and not any(True for _ in _tensors(value)):
+    if isinstance(value, list) and len(value) == count and not any(True for _ in tensors_in(value)):
         return value[part]
     return _mapped(value, lambda inner: _sliced(inner, count, part))
 
@@ -103,13 +105,16 @@ def _packed(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] 
     bounds = _bounds(batch) if isinstance(batch, Mapping) else None
     if bounds is None or len(bounds) < 3:
         return None
-    tokens = bounds[-1]
-    rows = {name: value for name, value in batch.items() if name not in _BOUNDS and isinstance(value, Tensor)}
-    if any(tensor.dim() and _token_axis(tensor, tokens) is None for tensor in rows.values()):
+    tokens, count = bounds[-1], len(bounds) - 1
+    others = [value for name, value in batch.items() if name not in _BOUNDS]
+    rows = [value for value in others if isinstance(value, Tensor)]
+    if any(tensor.dim() and _token_axis(tensor, tokens) is None for tensor in rows):
         return None
+    if any(True for value in others if not isinstance(value, Tensor) for _ in tensors_in(value)):
+        return None  # images, say: nothing tells whose they are
 
     def cut(at: int) -> tuple[Any, Any]:
-        return _unpacked(batch, bounds[: at + 1]), _unpacked(batch, bounds[at:])
+        return _unpacked(batch, bounds, slice(0, at)), _unpacked(batch, bounds, slice(at, count))
 
     return [float(end - begin) for begin, end in pairwise(bounds)], cut
 
@@ -136,8 +141,9 @@ def _token_axis(tensor: Tensor, tokens: int) -> int | None:
     return 0 if tensor.size(0) == tokens else None
 
 
-def _unpacked(batch: Any, bounds: list[int]) -> Any:
-    """The samples between some bounds of a packed row, as a packed row."""
+def _unpacked(batch: Any, all_bounds: list[int], samples: slice) -> Any:
+    """Some samples of a packed row as a packed row. A list of text is cut, too, if it has one entry per sample."""
+    bounds = all_bounds[samples.start : samples.stop + 1]
     start, end = bounds[0], bounds[-1]
     longest = max(after - before for before, after in pairwise(bounds))
     part = copy.copy(batch)
@@ -147,18 +153,20 @@ def _unpacked(batch: Any, bounds: list[int]) -> Any:
         elif isinstance(value, Tensor) and name in _BOUNDS:
             part[name] = value.new_tensor([bound - start for bound in bounds])
         elif isinstance(value, Tensor) and value.dim():
-            axis = _token_axis(value, _bounds(batch)[-1])  # type: ignore[index]
+            axis = _token_axis(value, all_bounds[-1])
             part[name] = value.narrow(axis, start, end - start)  # type: ignore[arg-type]
+        elif isinstance(value, list) and len(value) == len(all_bounds) - 1:
+            part[name] = value[samples]
     return part
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested containers and data classes."""
     if isinstance(value, Tensor):
         yield value
     else:
         for part in _inner(value):
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 def _inner(value: Any) -> list[Any]:

@@ -15,7 +15,17 @@ from lightning_odc.bench.options import AUTO, Combination
 from lightning_odc.bench.pictures import write_picture
 from lightning_odc.bench.processes import threads_per_rank
 from lightning_odc.bench.report import LOSS_TOLERANCE, Outcome, length_facts, machine
-from lightning_odc.bench.results import Row, Run, Split, loss_difference, quartiles, splits
+from lightning_odc.bench.results import (
+    Row,
+    Run,
+    Split,
+    by_repetition,
+    doubt,
+    loss_difference,
+    quartiles,
+    splits,
+    times,
+)
 from lightning_odc.callbacks import draw_timelines, load_timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.demo.options import DemoOptions, Mode
@@ -105,14 +115,17 @@ class Result:
         slow = self.seconds["collective"].sum()
         return {mode: float(slow / own.sum()) for mode, own in self.seconds.items()}
 
+    def doubt(self, mode: str) -> str:
+        """Why the speed-up of a mode means nothing; empty if it means something, or collectives were not run."""
+        slow, own = (self._runs_of(one) for one in ("collective", mode))
+        return doubt(times(slow, slow[0].combination), times(own, own[0].combination)) if slow and own else ""
+
     def speedup_by_repetition(self, mode: str = "on_demand") -> list[float]:
         """The time of collectives over that of a mode, for each repetition; empty if one of them was not run."""
-        if not {"collective", mode} <= self.seconds.keys():
+        slow, own = (self._runs_of(one) for one in ("collective", mode))
+        if not (slow and own):
             return []
-        ratios: list[float] = (
-            self.seconds["collective"].sum(axis=1) / self.seconds[mode].sum(axis=1)
-        ).tolist()
-        return ratios
+        return by_repetition(times(slow, slow[0].combination), times(own, own[0].combination))
 
     def speedup_undisturbed(self, mode: str = "on_demand") -> float | None:
         """The speed-up if every minibatch had taken what it took in its fastest repetition, or None.
@@ -173,6 +186,7 @@ class Result:
         return {
             "mode": mode,
             "speedup": self.gain.total,
+            "doubt": self.gain.doubt,
             "factors": dict(self.gain.factors),
             "by_repetition": self.speedup_by_repetition(mode),
             "undisturbed": self.speedup_undisturbed(mode),

@@ -142,6 +142,8 @@ def show_results(console: Console, result: Result) -> None:
     if caption := outcome.placement.caption:
         console.print(f"[yellow]{caption}")
     console.print(results_table(result))
+    if any(result.doubt(mode) for mode in result.runs):
+        console.print("?: not measurable on this machine: the repetitions differ by more than the modes do")
     difference = loss_difference(outcome.runs)
     verdict = "[green]losses agree[/]" if outcome.losses_agree else "[bold red]LOSSES DIFFER[/]"
     reason = "" if math.isfinite(difference) else "; a loss is NaN or infinite"
@@ -152,7 +154,8 @@ def show_results(console: Console, result: Result) -> None:
         console.print(f'balanced is Trainer(strategy="odc_balanced"); it chose policy "{policy}"')
     if result.gain is not None:
         console.print(gain_text(result.gain))
-        show_repetitions(console, result, mode_of(result.gain.fast))
+        if not result.gain.doubt:
+            show_repetitions(console, result, mode_of(result.gain.fast))
     console.print(
         f"files in {options.output}/:\n"
         f"  timelines.png       every rank in minibatch {options.minibatches}, all modes; grey is waiting\n"
@@ -163,8 +166,12 @@ def show_results(console: Console, result: Result) -> None:
 
 def gain_text(gain: Split) -> str:
     """The whole gain, and what it is a product of."""
-    said = f"speed-up of {mode_of(gain.fast)} over collective: [bold]x{gain.total[1]:.2f}[/]"
-    return f"{said} = " + ", times ".join(f"x{factor[1]:.2f} {cause}" for cause, factor in gain.factors)
+    said = f"speed-up of {mode_of(gain.fast)} over collective:"
+    if gain.doubt:
+        return f"{said} not measurable on this machine: {gain.doubt}"
+    return f"{said} [bold]x{gain.total[1]:.2f}[/] = " + ", times ".join(
+        f"x{factor[1]:.2f} {cause}" for cause, factor in gain.factors
+    )
 
 
 def show_repetitions(console: Console, result: Result, mode: Mode) -> None:
@@ -178,6 +185,13 @@ def show_repetitions(console: Console, result: Result, mode: Mode) -> None:
         f"undisturbed: x{result.speedup_undisturbed(mode):.2f}"
         + (" [yellow](they differ: was the machine busy?)" if uneven else "")
     )
+
+
+def show_speedup(result: Result, mode: str) -> str:
+    """The speed-up of a mode; a question mark where it means nothing, a dash where collectives were not run."""
+    if not result.speedups:
+        return "-"
+    return "?" if result.doubt(mode) else f"x{result.speedups[mode]:.2f}"
 
 
 def results_table(result: Result) -> Table:
@@ -194,7 +208,7 @@ def results_table(result: Result) -> Table:
             f"{run['tokens_per_second']:,.0f}",
             f"{median:.3f} [{first:.3f}-{third:.3f}]",
             f"{run['loss'][-1]:.4f}",
-            f"x{result.speedups[mode]:.2f}" if result.speedups else "-",
+            show_speedup(result, mode),
             *("-" if run[name] is None else f"{run[name]:z.1%}" for name in ("idle_share", "over_bound")),
         ]
         table.add_row(*map(escape, cells))

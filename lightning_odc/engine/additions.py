@@ -22,7 +22,8 @@ A sample that has to be left out after all is *taken back*: it runs once more wi
 the units that have added something add again. Behind the last one of them the pass is broken off on purpose. Floating
 point numbers are symmetric about zero, so what is added is the negative number to the last bit.
 
-All this needs a unit to run as often in a part as in the whole, or not at all. That is compared before a part adds.
+All this needs a unit to run as often in a part as in the whole, or not at all. That is compared before a part adds. Of
+a unit that a sample does not run, nothing is taken back.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ class Added:
         """
         return [unit for unit in self.times if calls.get(unit, 0) not in (0, self.calls.get(unit, 0))]
 
+    def within(self, calls: Mapping[int, int]) -> Added:
+        """As far as it is about units that a part runs.
+
+        Args:
+            calls: How many times each unit ran in the forward pass of the part.
+        """
+        times = {unit: count for unit, count in self.times.items() if calls.get(unit, 0)}
+        return Added(times, self.calls)
+
 
 class Additions:
     """The additions of one backward pass after the other.
@@ -78,15 +88,26 @@ class Additions:
         Args:
             before: What the microbatch, of which this is a part, has added before.
             takes_back: The pass is there to take that back.
+
+        Raises:
+            TakenBackError: there is nothing to take back.
         """
+        left = sum(before.times.values())
+        if takes_back and not left:
+            raise TakenBackError
         self.is_open, self.adding = True, None
         self._before, self._now = before, Counter()
-        self._left = sum(before.times.values()) if takes_back else None
+        self._left = left if takes_back else None
 
     def end(self) -> None:
         """The pass has come to its end."""
         self.is_open, self._left = False, None
         self._before, self._now = Added(), Counter()
+
+    @property
+    def is_torn(self) -> bool:
+        """A pass has begun and not ended, and a part of its gradient is in the accumulators."""
+        return self.is_open and bool(self._now or self._before.times)
 
     def begin_adding(self, unit: int) -> bool:
         """A unit has a gradient; returns whether it is to be added."""
@@ -121,4 +142,5 @@ class Additions:
         before = self._before
         self.end()
         times = done | Counter(before.times)  # the larger one of both
-        return Added(dict(times), {**calls, **before.calls})
+        # What a unit has added before stands for its calls then.
+        return Added(dict(times), {**calls, **{unit: before.calls.get(unit, 0) for unit in before.times}})

@@ -16,7 +16,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -56,7 +56,7 @@ class SettleRecord:
     longer than a mailbox (64 KiB) takes several meetings.
 
     Attributes:
-        batches: the kind of batches that the rank trained on; ``None`` if it ran nothing and agrees with any kind.
+        batches: the kind of batches that the rank trained on; ``None`` if none of them counts: any kind is right then.
         counting: what its weights count, a `Counting`; ``None`` if it ran no microbatch.
         weight: the sum of its weights; 1 for plain batches.
         least: its smallest weight if that is negative, else 0.
@@ -114,6 +114,11 @@ class Ledger:
     is_idle: bool = False  # ran nothing at all, so it goes along with what the others ran
     left_out: float = 0.0  # the part of the plain batches of this step that counts nothing
 
+    @property
+    def agrees_with_any(self) -> bool:
+        """Nothing of what this rank ran counts, so it goes along with what the others ran."""
+        return self.is_idle or (self.counting is None and self.left_out > 0)
+
     def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides]).
 
@@ -158,7 +163,7 @@ class Ledger:
     def record(self, logs: Any, measured: Any, note: Any, used: str = "0x0") -> SettleRecord:
         """What a rank with these weights tells when it settles; the arguments are fields of the record."""
         return SettleRecord(
-            batches=None if self.is_idle else _WEIGHTED if self.is_weighted else _PLAIN,
+            batches=None if self.agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
             counting=self.counting and self.counting.value,
             weight=float(self.weight) if self.is_weighted else 1.0 - self.left_out,
             least=float(self.least),
@@ -246,6 +251,7 @@ class Engine(Traced, ABC):
         ledger: the weights of the current optimizer step.
         weight_unit: the weighted losses that were backpropagated were divided by this, on all ranks.
         settled: the gradients of the step are complete in ``.grad``; what comes next is the optimizer step.
+        is_behind: the backward pass of the microbatch at hand has come to its end, and what calls it has not.
         evaluating: ranks may have different numbers of batches now.
         note: something JSON-serialisable to tell the other ranks at the next settle, at no cost of its own.
         notes: what all ranks told at the last settle, in rank order; empty where settling does not communicate.
@@ -256,7 +262,7 @@ class Engine(Traced, ABC):
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.weight_unit = 1.0
-        self.settled = self._failed = False
+        self.settled = self._failed = self.is_behind = False
         self.note: Any = None
         self.notes: list[Any] = []
         self._batches = 0
@@ -322,6 +328,20 @@ class Engine(Traced, ABC):
             self.begin_microbatch(index)
             yield task
 
+    def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
+        """Rank and number of the items for this rank to do, none of which adds to a gradient: here its own, in order.
+
+        All ranks together. No item comes up on two ranks.
+
+        Args:
+            rank: This rank.
+            costs: By rank, the cost that every item is expected to have, in any unit.
+
+        Raises:
+            PeerFailedError: while it iterates, another rank has failed or died.
+        """
+        return ((rank, number) for number in range(len(costs[rank])))
+
     @abstractmethod
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
@@ -335,9 +355,12 @@ class Engine(Traced, ABC):
 
     def begin_forward(self) -> None:
         """The forward pass of a microbatch begins."""
+        self.is_behind = False
 
     def why_no_retry(self) -> str:
         """Why a microbatch that broke off cannot run again on this rank alone; empty if it can."""
+        if self.is_behind:
+            return "its gradient had been added, and memory ran out behind its backward pass"
         return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
 
     def let_go(self) -> Added | None:
@@ -380,6 +403,10 @@ class Engine(Traced, ABC):
     @abstractmethod
     def reshard(self) -> None:
         """Free what is gathered, so that modules hold their shards, which can be changed."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which units stay gathered, as far as memory allows. Does nothing where ranks gather together."""
+        return nullcontext()
 
     @abstractmethod
     def exchange(self, kind: str, item: Any) -> list[Any]:

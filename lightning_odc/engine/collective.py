@@ -111,6 +111,7 @@ class CollectiveEngine(Engine):
         Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones. Hooks
         of parameters wait for the division, too. A pass that breaks off leaves ``.grad`` as it was.
         """
+        self.is_behind = False
         assert self._root is not None
         if manual:
             self._root.gather()
@@ -128,7 +129,7 @@ class CollectiveEngine(Engine):
             for shard, kept in zip(self._shards, before, strict=True):
                 shard.grad = kept
             raise
-        self._in_place = False
+        self._in_place, self.is_behind = False, True
         self._root.check_reduced()
         if apart:
             self._add(before, counts)

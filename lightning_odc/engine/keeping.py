@@ -22,6 +22,18 @@ visits the small ones come first. Three units, room for 60 MiB, two microbatches
     norm     1 MiB     4       3 x (1 + 64 KiB / 1 MiB)   yes
 
 The first minibatch keeps nothing: it counts visits, and shows how much memory training takes by itself.
+
+Note [Held for a while]
+~~~~~~~~~~~~~~~~~~~~~~~
+Sampling runs the model once per token, and reads every unit for every token where nothing is kept: before the first
+minibatch, while nothing is trained, or of units for which training leaves no room. For so long, `Keeping.held` holds
+more units. Room is what is free now, because the gradients and activations of training come later. It is looked at
+again in every pass, since a cache of keys and values grows. Where it has become tight, a unit is held no longer:
+``fully_shard`` frees it behind its pass. Three blocks, 5 tokens, memory tight at the third::
+
+    token          1           2    3           4           5
+    is read        b0 b1 b2    -    -           b0          b0
+    stays          b0 b1 b2    all  b1 b2       b1 b2       b1 b2
 """
 
 from __future__ import annotations
@@ -29,7 +41,8 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -182,10 +195,9 @@ def _kept(unit: Unit, comm: GatherComm) -> _Kept:
     )
 
 
-def _follow(kept: _Kept, *_: Any) -> None:
-    """Before a unit runs: gather it again if shards were frozen or unfrozen meanwhile, as ``toggle_optimizer`` does."""
-    unit = kept.unit
-    if kept.gathered and any(slot.current.requires_grad != slot.home.requires_grad for slot in unit.slots):
+def _follow(unit: Unit) -> None:
+    """Gather a unit again if shards were frozen or unfrozen meanwhile, as ``toggle_optimizer`` does."""
+    if any(slot.current.requires_grad != slot.home.requires_grad for slot in unit.slots):
         unit.modules[0].reshard()
 
 
@@ -209,6 +221,9 @@ class Keeping:
         self._needed = self._peak = 0  # by training itself; at all
         self._usable = self.bytes = 0
         self._has_measured = False
+        self._contexts = 0  # of `held`
+        self._held: list[tuple[_Kept, bool]] = []  # and whether each was gathered before
+        self._asks: _Kept | None = None  # the unit at which the next pass asks for memory
         self.growth = 1.0
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
@@ -216,8 +231,8 @@ class Keeping:
         self._kept = [_kept(unit, comm) for unit, comm in zip(units, comms, strict=True)]
         for kept in self._kept:
             for module in kept.unit.modules:
-                follow: Any = partial(_follow, kept)
-                self._hooks.append(cast(nn.Module, module).register_forward_pre_hook(follow, prepend=True))
+                before: Any = partial(self._before, kept)
+                self._hooks.append(cast(nn.Module, module).register_forward_pre_hook(before, prepend=True))
 
     def release(self) -> None:
         """Give the units back as they were. Idempotent."""
@@ -225,7 +240,7 @@ class Keeping:
             handle.remove()
         for kept in self._kept:
             kept.keep(False)
-        self._hooks, self._kept, self.bytes = [], [], 0
+        self._hooks, self._kept, self._held, self.bytes = [], [], [], 0
 
     def is_kept(self, unit: Unit) -> bool:
         """Whether ``fully_shard`` does not free this unit now."""
@@ -234,8 +249,7 @@ class Keeping:
     def settled(self) -> None:
         """A minibatch of training has ended: learn how much memory it took."""
         self._has_measured = True
-        if self._budget == "auto" and (peak := self._memory.peak()) != self._peak:
-            self._needed, self._peak = max(self._needed, peak - self.bytes), peak
+        self._measure()
 
     def choose(self, visits: Sequence[int]) -> list[int]:
         """The units to keep from now on, by number: as many as there is room for, the most worthwhile first.
@@ -255,7 +269,7 @@ class Keeping:
 
     def keep(self, chosen: Sequence[int]) -> None:
         """Keep these units, and with the memory that is left what was read of frozen parameters."""
-        room, self.bytes = self._room(), 0
+        room, self.bytes, self._held = self._room(), 0, []
         for kept in self._kept:
             kept.keep(kept.unit.index in chosen)
             self.bytes += kept.size * kept.gathered
@@ -265,6 +279,8 @@ class Keeping:
             self.bytes += kept.size * kept.comm.keeps_buffer
             if not kept.comm.keeps_buffer:
                 kept.comm.drop()
+        if self._contexts:
+            self._hold()
 
     def relieve(self) -> list[Unit]:
         """Keep less from now on, where memory has become tight; returns the units to free, the largest first."""
@@ -283,12 +299,79 @@ class Keeping:
                 freed.append(kept.unit)
         return freed
 
+    @contextmanager
+    def held(self, free: Callable[[Iterable[Unit]], None]) -> Iterator[None]:
+        """A context in which more units stay gathered; see Note [Held for a while]. Contexts may be nested.
+
+        Args:
+            free: Frees units, at the end.
+        """
+        self._contexts += 1
+        if self._contexts == 1:
+            self._measure()
+            self._hold()
+        try:
+            yield
+        finally:
+            self._contexts -= 1
+            if not self._contexts:
+                self._measure()
+                free(self._let_go())
+
+    def _hold(self) -> None:
+        """Hold as many units as there is room for now, the small ones first: all are visited equally often."""
+        room, self._asks = self._room_now(), None
+        for kept in sorted(self._kept, key=lambda kept: kept.size):
+            # ``fully_shard`` does not free the root unit between forward passes.
+            if kept.is_plain and not (kept.gathered or kept.unit.is_root) and kept.size <= room:
+                room, self.bytes = room - kept.size, self.bytes + kept.size
+                self._held.append((kept, kept.unit.is_gathered))
+                kept.keep(True)
+
+    def _let_go(self) -> list[Unit]:
+        """Hold nothing any more; returns the units to free: not those that somebody else had gathered before."""
+        held, self._held = [one for one in self._held if one[0].gathered], []
+        for kept, _ in held:
+            self.bytes -= kept.size
+            kept.keep(False)
+        return [kept.unit for kept, was_gathered in held if kept.reshards and not was_gathered]
+
+    def _before(self, kept: _Kept, *_: Any) -> None:
+        """Before a unit runs."""
+        if kept.gathered:
+            _follow(kept.unit)
+            if not torch.compiler.is_compiling() and self._contexts and self._budget == "auto":
+                self._ease(kept)
+
+    def _ease(self, kept: _Kept) -> None:
+        """Once in a pass: where memory is tight, hold the next unit no longer, and ask again at the one behind it."""
+        if self._asks is not None and self._asks is not kept:
+            return
+        self._asks = kept
+        if self._memory.used() > self._memory.usable() * (1 - _TIGHT):
+            self._asks = None
+            self.bytes -= kept.size
+            kept.keep(False)
+
+    def _measure(self) -> None:
+        """Learn how much memory was taken at most, beside what is kept."""
+        if self._budget == "auto" and (peak := self._memory.peak()) != self._peak:
+            self._needed, self._peak = max(self._needed, peak - self.bytes), peak
+
+    def _room_now(self) -> int:
+        """Bytes that may be held beside what is kept, while nothing is trained."""
+        if self._budget != "auto":
+            return self._budget - self.bytes
+        to_come = sum(kept.size for kept in self._kept if kept.gathered and not kept.unit.is_gathered)
+        self._usable = self._memory.usable()
+        return int(self._memory.share * (self._usable - self._memory.used())) - to_come
+
     def give_back(self) -> None:
         """Keep nothing from now on in this version: memory has run out."""
         for kept in self._kept:
             kept.comm.drop()
             kept.keep(False)
-        self.bytes = 0
+        self._held, self.bytes = [], 0
 
     def _room(self) -> int:
         """Bytes that may be kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided, unexpected_gradient
@@ -35,6 +34,7 @@ from lightning_odc.engine.comm import (
     set_comms,
 )
 from lightning_odc.engine.dropping import Dropping
+from lightning_odc.engine.generation import generating
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.late_gradients import LateHooks, Placeholders
@@ -44,7 +44,7 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.recovery import Recovery
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.staleness import StalenessGuard
-from lightning_odc.engine.stealing import Stealing
+from lightning_odc.engine.stealing import Stealing, claims
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import Held, Traffic, UnitWindow
@@ -103,7 +103,6 @@ class OnDemandEngine(Engine):
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
         self._dropping = Dropping(self._placeholders, lambda: self._units, lambda: self.protocol)
-        self._queues_opened = 0
         self.stolen = 0
 
     @property
@@ -177,7 +176,7 @@ class OnDemandEngine(Engine):
         self._root = RootUnit(self._units, model)
         self._recovery = Recovery(model, self._units, self._keeping)
         if not self._lockstep:
-            self._on_close.enter_context(_compat.generating_alone(model))
+            self._on_close.enter_context(generating(model, self.gathered))
 
     def close(self) -> None:
         self._on_close.close()
@@ -269,6 +268,7 @@ class OnDemandEngine(Engine):
             self._reattach()
 
     def discard(self) -> None:
+        self._recovery.additions.end()
         self._dropping.drop({slot for unit in self._units for slot in unit.trainable})
         self._take_ledger()
 
@@ -293,12 +293,15 @@ class OnDemandEngine(Engine):
         if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
             yield from super().tasks(minibatch)
             return
-        self._queues_opened += 1
-        work = Stealing(self.protocol, self._queues_opened, minibatch, minibatch.all_ranks)
+        work = Stealing(self.protocol, minibatch, minibatch.all_ranks)
         for index, task in enumerate(work):
             self.begin_microbatch(index)
             yield task
         self.stolen += work.stolen
+
+    def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
+        alone = self._lockstep or self.world_size == 1
+        return super().claims(rank, costs) if alone else claims(self.protocol, costs)
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
@@ -313,11 +316,12 @@ class OnDemandEngine(Engine):
                 self._staleness.before_reshard(unit)
         self._relieve()
         self._recovery.begin_backward()
-        self._in_backward, self._counts = True, counts
+        self._in_backward, self._counts, self.is_behind = True, counts, False
         try:
             yield
         finally:
             self._in_backward, self._counts = False, True
+        self.is_behind = True
         self._recovery.end_backward()
         self._root.check_reduced()
         for unit in self._units:
@@ -327,6 +331,7 @@ class OnDemandEngine(Engine):
             self._staleness.after_last_backward()
 
     def begin_forward(self) -> None:
+        super().begin_forward()
         self._recovery.begin_forward()
 
     def why_no_retry(self) -> str:
@@ -346,6 +351,7 @@ class OnDemandEngine(Engine):
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
+        self._recovery.check_none_broke_off()
         refuse_all_reduce_hooks(self._units)
         with self._timed(), self.traced("settle"):
             self.reshard()
@@ -471,6 +477,9 @@ class OnDemandEngine(Engine):
         self._free(self._units)
         if self._root is not None:
             self._root.shard()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return super().gathered() if self.protocol.lockstep else self._keeping.held(self._free)
 
     def _free(self, units: Iterable[Unit]) -> None:
         for unit in units:

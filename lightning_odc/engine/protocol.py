@@ -107,6 +107,7 @@ class Protocol(RankState):
         waiter: idle seconds by cause.
         windows: by unit, what a microbatch does with it; from `open` to `close`.
         drop_together: called where some ranks have met for `DISCARD`, with their items and what this rank came for.
+        queues: how often work was opened for other ranks to take; see `WorkQueues`.
         device_waits: how often the host waited for its own device, which is not idle time.
     """
 
@@ -132,6 +133,7 @@ class Protocol(RankState):
         self._hang_report = hang_report
         self._units = tuple(units)
         self._meetings = 0
+        self.queues = 0
         self._ends = 0
         world = transport.world_size
         self._peers_order = [(transport.rank + i) % world for i in range(1, world)]

@@ -53,8 +53,11 @@ class Recovery:
         """A backward pass begins.
 
         Raises:
-            ODCError: it is that of a part which runs units another number of times than the whole did.
+            ODCError: it is that of a part which runs units another number of times than the whole did, or the pass
+                before broke off, and nothing was done about that.
+            TakenBackError: it is there to take back gradients, and there are none.
         """
+        self.check_none_broke_off()
         (added, takes_back), self._next = self._next or (_NOTHING, False), None
         if added.times and (strange := added.differs(self._calls())):
             raise ODCError(
@@ -63,12 +66,26 @@ class Recovery:
                 'for the whole, and nothing tells what is missing. Write ODCStrategy(on_out_of_memory="raise"), or run '
                 "the unit equally often for every microbatch."
             )
-        self.additions.begin(added, takes_back)
+        self.additions.begin(added.within(self._calls()) if takes_back else added, takes_back)
 
     def end_backward(self) -> None:
         """A backward pass has come to its end, and `fully_shard` has forgotten what ran before it."""
         self.additions.end()
         self._mark = 0
+
+    def check_none_broke_off(self) -> None:
+        """Refuse to go on with a part of the gradient of a microbatch.
+
+        Raises:
+            ODCError: a backward pass broke off, and its error was caught.
+        """
+        if self.additions.is_torn:
+            raise ODCError(
+                "A backward pass broke off and its error was caught, but a part of its gradient has been added before. "
+                "Let the error end the run. Or, if memory ran out with manual optimization, run the whole batch "
+                "again in parts, in `except`:\n"
+                "    with self.trainer.strategy.retrying():"
+            )
 
     def let_go(self) -> Added | None:
         """See `Engine.let_go`."""
@@ -93,6 +110,10 @@ class Recovery:
 
 def free_unused() -> None:
     """Give the memory of unreachable objects back to the device. Takes the garbage collector's time."""
+    with torch.enable_grad():
+        # A backward pass that broke off leaves what it had not come to in the queue of this thread, with graph and
+        # activations. The next pass of any graph throws it out first.
+        torch.zeros((), device="cpu", requires_grad=True).backward()
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

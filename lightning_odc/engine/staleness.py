@@ -11,8 +11,8 @@ written through ``parameter.data``. So a rank compares its shards with what it p
 gather of a version, and after the last backward pass of a batch. Comparing at every gather would cost two more reads of
 each shard per microbatch. A change after the last backward pass does no harm: no rank reads that shard until the
 optimizer has stepped and all ranks have published. A model in ``eval()`` may never come to a backward pass, so every
-gather compares there. A rank that ran nothing compares when the step settles. On a device that the host runs ahead of,
-the answers of all comparisons are looked at when the step settles.
+gather compares there; what stays gathered is compared when it is freed. A rank that ran nothing compares when the step
+settles. On a device that the host runs ahead of, the answers of all comparisons are looked at when the step settles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work stealing inside a minibatch: a rank that has run dry runs microbatches that a loaded peer has not begun.
+"""Work stealing: a rank that has run dry runs microbatches, or samples prompts, that a loaded peer has not begun.
 
 Note [Every microbatch runs exactly once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -21,6 +21,9 @@ microbatches are 0 to 3, and what happens::
       2    2    none          5   rank 1 takes 1; rank 0, done at 6, finds the queue empty and goes to the meeting
 
 Rank 1 is done at 9 instead of 14.
+
+Prompts to be sampled are such queues, too. No gradient comes of them, so that they may be stolen under
+``deterministic=True`` as well.
 """
 
 from __future__ import annotations
@@ -55,26 +58,23 @@ _Change = Callable[[Queue], tuple[int | None, Queue]]
 
 
 class WorkQueues:
-    """All ranks' queues of the current minibatch.
+    """All ranks' queues of the current minibatch, or of the prompts to be sampled.
 
     Args:
         protocol: of this rank.
-        number: of the minibatch, counted from 1 on every rank.
-        costs: by rank, the planned cost of every microbatch, in any unit.
+        number: of these queues, counted from 1 on every rank.
+        costs: by rank, the planned cost of every microbatch or prompt, in any unit.
 
     Raises:
-        ValueError: a rank has more microbatches than a queue can count, or sums must be taken in a fixed order.
+        ValueError: a rank has more items than a queue can count.
     """
 
     def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
-        if protocol.deterministic:
-            raise ValueError(
-                "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "
-                'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
-                "ODCStrategy(deterministic=False)."
-            )
         if max(map(len, costs)) > _MASK:
-            raise ValueError(f"Stealing works with up to {_MASK} microbatches per rank; use larger ones.")
+            raise ValueError(
+                f"Stealing works with up to {_MASK} microbatches per rank, or prompts: use larger microbatches, or "
+                "batches of prompts."
+            )
         self._protocol = protocol
         self._transport = protocol.transport
         self._number = number
@@ -104,6 +104,13 @@ class WorkQueues:
     def report_rate(self, seconds_per_cost: float) -> None:
         """Tell the peers how fast this rank works, so that they know whether stealing pays."""
         self._transport.store(Word.RATE, _to_bits(seconds_per_cost))
+
+    def claims(self) -> Iterator[tuple[int, int]]:
+        """Rank and number of all that this rank is to run: its own, then what it steals."""
+        while (number := self.take()) is not None:
+            yield self._rank, number
+        while (found := self.steal()) is not None:
+            yield found
 
     # -- whether it pays ----------------------------------------------------------------------------------
 
@@ -172,14 +179,14 @@ class WorkQueues:
         self._transport.store_claim(owner, self._number << (2 * _BITS) | queue.front << _BITS | queue.back)
 
     def _await_all_open(self) -> None:
-        """A peer that has not begun this minibatch has a queue yet to show; there is nothing else to do meanwhile."""
+        """A peer that has not come so far has a queue yet to show; there is nothing else to do meanwhile."""
         transport = self._transport
 
         def await_open(peer: int) -> None:
             self._protocol.waiter.until(
                 lambda: transport.load_claim(peer) >> (2 * _BITS) >= self._number,
                 Cause.SETTLE,
-                lambda: f"waiting for {transport.describe(peer)} to begin the minibatch",
+                lambda: f"waiting for {transport.describe(peer)} to open its queue",
                 transport.job_rank(peer),
                 lambda: self._protocol.peers.check_not_past(peer),
             )
@@ -188,34 +195,75 @@ class WorkQueues:
             await_open(peer)
 
 
+def _next_queues(protocol: Protocol, costs: Sequence[Sequence[float]]) -> WorkQueues:
+    """Open this rank's queue of the next work that ranks share; all of them do it in the same order."""
+    protocol.queues += 1
+    return WorkQueues(protocol, protocol.queues, costs)
+
+
+def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
+    """Rank and number of all items for this rank to do: its own, then those of loaded peers of its node.
+
+    Its queue is open when this returns, so that peers can help a rank that takes nothing itself.
+
+    Args:
+        protocol: of this rank.
+        costs: by rank of the job, the cost that every item is expected to have, in any unit.
+
+    Raises:
+        ValueError: a rank has more items than a queue can count.
+        PeerFailedError: while it iterates, another rank has failed or died.
+    """
+    transport = protocol.transport
+    ranks = [transport.job_rank(peer) for peer in range(transport.world_size)]
+    queues = _next_queues(protocol, [costs[rank] for rank in ranks])
+
+    def taken() -> Iterator[tuple[int, int]]:
+        for peer, number in queues.claims():
+            protocol.peers.check()
+            yield ranks[peer], number
+            protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
+
+    return taken()
+
+
 class Stealing:
     """Iterates over the microbatches that this rank runs: its own, then those of loaded peers.
 
     Args:
         protocol: of this rank.
-        number: of the minibatch, counted from 1 on every rank.
         own: this rank's microbatches.
         everybody: all ranks' microbatches.
 
     Attributes:
         stolen: microbatches of peers that were handed out so far.
+
+    Raises:
+        ValueError: sums must be taken in a fixed order.
     """
 
-    def __init__(self, protocol: Protocol, number: int, own: Minibatch, everybody: AllRanks) -> None:
+    def __init__(self, protocol: Protocol, own: Minibatch, everybody: AllRanks) -> None:
+        if protocol.deterministic:
+            raise ValueError(
+                "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "
+                'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
+                "ODCStrategy(deterministic=False)."
+            )
         self.stolen = 0
         self._own = own
         self._everybody = everybody
         self._rank = protocol.transport.rank
-        self._queues = WorkQueues(protocol, number, everybody.costs)
+        self._queues = _next_queues(protocol, everybody.costs)
         self._clock = _Clock(protocol)
 
     def __iter__(self) -> Iterator[Task]:
-        while (number := self._queues.take()) is not None:
-            yield from self._timed(self._rank, number, self._own[number])
-        while (found := self._queues.steal()) is not None:
-            victim, number = found
-            self.stolen += 1
-            yield from self._timed(victim, number, self._everybody.fetch(victim, number))
+        for rank, number in self._queues.claims():
+            if rank == self._rank:
+                microbatch = self._own[number]
+            else:
+                microbatch = self._everybody.fetch(rank, number)
+                self.stolen += 1
+            yield from self._timed(rank, number, microbatch)
 
     def _timed(self, rank: int, number: int, microbatch: Any) -> Iterator[Task]:
         """Hand out a microbatch and learn from how long it takes until the next one is asked for."""

@@ -13,7 +13,8 @@ class Span(NamedTuple):
 
     Attributes:
         kind: ``"read"``, ``"add"``, ``"wait"``, ``"settle"``, ``"publish"``, ``"forward"``, ``"backward"``,
-            ``"optimizer"``, ``"data"``, or the name of a collective. Spans nest: waits lie inside what waited.
+            ``"optimizer"``, ``"data"``, ``"sampling"``, ``"scoring"``, or the name of a collective. Spans nest: waits
+            lie inside what waited.
         begin: nanoseconds of the monotonic clock.
         end: nanoseconds of the monotonic clock.
         details: what else is known: unit, peer, cause, microbatch, bytes, tokens.

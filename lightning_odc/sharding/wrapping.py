@@ -71,9 +71,7 @@ def shard_model(
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         if announce:
             _announce(model, wrap_policy, targets)
-        targets = with_dtype_units(model, targets)
-        _refuse_ties(model, targets)
-        for module in targets:
+        for module in checked_units(model, targets):
             _shard_unit(module, options)
     if not isinstance(model, FSDPModule):
         # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
@@ -82,6 +80,21 @@ def shard_model(
     for name, parameter in named():
         if name in hooked and parameter is not hooked[name]:
             _compat.move_gradient_hooks(hooked[name], parameter)
+
+
+def checked_units(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    """The modules that become units, innermost first: the chosen ones, and those whose dtype asks for it.
+
+    Args:
+        model: The module to shard, which becomes the root unit.
+        chosen: The modules that become units in any case, without the model itself.
+
+    Raises:
+        ValueError: parameters are tied across units, or a module holds trainable parameters of several dtypes.
+    """
+    targets = with_dtype_units(model, chosen)
+    _refuse_ties(model, targets)
+    return targets
 
 
 def wrapping_shards(
@@ -213,7 +226,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _announce(model: nn.Module, policy: Any, targets: list[nn.Module]) -> None:
     """Say what the default policy has chosen, and that the user's has chosen nothing."""
     if policy is None:
-        rank_zero_info(_choice(model, targets))
+        rank_zero_info(choice_of_units(model, targets))
     elif not targets:
         rank_zero_warn(
             f"auto_wrap_policy={policy!r} selects no module, so the whole model is one unit, which every rank reads at "
@@ -221,8 +234,13 @@ def _announce(model: nn.Module, policy: Any, targets: list[nn.Module]) -> None:
         )
 
 
-def _choice(model: nn.Module, chosen: list[nn.Module]) -> str:
-    """What the default policy says about its choice."""
+def choice_of_units(model: nn.Module, chosen: list[nn.Module]) -> str:
+    """What the default policy says about its choice.
+
+    Args:
+        model: The module to shard.
+        chosen: The modules that become units, without the model itself.
+    """
     if not chosen:
         layers = [layer for part in model.children() for layer in _layers(part, set())]
         return (

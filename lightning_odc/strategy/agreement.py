@@ -21,6 +21,28 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "builtins", "abc", "typ
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
+def compare_batches(engine: Engine, trainer: pl.Trainer) -> None:
+    """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps.
+
+    Args:
+        engine: The engine of the run.
+        trainer: The trainer.
+
+    Raises:
+        DisagreementError: with all numbers.
+    """
+    batches = trainer.num_training_batches
+    counts = engine.exchange("begin training", -1 if batches == float("inf") else batches)
+    enough = trainer.max_steps * trainer.accumulate_grad_batches
+    stops_before = trainer.max_steps > 0 and min(counts) >= enough
+    if len(set(counts)) > 1 and not stops_before and -1 not in counts:
+        raise DisagreementError(
+            f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
+            "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
+            "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
+        )
+
+
 def compare_programs(engine: Engine, trainer: pl.Trainer, folded: int = 1) -> None:
     """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together.
 

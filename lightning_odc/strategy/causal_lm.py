@@ -41,6 +41,7 @@ from lightning_odc.strategy.sharded import ShardedStrategy
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LENGTH = 4
 _PART_OF_A_LEAK = 0.25
+_KNOWN = "_odc_keeps_apart"  # the attribute of a model that `keeps_apart` writes
 
 
 def causal_model(module: nn.Module) -> nn.Module | None:
@@ -104,14 +105,33 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
             "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
         )
     engine.refresh()
-    with _undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
+    with undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
         own = _run_inside(strategy, lambda: _trouble_of(model, strategy.root_device))
     engine.reshard()
     return next(filter(None, engine.exchange("check of packing", own)), "")
 
 
+def keeps_apart(model: nn.Module, device: torch.device) -> bool:
+    """Whether a model keeps packed samples apart. Inside a step of the module, and the same on all ranks.
+
+    It is found out once per model and kind of attention, see Note [A leak is measured by a leak], and kept with the
+    model.
+
+    Args:
+        model: That of `causal_model`.
+        device: The device to run it on.
+    """
+    attention = _compat.attention_of(model.config)
+    known: tuple[Any, bool] | None = vars(model).get(_KNOWN)
+    if known is None or known[0] != attention:
+        with undisturbed(model, device):
+            known = attention, not _trouble_of(model, device)
+        setattr(model, _KNOWN, known)
+    return known[1]
+
+
 @contextmanager
-def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Without dropout and gradients; modes and random numbers are put back."""
     modes = [(part, part.training) for part in module.modules()]
     devices = [device] if device.type == "cuda" else []

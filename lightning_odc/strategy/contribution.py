@@ -48,6 +48,13 @@ class Contribution:
     extras: dict[str, Any]
     counting: Counting
 
+    def let_go(self) -> None:
+        """Hold the values alone, without the graph and its activations."""
+        self.loss = self.loss.detach()
+        self.extras = {
+            key: value.detach() if isinstance(value, Tensor) else value for key, value in self.extras.items()
+        }
+
 
 class CountsNothing:
     """Whether a microbatch counts nothing. The answer waits for the count of its labels, and for no other work.
@@ -73,7 +80,11 @@ class CountsNothing:
 
 
 def contribution(
-    output: Any, weight: float, counting: Counting = Counting.MEAN, labels: Tensor | None = None
+    output: Any,
+    weight: float,
+    counting: Counting = Counting.MEAN,
+    labels: Tensor | None = None,
+    is_part: bool = False,
 ) -> Contribution | None:
     """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
 
@@ -82,6 +93,7 @@ def contribution(
         weight: The weight of the microbatch, where nothing says it exactly.
         counting: What that weight counts.
         labels: The number of labels that a mean is over, if it is counted; see Note [Labels are counted].
+        is_part: Whether it is a part of a microbatch that counts. A weight of 0 then says nothing of items and labels.
 
     Raises:
         TypeError: if it is something else.
@@ -89,14 +101,14 @@ def contribution(
     if output is None:
         return None
     if isinstance(output, Tensor):
-        return _of_mean(output, weight, {}, counting, labels)
+        return _of_mean(output, weight, {}, counting, labels, is_part)
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         extras = {key: value for key, value in output.items() if key != "loss"}
         if "num_items" in output:
-            counts = float(weight > 0)  # a microbatch of weight zero only keeps ranks together
+            counts = float(is_part or weight > 0)  # a microbatch of weight zero only keeps ranks together
             items = _checked(output["num_items"]) * counts
             return Contribution(_wide(output["loss"]) * counts, items, extras, Counting.EXACT)
-        return _of_mean(output["loss"], weight, extras, counting, labels)
+        return _of_mean(output["loss"], weight, extras, counting, labels, is_part)
     raise TypeError(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
@@ -118,14 +130,25 @@ def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float |
 
 
 def _of_mean(
-    loss: Tensor, weight: float, extras: dict[str, Any], counting: Counting, labels: Tensor | None
+    loss: Tensor,
+    weight: float,
+    extras: dict[str, Any],
+    counting: Counting,
+    labels: Tensor | None,
+    is_part: bool,
 ) -> Contribution:
     """The contribution of a mean loss, weighted by its labels where they are counted."""
     if labels is None:
-        return Contribution(_wide(loss) * weight, weight, extras, counting)
-    labels = labels.to(loss.device) * float(weight > 0)
-    mean = torch.where(labels > 0, _wide(loss), 0.0)  # over nothing it is NaN, and 0 * NaN would be, too
+        weighted = _wide(loss) * weight if weight else nothing_of(_wide(loss))
+        return Contribution(weighted, weight, extras, counting)
+    labels = labels.to(loss.device) * float(is_part or weight > 0)
+    mean = torch.where(labels > 0, _wide(loss), 0.0)  # over nothing it is NaN, see `nothing_of`
     return Contribution(mean * labels.to(mean.dtype), labels, extras, Counting.LABELS)
+
+
+def nothing_of(loss: Tensor) -> Tensor:
+    """Zero, with the graph of a loss that may be NaN: ``0 * NaN`` would be, too."""
+    return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
 
 
 def _wide(loss: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ With stock collectives and plain batches Lightning's own way is left alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -28,19 +28,21 @@ from torchmetrics import Metric
 
 from lightning_odc import _compat
 from lightning_odc.data.batch_size import label_count
+from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import totals
 from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.contribution import counted_weight
 from lightning_odc.strategy.logbook import LogBook, flush, metric_of, ranks_of, replaced_log
+from lightning_odc.strategy.out_of_memory import explained
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step
 from lightning_odc.strategy.totals import METRIC, Total
 
 
 class Evaluation:
-    """One pass over the evaluation loaders on this rank; see Note [Values of an evaluation].
+    """One pass over loaders to validate, test or predict on this rank; see Note [Values of an evaluation].
 
     Args:
         strategy: The strategy, set up.
@@ -59,13 +61,13 @@ class Evaluation:
         self._engine = engine
         self._always = always
         self._shifts_labels = causal_model(self._module) is not None
-        self._had_minibatches = False
+        self._had_minibatches = False  # until then it is not known what a loader yields
         self._logbook = LogBook()
         self._changes = ExitStack()
         self._added: list[tuple[Any, str]] = []
 
     def begin(self) -> None:
-        """Before the first batch."""
+        """Before the first batch: take over what is logged. Not for predictions, which log nothing."""
         if self._engine.world_size == 1:
             return
         self._changes.enter_context(_compat.before_epoch_values(self._module.trainer, self._complete))
@@ -79,26 +81,39 @@ class Evaluation:
             results.pop(key).reset()  # else Lightning would compare its options with those of a later epoch
         self._added.clear()
 
-    def step(self, name: str, minibatch: Minibatch, *args: Any, **kwargs: Any) -> list[Any]:
-        """Evaluate a rank's microbatches one by one, and log the values of all of them.
+    @explained()
+    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch; of a `Minibatch` the microbatches one by one, and log the values of all of them.
 
         Args:
-            name: ``"validation_step"`` or ``"test_step"``.
-            minibatch: The microbatches.
-            *args: What else the step takes.
+            name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            *args: The batch and what else the step takes.
             **kwargs: The rest of it.
 
         Returns:
-            What the step returned, by microbatch.
+            What the step returned; by microbatch, if there are several.
         """
+        run = partial(call_step, self._strategy, self._engine, name)
+        if not (args and isinstance(args[0], Minibatch)):
+            return run(*args, **kwargs)
+        if name == "predict_step":
+            return [run(microbatch, *args[1:], **kwargs) for microbatch in args[0]]
+        return self._minibatch(run, *args, **kwargs)
+
+    def _minibatch(
+        self, run: Callable[..., Any], minibatch: Minibatch, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        trainer = self._module.trainer
+        if not self._had_minibatches and _compat.deals_out(trainer):
+            check_samplers(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
         self._had_minibatches = True
-        _compat.count_batch_once(self._module.trainer)
+        _compat.count_batch_once(trainer)
         outputs, by_labels = [], minibatch.origin is not None and minibatch.origin.by_labels
         with self._logbook.recording(self._module):
             for microbatch, weight in minibatch.weighted():
                 # Counted before the step, which may take them out of the batch.
                 labels = label_count(microbatch, self._shifts_labels) if by_labels else None
-                outputs.append(call_step(self._strategy, self._engine, name, microbatch, *args, **kwargs))
+                outputs.append(run(microbatch, *args, **kwargs))
                 self._logbook.weigh(counted_weight(outputs[-1], weight, labels))
         with self._locally():
             flush(self._logbook.take(), self._module)

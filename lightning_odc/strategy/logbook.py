@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Number
@@ -136,6 +136,34 @@ class LogBook:
             names = [path for path, part in totals.metrics_of(module) if part is metric]
             known = self._attributes[name] = (metric, names[0] if names else None)
         return known[1]
+
+
+class LoggedNames:
+    """Notes the names that a step logs, whose values go on to Lightning.
+
+    There is one for all steps: for another object, a compiled step would be compiled again.
+
+    Args:
+        module: The module of the steps.
+
+    Attributes:
+        names: Those of the last `noting`.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.names: set[str] = set()
+        self._module = module
+        self._log: Callable[..., None] = module.log
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Note what is logged in this context."""
+        self.names.clear()
+        self._log = self._module.log  # a callback may have put something of its own there
+        return replaced_log(self._module, self)
+
+    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        self.names.add(name)
+        self._log(name, value, *args, **options)
 
 
 def flush(logged: Iterable[Total], module: LightningModule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.data.checks import check_samplers, check_single, whole_minibatches
+from lightning_odc.data.checks import check_single, whole_minibatches
 from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
@@ -29,16 +29,16 @@ from lightning_odc.errors import WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy import arguments
-from lightning_odc.strategy.agreement import compare_programs
+from lightning_odc.strategy.agreement import compare_batches, compare_programs
 from lightning_odc.strategy.callbacks import first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.failing import tell_peers
 from lightning_odc.strategy.launcher import end_scripts_at_exit
-from lightning_odc.strategy.out_of_memory import TRY, Answer, explained
+from lightning_odc.strategy.out_of_memory import TRY, Answer
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
-from lightning_odc.strategy.step import Training, call_step
+from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData, Wanted
 
 #: How long ranks wait before they say where they are.
@@ -187,7 +187,6 @@ class ODCStrategy(ShardedStrategy):
         self._evaluation: Evaluation | None = None
         self._training_data: TrainingData | None = None
         self._failed = False
-        self._loaders_unchecked = True
         self._signals: HeldSignals | None = None
 
     def __repr__(self) -> str:
@@ -292,10 +291,8 @@ class ODCStrategy(ShardedStrategy):
     # -- a step -------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         assert self._training is not None
         if args and isinstance(args[0], Minibatch):
-            self._check_loaders(self.lightning_module.trainer.train_dataloader)
             self._hold_signals(meeting=True)
         return self._training.step(*args, **kwargs)
 
@@ -352,9 +349,7 @@ class ODCStrategy(ShardedStrategy):
             RuntimeError: outside ``trainer.fit``.
         """
         if self._training is None:
-            raise RuntimeError(
-                "settle_gradients() belongs into a training step, between backward and optimizer step."
-            )
+            raise RuntimeError("settle_gradients() belongs into a training step, behind its backward pass.")
         self._training.settle()
 
     def publish_parameters(self) -> None:
@@ -365,37 +360,45 @@ class ODCStrategy(ShardedStrategy):
         """
         self.engine.refresh()
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which units stay gathered from one forward pass to the next, so that many passes read them once.
+
+        It is for loops that run the model often between two optimizer steps, such as sampling and scoring::
+
+            with self.trainer.strategy.gathered():
+                scores = [self.score(response) for response in responses]
+
+        ``generate`` of a model opens one by itself. Units that fit into the memory of ``keep_gathered`` stay gathered,
+        the others are read in every pass. At the end, all are freed that the minibatch does not keep anyway. After an
+        optimizer step in the context, all are read again. Each rank decides for itself: ranks may open different
+        numbers of contexts, and contexts may be nested. With ``communication="collective"`` or ``"lockstep"`` it does
+        nothing, because there all ranks gather together.
+
+        Raises:
+            RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
+            StaleShardError: if a parameter was changed in the context by anything else than an optimizer step.
+        """
+        return self.engine.gathered()
+
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", *args, **kwargs)
+        assert self._evaluation is not None
+        return self._evaluation.step("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", *args, **kwargs)
-
-    @explained()
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if not (args and isinstance(args[0], Minibatch)):
-            return call_step(self, self.engine, name, *args, **kwargs)
         assert self._evaluation is not None
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._check_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
-        return self._evaluation.step(name, *args, **kwargs)
+        return self._evaluation.step("test_step", *args, **kwargs)
 
-    @explained()
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(call_step, self, self.engine, "predict_step")
-        if args and isinstance(args[0], Minibatch):
-            return [run(microbatch, *args[1:], **kwargs) for microbatch in args[0]]
-        return run(*args, **kwargs)
+        assert self._evaluation is not None
+        return self._evaluation.step("predict_step", *args, **kwargs)
 
     def on_train_start(self) -> None:
         super().on_train_start()
         check_filled(self._unfilled)
-        self.engine.evaluating, self._loaders_unchecked = False, True
+        self.engine.evaluating = False
         assert self.lightning_module is not None
-        assert self._training is not None
         trainer = self.lightning_module.trainer
         check_single(trainer.train_dataloader, self.balance)
         if isinstance(trainer.train_dataloader, BalancedDataLoader):
@@ -406,7 +409,7 @@ class ODCStrategy(ShardedStrategy):
             accumulation.fold_schedulers(self.lr_scheduler_configs)
         folded = 1 if accumulation is None else accumulation.batches
         compare_programs(self.engine, trainer, folded)
-        self._training.compare_batches()
+        compare_batches(self.engine, trainer)
         self.publish_parameters()
 
     def on_train_end(self) -> None:
@@ -415,8 +418,7 @@ class ODCStrategy(ShardedStrategy):
         self._training.check_hooks_ran()
 
     def on_validation_start(self) -> None:
-        self._begin_evaluation()
-        self._take_over_values()
+        self._begin_evaluation().begin()
 
     def on_validation_end(self) -> None:
         self._give_values_back()
@@ -424,8 +426,7 @@ class ODCStrategy(ShardedStrategy):
         self.publish_parameters()
 
     def on_test_start(self) -> None:
-        self._begin_evaluation()
-        self._take_over_values()
+        self._begin_evaluation().begin()
 
     def on_test_end(self) -> None:
         self._give_values_back()
@@ -433,20 +434,18 @@ class ODCStrategy(ShardedStrategy):
     def on_predict_start(self) -> None:
         self._begin_evaluation()
 
-    def _take_over_values(self) -> None:
-        self._evaluation = Evaluation(self, self.engine, always=self.communication != "collective")
-        self._evaluation.begin()
-
     def _give_values_back(self) -> None:
         if self._evaluation is not None:
             self._evaluation.end()
             self._evaluation = None
 
-    def _begin_evaluation(self) -> None:
+    def _begin_evaluation(self) -> Evaluation:
         check_filled(self._unfilled)
-        self.engine.evaluating = self._loaders_unchecked = True
+        self.engine.evaluating = True
         self._hold_signals(meeting=self._on_demand)
         self.publish_parameters()
+        self._evaluation = Evaluation(self, self.engine, always=self.communication != "collective")
+        return self._evaluation
 
     def _hold_signals(self, *, meeting: bool) -> None:
         """When the trainer has set its handlers, where ranks are ``meeting``. See Note [Signals wait for a meeting].
@@ -472,13 +471,6 @@ class ODCStrategy(ShardedStrategy):
             self._on_teardown.callback(self._training_data.release)
         self._training_data.engine = self._engine  # there is none if setup() asks for the data
         return self._training_data.process(dataloader)
-
-    def _check_loaders(self, loaders: Any) -> None:
-        """Once per run, at the first `Minibatch`: until then it is not known what a loader yields."""
-        assert self.lightning_module is not None
-        if self._loaders_unchecked and _compat.deals_out(self.lightning_module.trainer):
-            check_samplers(loaders)
-        self._loaders_unchecked = False
 
     # -- values -------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ Note [Run again in parts]
 On demand a rank is alone inside a minibatch, so a microbatch that does not fit is cut in two, and a part that does not
 fit is cut again, down to single samples. A sample alone runs once more, since by then what stayed gathered has been
 freed. Gradients that units had added before stay: Note [Added once]. The weight of the whole goes, those of the parts
-come. What the whole has logged stays if its forward pass had ended, and the parts then log nothing. Eight samples, of
-which the last one is too long::
+come. What the whole has logged stays if its forward pass had ended, and the parts then log nothing. What counts nothing
+(its loss was not finite, say) does not run again. Eight samples, of which the last one is too long::
 
     12345678             runs out in its backward pass
       1234               fits
@@ -29,26 +29,28 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_odc.data.batch_size import sample_count, token_count
 from lightning_odc.data.minibatch import Task
 from lightning_odc.data.rng import RandomState
-from lightning_odc.data.split import parts_of
+from lightning_odc.data.split import parts_of, tensors_in
 from lightning_odc.engine.additions import Added, TakenBackError
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy.contribution import Contribution
+from lightning_odc.strategy.contribution import Contribution, CountsNothing
 
 Answer = Literal["split", "skip", "raise"]
 
-#: What errors of other classes say: of torch's allocator for the CPU, of the driver, and of cuBLAS.
+#: What errors of other classes say: of torch's allocator for the CPU, of the driver, of cuBLAS and of cuDNN.
 _WORDS = (
     "DefaultCPUAllocator",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
 )
+#: So many samples in a row are left out, and then it is no accident.
+_MOST_LEFT_OUT = 16
 _MAKE_ROOM = (
     "Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
     'Trainer(precision="bf16-mixed"), shorter samples'
@@ -135,21 +137,22 @@ def explained() -> Iterator[None]:
 
 
 def release(error: BaseException) -> None:
-    """Let go of the local variables of all frames that an error has come through, which hold what was computed."""
-    chain: BaseException | None = error
-    while chain is not None:
-        traceback.clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__
+    """Let go of all frames that an error has come through, which hold what was computed. A note says where that was."""
+    error.add_note("It came from here:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
+    found: list[BaseException] = [error]
+    for one in found:
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None  # a frame that is cleared still holds its function, with all it closes over
+        before = (one.__cause__, one.__context__)
+        found += [other for other in before if other is not None and other not in found]
 
 
 def cut_graph(value: Any) -> None:
     """Let tensors, which others may still hold, no longer hold what their backward pass needs."""
-
-    def cut(tensor: Tensor) -> None:
-        with suppress(RuntimeError):  # a view stays what it is
-            tensor.detach_()
-
-    apply_to_collection(value, Tensor, cut)
+    for tensor in tensors_in(value):
+        if tensor.grad_fn is not None:  # not a parameter
+            with suppress(RuntimeError):  # a view stays what it is
+                tensor.detach_()
 
 
 def size_of(task: Task) -> tuple[int, int]:
@@ -183,6 +186,7 @@ class Attempt:
         task: The microbatch.
         index: Which of this rank's minibatch it is.
         device: The device whose random numbers belong to it.
+        is_part: Whether it is a part of a microbatch.
         is_last_try: It ran out of memory before, and cannot be cut.
 
     Attributes:
@@ -191,10 +195,13 @@ class Attempt:
         item: What it contributes, once its forward pass has ended.
     """
 
-    def __init__(self, task: Task, index: int, device: torch.device, is_last_try: bool = False) -> None:
+    def __init__(
+        self, task: Task, index: int, device: torch.device, is_part: bool = False, is_last_try: bool = False
+    ) -> None:
         self.run = task
         self.task = _copied(task)
         self.index = index
+        self.is_part = is_part
         self.is_last_try = is_last_try
         self.item: Contribution | None = None
         # With details, `random_numbers_of` seeds the generators.
@@ -203,19 +210,26 @@ class Attempt:
     def take_back(self) -> None:
         """It broke off: free its graph, and let random numbers go on from where it began."""
         if self.item is not None:
-            cut_graph((self.item.loss, self.item.extras))
+            cut_graph(self.item.extras)  # others may hold them, too
+            self.item.let_go()
         if self._random_state is not None:
             self._random_state.restore()
 
 
 class Steps(Protocol):
-    """What runs microbatches: `lightning_odc.strategy.step.Training`."""
+    """What runs microbatches: `lightning_odc.strategy.step.Training`.
+
+    Attributes:
+        leaves_out: Whether what ran last counts nothing; exact when its forward pass has ended.
+    """
+
+    leaves_out: CountsNothing
 
     def move(self, microbatch: Any) -> Any:
         """Bring what a loader has read to the device."""
 
     def forward(self, task: Task) -> Contribution | None:
-        """Run the user's step."""
+        """Run the user's step on a part of a microbatch."""
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate a loss that is weighted, but not scaled."""
@@ -257,6 +271,7 @@ class Rescue:
         self._device = device
         self._shifts_labels = shifts_labels
         self._history: list[str] = []
+        self._in_a_row = 0  # samples that were left out, and nothing fitted between them
 
     @contextmanager
     def watching(self) -> Iterator[list[Exception]]:
@@ -290,6 +305,10 @@ class Rescue:
         self._history = []
         return self._in_parts(attempt, error, Added())
 
+    def fits(self) -> None:
+        """A microbatch, or a part of one, has come to its end."""
+        self._in_a_row = 0
+
     def let_go(self, before: Added) -> Added:
         """For a user's own ``except``: free what the error that is being handled holds, and what it broke off.
 
@@ -321,9 +340,16 @@ class Rescue:
 
     def _in_parts(self, attempt: Attempt, error: Exception, before: Added) -> list[Contribution]:
         """Run what broke off again; ``before`` was added for it, or for that of which it is a part, before it began."""
+        counts = (
+            bool(attempt.task.weight or attempt.is_part)
+            if attempt.item is None
+            else not self._steps.leaves_out
+        )
         attempt.take_back()
         added = self._engine.let_go() or before
         self._steps.break_off(attempt.item)
+        if not counts:  # its backward pass would add zeros
+            return []
         self._history.append(_described(attempt.task))
         parts = [] if attempt.is_last_try else self._parts(attempt.task)
         with nullcontext() if attempt.item is None else self._steps.quiet():
@@ -336,6 +362,9 @@ class Rescue:
 
     def _parts(self, task: Task) -> list[Task]:
         """Both parts; of what cannot be cut the whole, to run once more."""
+        if isinstance(task.microbatch, Iterator):
+            self._history[-1] += " (which cannot run again: what an iterator has yielded is gone)"
+            return []
         try:
             parts = parts_of(task, self._shifts_labels)
         except Exception as problem:  # a collator that needs the whole, say
@@ -346,9 +375,10 @@ class Rescue:
         return [part._replace(microbatch=self._steps.move(part.microbatch)) for part in parts] or [task]
 
     def _run(self, task: Task, index: int, added: Added, is_last_try: bool) -> list[Contribution]:
-        attempt = Attempt(task, index, self._device, is_last_try)
+        attempt = Attempt(task, index, self._device, is_part=True, is_last_try=is_last_try)
         with self.watching() as failures:
             self._pass(attempt, added)
+            self.fits()
         if failures:
             return self._in_parts(attempt, failures[0], added)
         return [] if attempt.item is None else [attempt.item]
@@ -361,11 +391,13 @@ class Rescue:
         self._steps.count(item)
         self._engine.resume(added)
         self._steps.backward(item.loss)
-        cut_graph((item.loss, item.extras))
+        item.let_go()
 
     def _give_up(self, attempt: Attempt, error: Exception, added: Added) -> None:
         """Leave a sample out, or raise."""
-        if self._answer != "skip":
+        self._in_a_row += 1
+        is_gone = isinstance(attempt.task.microbatch, Iterator)
+        if is_gone or self._answer != "skip" or self._in_a_row > _MOST_LEFT_OUT:
             error.add_note(self._advice())
             raise error
         if added.times:
@@ -378,12 +410,13 @@ class Rescue:
         is_taken_back = False
         with self.watching(), self._steps.quiet():
             try:
-                self._negative_pass(attempt, added)
+                is_taken_back = self._negative_pass(attempt, added)
             except TakenBackError as end:
                 is_taken_back = True
                 release(end)
         self._engine.let_go()
         attempt.take_back()
+        self._steps.break_off(None)
         if not is_taken_back:
             error.add_note(
                 f"It cannot be left out: some units have added its gradient, and to take it back they would have to "
@@ -391,15 +424,24 @@ class Rescue:
             )
             raise error
 
-    def _negative_pass(self, attempt: Attempt, added: Added) -> None:
+    def _negative_pass(self, attempt: Attempt, added: Added) -> bool:
+        """Returns whether there was a loss, and with it all is taken back."""
         item = self._steps.forward(_copied(attempt.task))
-        if item is not None:
-            self._engine.resume(added, takes_back=True)
-            self._steps.backward(-item.loss)
+        if item is None:
+            return False
+        self._engine.resume(added, takes_back=True)
+        self._steps.backward(-item.loss)
+        return True
 
     def _advice(self) -> str:
         tried = "; ".join(self._history)
-        skip = "" if self._answer == "skip" else ' Or leave it out: ODCStrategy(on_out_of_memory="skip").'
-        return (
-            f"It cannot be cut any smaller. What ran out, one after the other: {tried}.\n{_MAKE_ROOM}.{skip}"
-        )
+        instead = f"\n{_MAKE_ROOM}."
+        if self._answer != "skip":
+            instead += ' Or leave it out: ODCStrategy(on_out_of_memory="skip").'
+        elif self._in_a_row > _MOST_LEFT_OUT:
+            instead = (
+                f"\nThe {_MOST_LEFT_OUT} samples before it were left out, too, and nothing fitted between them: "
+                "something else takes the memory. That may be tensors that are kept from step to step with their "
+                "graph, such as `self.losses.append(loss)` without `.detach()`."
+            )
+        return f"It cannot be cut any smaller. What ran out, one after the other: {tried}.{instead}"

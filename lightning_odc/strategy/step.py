@@ -39,15 +39,16 @@ from torch import Tensor
 
 from lightning_odc import _compat
 from lightning_odc.data.batch_size import label_count, sample_count
+from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Counting, Engine
-from lightning_odc.errors import DisagreementError, ODCError
+from lightning_odc.errors import ODCError
 from lightning_odc.strategy import device_memory
 from lightning_odc.strategy.causal_lm import causal_model
-from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution
-from lightning_odc.strategy.logbook import LogBook, flush, replaced_log
+from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution, nothing_of
+from lightning_odc.strategy.logbook import LogBook, LoggedNames, flush, replaced_log
 from lightning_odc.strategy.out_of_memory import Answer, Attempt, Relief, Rescue, cut_graph
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
@@ -67,7 +68,8 @@ class _Sums:
         self.loss = self.loss + item.loss.detach()
         self.weight = self.weight + item.weight
         for key, value in item.extras.items():
-            self.extras.setdefault(key, []).append(value)
+            # A view would keep the graph, with the activations of a microbatch that runs again in parts.
+            self.extras.setdefault(key, []).append(value.detach() if isinstance(value, Tensor) else value)
 
     def mean(self, device: torch.device) -> Tensor:
         loss = torch.as_tensor(self.loss, device=device)
@@ -110,8 +112,16 @@ class _WithValue(torch.autograd.Function):
 
 def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
-    with strategy.precision_plugin.forward_context(), engine.traced("forward", step=name):
-        return _compat.call_as_forward(strategy.model, strategy.lightning_module, name, *args, **kwargs)
+    module = strategy.lightning_module
+    assert module is not None
+    forward = module.forward
+    try:
+        with strategy.precision_plugin.forward_context(), engine.traced("forward", step=name):
+            return _compat.call_as_forward(strategy.model, module, name, *args, **kwargs)
+    except BaseException:
+        # Lightning has put the step in its place, and takes it back when the step begins. A hook may fail before.
+        module.forward = forward  # type: ignore[method-assign]
+        raise
 
 
 class Training:
@@ -144,10 +154,12 @@ class Training:
         self._engine = engine
         self._fp16 = fp16
         self._logbook = LogBook()
+        self._logged = LoggedNames(self._module)  # by the plain batch at hand
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
         self._memory = device_memory.MemoryMeter(device_memory.memory_of(strategy.root_device), engine)
         self._totals: list[Total] = []  # of values that were logged in this optimizer step
         self.leaves_out = CountsNothing()
+        self._loaders_unchecked = True
         self._more = False  # another backward pass of this batch follows
         self._has_stepped = False  # an optimizer of Lightning
         self._has_settled = False  # in this batch
@@ -160,26 +172,11 @@ class Training:
         self._last: Attempt | None = None  # whose backward pass is Lightning's
         self.reliefs: list[Relief] = []
         self._index = 0  # of the microbatch that runs forward
-        self._output: Any = None  # of its step
         self._added: Added | None = None  # of the batch that a user runs again
 
     def take_reliefs(self) -> list[Relief]:
         """What was cut or left out since the last call."""
         return self._rescue.reliefs.take_reliefs()
-
-    def compare_batches(self) -> None:
-        """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
-        trainer = self._module.trainer
-        batches = trainer.num_training_batches
-        counts = self._engine.exchange("begin training", -1 if batches == float("inf") else batches)
-        enough = trainer.max_steps * trainer.accumulate_grad_batches
-        stops_before = trainer.max_steps > 0 and min(counts) >= enough
-        if len(set(counts)) > 1 and not stops_before and -1 not in counts:
-            raise DisagreementError(
-                f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
-                "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
-                "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
-            )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch; what Lightning's ``training_step`` is here.
@@ -193,6 +190,10 @@ class Training:
             that ``training_step`` returned the list over microbatches.
         """
         is_minibatch = bool(args) and isinstance(args[0], Minibatch)
+        if is_minibatch and self._loaders_unchecked:
+            self._loaders_unchecked = False  # until now it was not known what they yield
+            if _compat.deals_out(self._module.trainer):
+                check_samplers(self._module.trainer.train_dataloader)
         self._begin_batch("Minibatch" if is_minibatch else "plain batch")
         is_automatic = self._module.automatic_optimization
         if is_minibatch and is_automatic:
@@ -208,22 +209,23 @@ class Training:
     def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch that is one microbatch, with Lightning's backward pass behind it."""
         self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
-        attempt, failure = self._forward(Task(batch, 1.0, None), 0)
+        with self._logged.noting():
+            attempt, output, failure = self._forward(Task(batch, 1.0, None), 0)
         if failure is not None:
             return self._plain_in_parts(attempt, failure)
         if attempt.item is None:
             return None
         self.count(attempt.item)
         self._last = attempt
-        return self._output
+        return output
 
     def _plain_in_parts(self, attempt: Attempt, failure: Exception) -> dict[str, Any]:
-        """Run a plain batch in parts. What they log is logged once: it may be synchronised with other ranks."""
+        """Run a plain batch in parts. A name is logged once: its value may be synchronised with other ranks."""
         sums = _Sums()
         with self._logbook.recording(self._module):
             for item in self._rescue.again(attempt, failure):
                 sums.add(item)
-        flush(self._logbook.take(), self._module)
+        flush([one for one in self._logbook.take() if one.name not in self._logged.names], self._module)
         return {"loss": self._with_value(None, sums), **sums.extras}
 
     @property
@@ -237,7 +239,7 @@ class Training:
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
         self._has_settled = False
-        self._last = self._output = None
+        self._last = None
         self.leaves_out = CountsNothing()
         is_first = trainer.fit_loop.batch_idx % self._accumulated == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
@@ -259,6 +261,7 @@ class Training:
             for index, task in enumerate(self._engine.tasks(minibatch)):
                 if pending is not None:
                     self._finish(pending)
+                pending = None  # its graph must not outlive it
                 pending = self._begin(task, index, sums)
                 if pending is not None and minibatch.all_ranks is not None:
                     # A rank may help others only when its own work is done: nothing is left for Lightning.
@@ -269,7 +272,7 @@ class Training:
 
     def _begin(self, task: Task, index: int, sums: _Sums) -> Attempt | None:
         """Run a microbatch as far as to its loss; returns it if there is something to backpropagate."""
-        attempt, failure = self._forward(task, index)
+        attempt, _, failure = self._forward(task, index)
         if failure is not None:
             for item in self._rescue.again(attempt, failure):
                 sums.add(item)
@@ -280,19 +283,20 @@ class Training:
         sums.add(attempt.item)
         return attempt
 
-    def _forward(self, task: Task, index: int) -> tuple[Attempt, Exception | None]:
-        """Run a microbatch forward; returns also the error if memory ran out."""
+    def _forward(self, task: Task, index: int) -> tuple[Attempt, Any, Exception | None]:
+        """Run a microbatch forward; returns also what its step returned, and the error if memory ran out."""
         self._index = index
-        attempt = Attempt(task, index, self._strategy.root_device)
+        attempt, output = Attempt(task, index, self._strategy.root_device), None
         with self._rescue.watching() as failures:
-            attempt.item = self.forward(attempt.run)
-        return attempt, failures[0] if failures else None
+            output, attempt.item = self._outcome(attempt.run)
+        return attempt, output, failures[0] if failures else None
 
     def _finish(self, attempt: Attempt) -> None:
         """Backpropagate a microbatch."""
         assert attempt.item is not None
         with self._rescue.watching() as failures:
             self.backward(attempt.item.loss)
+            self._rescue.fits()
         if failures:
             self._rescue.again(attempt, failures[0])
 
@@ -312,9 +316,13 @@ class Training:
         """
         attempt, self._last = self._last, None
         if attempt is None:
-            return run(loss)
+            loss = run(loss)
+            self._engine.is_behind = False
+            return loss
         with self._rescue.watching() as failures:
             run(loss)
+            self._engine.is_behind = False
+            self._rescue.fits()
         if failures:
             cut_graph(loss)
             self._rescue.again(attempt, failures[0])
@@ -337,34 +345,41 @@ class Training:
         return self._strategy.batch_to_device(converted, self._strategy.root_device)
 
     def forward(self, task: Task) -> Contribution | None:
+        return self._outcome(task, is_part=True)[1]
+
+    def _outcome(self, task: Task, is_part: bool = False) -> tuple[Any, Contribution | None]:
+        """Run a step; returns what it returned, which holds its graph, and what that contributes."""
+        batch = self._batch
+        self.leaves_out = CountsNothing(weight=task.weight)
         self._stopwatch.begin(task.detail)
         self._memory.begin(task.detail)
-        batch = self._batch
         # Counted before the step, which may take them out of the batch.
         labels = label_count(task.microbatch, self._shifts_labels) if batch.by_labels else None
-        self.leaves_out = CountsNothing(labels, task.weight)
+        counts = (
+            1.0 if is_part else task.weight
+        )  # of labels and items, which say themselves what a part counts
+        if labels is not None:
+            self.leaves_out = CountsNothing(labels, counts)
         self._engine.begin_forward()
         with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
             )
-        item = contribution(output, task.weight, batch.counting, labels)
+        item = contribution(output, task.weight, batch.counting, labels, is_part)
         if item is not None and item.counting is Counting.EXACT:
-            self.leaves_out = CountsNothing(weight=task.weight)
+            self.leaves_out = CountsNothing(weight=counts)
         if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
             item = self._left_out(item, task)
             output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
-        self._output = output
         self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
-        return item
+        return output, item
 
     def _left_out(self, item: Contribution, task: Task) -> Contribution:
         """A contribution that counts nothing. It goes backward, since others may wait for it, and adds zeros."""
         self._rescue.reliefs.note(task, self._index, "skip", "nonfinite")
         self.leaves_out = CountsNothing(weight=0.0)
         self.leave_out(task)
-        nowhere = torch.zeros_like(item.loss, dtype=torch.bool)
-        return replace(item, loss=torch.where(nowhere, item.loss, 0.0), weight=0.0)
+        return replace(item, loss=nothing_of(item.loss), weight=0.0)
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate as Lightning does: its hooks, the loss scale, and then `around_backward`."""

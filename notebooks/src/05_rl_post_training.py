@@ -4,12 +4,12 @@
 # **You will learn**
 #
 # - why reinforcement learning of language models is the hardest case of uneven work;
-# - a complete GRPO step in thirty lines: sample, check, normalise, deal out, update;
+# - a complete GRPO step in thirty lines: sample with `generate()`, check, exchange, score, update;
 # - why the gradient stays *exactly* the same wherever the answers are computed, and two popular ways to get it
 #   wrong;
-# - how to write such a loop in Lightning, with manual optimisation and unequal numbers of microbatches.
+# - what ranks do in such a step with collectives and on demand, side by side.
 #
-# **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
+# **It needs** Linux, two CPU cores, about a minute and a half, and the package: until its first release,
 # `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network.
 # [Notebook 3](03_balancing_a_minibatch.ipynb) explains the planner that is used here.
 
@@ -19,17 +19,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_odc import ODCStrategy, balance
-from lightning_odc.callbacks import DeviceIdleMonitor
+from lightning_odc import ODCStrategy, rl
+from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.lessons import pictures, strokes
 from lightning_odc.lessons.display import (
     QUIET,
-    mean_of_log,
     print_table,
     quiet,
     read_log,
     show,
 )
+from lightning_odc.rl.ranks import Ranks
 
 quiet()
 # for tensors as small as these, more threads would only get in each other's way
@@ -47,20 +47,32 @@ for problem in strokes.problems(4, seed=1):
     print(strokes.decode(strokes.prompt(problem) + right), f" {len(right)} tokens")
 
 # %% [markdown]
-# The reward is 1 for the right number of strokes, 1/2 if it is one off, 1/3 for two, and so on; 0 for anything
-# that is no answer.
+# The reward is 1 for the right number of strokes, 1/2 if it is one off, 1/3 for two, and so on. It is 0 for
+# anything that is no answer.
 #
-# Reinforcement learning improves what a model can do already, so it needs a base model. Ours is a tiny Llama with
-# random weights that has seen right answers for a few seconds, as in any supervised training. It is deliberately
-# not done.
+# Reinforcement learning improves what a model can do already, so it needs a base model. Ours is a tiny Llama of
+# Hugging Face, built from a configuration. It has seen right answers for a few seconds, as in any supervised
+# training, and we stop early. For comparison: the reward of a model that has learnt the form of an answer, but
+# cannot add. It gives the right answer to some other problem.
 
 # %%
 base = strokes.make_model()
 losses = strokes.teach(base, steps=160)
-exam = strokes.problems(200, seed=123456)
 print(f"supervised loss: {losses[0]:.2f} at first, {losses[-1]:.2f} at the end")
+
+exam = strokes.problems(200, seed=123456)
+
+
+def exam_reward(model):
+    torch.manual_seed(0)
+    answers = strokes.sample(model, [strokes.prompt(problem) for problem in exam])
+    return strokes.mean_reward(exam, answers)
+
+
+guess_reward = strokes.mean_reward(exam, strokes.guesses(exam, seed=0))
+base_reward = exam_reward(base)
 print(
-    f"the base model gets {strokes.fraction_right(base, exam, seed=0):.0%} of the problems right"
+    f"mean reward: {guess_reward:.2f} for guesses, {base_reward:.2f} for the base model"
 )
 
 # %% [markdown]
@@ -70,49 +82,77 @@ print(
 # Check each of them. An answer's **advantage** is its reward minus the mean of its group, divided by the standard
 # deviation of its group: was it better than the model's other tries at the same problem? Then make each token of
 # an answer more likely or less likely, by the gradient of `advantage * log(probability)`.
+#
+# A prompt with one answer is a `Rollout`. It also carries its reward, and the number of its group.
 
 # %%
 GROUP = 8
-rollouts = strokes.roll_out(base, strokes.problems(16, seed=5), GROUP, seed=0)
+
+
+def roll_out(model, index, problem):
+    """Sample a group of answers to a problem, and check them."""
+    prompt = strokes.prompt(problem)
+    return [
+        rl.Rollout(
+            prompt + answer, len(prompt), strokes.reward(problem, answer), index
+        )
+        for answer in strokes.sample(model, [prompt], GROUP)  # calls model.generate
+    ]
+
+
+torch.manual_seed(0)
+rollouts = rl.Rollouts(
+    [
+        one
+        for index, problem in enumerate(strokes.problems(16, seed=5))
+        for one in roll_out(base, index, problem)
+    ]
+)
+rl.normalize_advantages(rollouts)
 for one in rollouts[:GROUP]:
-    text = strokes.decode(one["prompt"] + one["answer"])
-    print(f"reward {one['reward']:.2f}, advantage {one['advantage']:+.2f}  {text}")
+    text = strokes.decode(one.tokens)
+    print(f"reward {one.reward:.2f}, advantage {one.advantage:+.2f}  {text}")
 
 # %% [markdown]
 # One group. The answers have different lengths although the prompt is the same. Over all prompts of the step it
 # looks like this:
 
 # %%
-lengths = strokes.tokens_of(rollouts)
 show(
     pictures.histogram_figure(
-        lengths, "Tokens of prompt and answer in one step", "tokens", "answers"
+        [one.response_length for one in rollouts],
+        "Tokens of the answers of one step",
+        "tokens",
+        "answers",
     ),
     "A histogram of the lengths of the answers of one step: most are short, a few "
     "are several times as long.",
 )
 
 # %% [markdown]
-# In real post-training the tail is far longer: a reasoning trace may have a hundred tokens or thirty thousand,
-# and nobody knows before it is sampled. And there are *two* places where ranks wait for each other:
+# In real post-training the tail is far longer: a reasoning trace may have a hundred tokens or thirty thousand, and
+# its length is not known before it is sampled. And there are *three* places where ranks wait for each other if
+# parameters are gathered by collectives:
 #
-# - **sampling**: with parameters sharded over ranks by collectives, every forward pass is a meeting. A rank whose
-#   answers are all done must go on with dummy passes until the longest answer of *all* ranks has ended;
-# - **updating**: every microbatch is a meeting.
+# - **sampling**: every forward pass is a meeting. A rank whose answers have all ended runs dummy passes until the
+#   longest answer of *all* ranks has ended;
+# - **scoring**: the probabilities of all tokens are computed again, under the model that sampled them and often
+#   under a reference model, and every microbatch is a meeting;
+# - **updating**: the same.
 #
-# On demand, a rank that is done sampling is done, and a rank with short answers runs fewer microbatches.
+# On demand a rank meets the others only between these parts.
 #
 # ## The gradient does not care where it is computed
 #
-# Now the answers of a step have to be dealt out to ranks and microbatches. The gradient we want does not know of
-# either:
+# Now the answers of a step have to be dealt out to ranks and microbatches. The gradient that we want depends on
+# neither:
 #
 # ```text
 # g  =  sum over the tokens of all answers of ( -advantage * grad log(probability) )  /  number of these tokens
 # ```
 #
 # (We divide by the tokens of all answers, as DAPO does. GRPO as published divides each answer by its own length
-# first, and takes the mean over answers.)
+# first, and takes the mean over answers: `loss_type="grpo"`.)
 #
 # Two rules make it exact under *any* placement:
 #
@@ -120,246 +160,253 @@ show(
 #    known, and travels with the answer. From then on answers of one group may go to different ranks.
 # 2. **Sum, and divide once.** Microbatches contribute sums. The number of tokens is that of the whole step.
 #
-# Let us check that, and break it. Four ways to place the same 128 answers; for each, the gradient with both
+# Let us check that, and break it. Three ways to place the same 128 answers; for each, the gradient with both
 # rules, and the gradient of two shortcuts that one finds in real code: dividing each microbatch by its own number
 # of tokens, and normalising rewards over whatever answers happen to be in the microbatch.
 
 
 # %%
-def gradient(placement, rule):
-    """The gradient of one step; placement[rank][microbatch] lists answers."""
+def gradient(ranks, max_tokens, rule):
+    """The gradient of one step, as these ranks would compute it together."""
+    rl.normalize_advantages(rollouts)
     microbatches = [
-        [rollouts[i] for i in microbatch]
-        for rank in placement
-        for microbatch in rank
+        microbatch
+        for rank in range(ranks)
+        for microbatch in rl.Rollouts(
+            rollouts, Ranks(rank, ranks), max_tokens=max_tokens
+        ).microbatches()
     ]
     base.zero_grad()
     for microbatch in microbatches:
         if rule == "normalised per microbatch":
-            rewards = torch.tensor([[one["reward"] for one in microbatch]])
-            advantages = (
-                strokes.normalised(rewards)[0].tolist()
-                if len(microbatch) > 1
-                else [0.0]
-            )
-            microbatch = [
-                {**one, "advantage": a}
-                for one, a in zip(microbatch, advantages, strict=True)
-            ]
-        loss, tokens = strokes.policy_loss(base, strokes.pack_rollouts(microbatch))
+            rewards = [one.reward for one in microbatch.rollouts]
+            wrong = rl.group_advantages(rewards, [0] * len(rewards))
+            for one, advantage in zip(microbatch.rollouts, wrong, strict=True):
+                one.advantage = advantage
+        loss = rl.policy_loss(rl.logprobs(base, microbatch), microbatch)
         if rule == "divided per microbatch":
-            (loss / tokens / len(microbatches)).backward()
+            (loss.total / loss.tokens / len(microbatches)).backward()
         else:
-            (loss / strokes.answer_tokens(rollouts)).backward()
+            (loss.total / loss.divisor).backward()
     return torch.cat([parameter.grad.flatten() for parameter in base.parameters()])
 
 
-everything = list(range(len(rollouts)))
 placements = {
-    "all in one microbatch": [[everything]],
-    "2 ranks, 16 answers at a time": [
-        [everything[i : i + 16] for i in (a, a + 16, a + 32, a + 48)]
-        for a in (0, 64)
-    ],
-    "8 ranks, lb_mini": balance.plan_minibatch(lengths, 8, max_tokens=128),
-    "2 ranks, all work on one": [
-        [everything[:40], everything[40:60], everything[60:]],
-        [],
-    ],
+    "1 rank, up to 2048 tokens": (1, 2048),
+    "2 ranks, up to 512 tokens": (2, 512),
+    "8 ranks, up to 128 tokens": (8, 128),
 }
 RULES = ("both rules", "divided per microbatch", "normalised per microbatch")
-truth = gradient(placements["all in one microbatch"], "both rules")
+truth = gradient(1, 2048, "both rules")
 rows = []
-for name, placement in placements.items():
+for name, (ranks, max_tokens) in placements.items():
     errors = [
-        (gradient(placement, rule) - truth).norm() / truth.norm() for rule in RULES
+        (gradient(ranks, max_tokens, rule) - truth).norm() / truth.norm()
+        for rule in RULES
     ]
     rows.append([name, *(f"{error:.1e}" for error in errors)])
 print_table(["relative error of the gradient", *RULES], rows)
 
 # %% [markdown]
 # The first column is rounding. The others are real errors, and they depend on the placement: two runs that differ
-# in nothing but the number of GPUs would learn different things. Look at the second column. Dividing by
-# microbatch does little harm where the planner has made all microbatches equally large. That hides the mistake;
-# it does not mend it. (And normalising over a microbatch is wrong even if there is only one: it compares answers
-# to different problems.)
+# in nothing but the number of GPUs would learn different things.
 #
 # ## The loop in Lightning
 #
 # The module below does this on every rank. It uses **manual optimisation**, since one `training_step` samples,
-# exchanges and updates. Under manual optimisation the strategy takes the mean over ranks, as FSDP does, so the
-# sum is divided by all tokens and multiplied by the number of ranks.
+# exchanges, scores and updates. It updates twice, on one half of the answers each. For the second update the model
+# is not the one that sampled any more: the loss corrects for that with the scores, and clips the correction.
 
 
 # %%
 class GRPO(LightningModule):
-    def __init__(self, model, placement="lb_mini"):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.placement = model, placement
+        self.model = model
         self.automatic_optimization = False
 
     def training_step(self, problems, batch_idx):
-        # 1. Sample answers to this rank's problems. Ranks do not meet here: each stops when its own answers have ended.
-        own = strokes.roll_out(
-            self.model, problems, GROUP, seed=1000 * batch_idx + self.global_rank
-        )
+        # 1. Sample: this rank's problems, then those of the rank that is still at it.
+        own = []
+        with strokes.counted(self.model) as passes:
+            for index, problem in rl.claim_prompts(self, problems):
+                own += roll_out(self.model, index, problem)
 
-        # 2. One meeting: every rank learns all answers, with their advantages.
-        shares = self.trainer.strategy.engine.exchange("rollouts", own)
-        everything = [one for share in shares for one in share]
+        # 2. Meet: every rank gets all answers, and a plan of who computes what.
+        rollouts = rl.exchange(self, own, max_tokens=1024)
+        rl.normalize_advantages(rollouts)
 
-        # 3. Every rank makes the same plan, and takes its part of it.
-        for microbatch in self.plan(everything)[self.global_rank]:
-            loss, _ = strokes.policy_loss(
-                self.model,
-                strokes.pack_rollouts([everything[i] for i in microbatch]),
-            )
-            self.manual_backward(
-                loss * self.trainer.world_size / strokes.answer_tokens(everything)
-            )
+        # 3. Score: each rank its part of the plan.
+        rl.score(self.model, rollouts, into="logprobs")
 
-        # 4. The other meeting: the optimizer step.
+        # 4. Update: two optimizer steps.
         optimizer = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-        # a forward pass per token of the longest answer
-        passes = [max(len(one["answer"]) for one in share) for share in shares]
-        values = {
-            "reward": sum(one["reward"] for one in everything) / len(everything)
-        }
-        values["dummy_passes"] = max(passes) / (sum(passes) / len(passes)) - 1
-        self.log_dict(values, batch_size=1)
+        for update in rollouts.updates(minibatches=2, seed=batch_idx):
+            for microbatch in update:
+                logprobs = rl.logprobs(self.model, microbatch)
+                self.manual_backward(rl.policy_loss(logprobs, microbatch).scaled)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def plan(self, everything):
-        world, lengths = self.trainer.world_size, strokes.tokens_of(everything)
-        if self.placement == "lb_mini":
-            return balance.plan_minibatch(
-                lengths, world, max_tokens=512, cost="quadratic_dense"
-            )
-        size = len(everything) // world  # as sampled: in microbatches of 16 answers
-        return [
-            [
-                list(range(begin, begin + 16))
-                for begin in range(rank * size, (rank + 1) * size, 16)
-            ]
-            for rank in range(world)
-        ]
+        self.log_counts(rollouts, len(passes))
+
+    def log_counts(self, rollouts, passes):
+        """What each rank has sampled, and how many forward passes that took."""
+        by_rank = self.trainer.strategy.engine.exchange("passes", passes)
+        for rank, (count, several) in enumerate(
+            zip(rollouts.sampled, by_rank, strict=True)
+        ):
+            self.log(f"prompts of rank {rank}", count / GROUP, batch_size=1)
+            self.log(f"passes of rank {rank}", float(several), batch_size=1)
+        self.log("reward", rollouts.mean_reward, batch_size=1)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return torch.optim.AdamW(self.parameters(), lr=2e-4)
 
 
-def fit(name, placement, steps):
-    """Train on `steps` minibatches of 16 problems for each of two ranks."""
+def fit(name, steps, communication="on_demand", callbacks=()):
+    """Train on `steps` batches of 8 problems for each of two ranks."""
+    torch.manual_seed(1)
     model = strokes.make_model()
     model.load_state_dict(base.state_dict())
-    module = GRPO(model, placement)
+    module = GRPO(model)
     trainer = Trainer(
-        strategy=ODCStrategy(),
+        strategy=ODCStrategy(communication=communication),
         accelerator="cpu",
         devices=2,
-        max_steps=steps,
+        max_steps=2 * steps,  # optimizer steps
         log_every_n_steps=1,
-        callbacks=[DeviceIdleMonitor(every_n_steps=1)],
+        callbacks=list(callbacks),
         **{**QUIET, "logger": CSVLogger("runs", name=name, version="log")},
     )
-    data = strokes.problems(32 * steps, seed=7)
-    trainer.fit(module, DataLoader(data, batch_size=16, collate_fn=list))
+    data = strokes.problems(16 * steps, seed=7)
+    trainer.fit(module, DataLoader(data, batch_size=8, collate_fn=list))
     return module
 
 
 # %% [markdown]
-# First the promise: the same training under two placements. `"as sampled"` leaves each answer on the rank that
-# sampled it. Rewards are those of the answers *before* each update, so from the second step on they depend on all
-# gradients so far.
+# ## With collectives and on demand
+#
+# The same three steps of training, with collectives and on demand. The pictures show the last of them.
 
 # %%
-for name, placement in (("as-sampled", "as sampled"), ("balanced", "lb_mini")):
-    fit(name, placement, steps=4)
-rows = zip(
-    *(
-        read_log(f"runs/{name}/log", "reward")
-        for name in ("as-sampled", "balanced")
-    ),
-    strict=True,
-)
-print_table(
-    ["step", "as sampled", "lb_mini"],
-    [[step, *(f"{r:.6f}" for r in row)] for step, row in enumerate(rows)],
+STEPS = 3
+timelines, rows = {}, []
+for communication in ("collective", "on_demand"):
+    recorder = TimelineRecorder(f"runs/{communication}/timeline", steps=(4, 5))
+    fit(communication, STEPS, communication, [recorder])
+    title = communication.replace("_", " ")
+    timelines[title] = load_timeline(recorder.trace_path)
+
+    def logged(name):
+        return read_log(f"runs/{communication}/log", name)
+
+    for step in range(STEPS):
+        prompts, passes = (
+            [f"{logged(f'{what} of rank {rank}')[step]:.0f}" for rank in (0, 1)]
+            for what in ("prompts", "passes")
+        )
+        rows.append(
+            [
+                f"{communication}, step {step}",
+                f"{logged('reward')[step]:.6f}",
+                ", ".join(prompts),
+                ", ".join(passes),
+            ]
+        )
+print_table(["", "reward", "prompts by rank", "forward passes by rank"], rows)
+
+# %% [markdown]
+# The rewards are the same. So the answers are: the random numbers of a prompt do not depend on the rank that
+# samples it, and the gradient does not depend on the rank that computes it. (Sampling is a lottery that reacts to
+# the last digit. Sooner or later a token falls differently, and from then on two runs differ as two seeds do. With
+# `ODCStrategy(deterministic=True)` an on-demand run repeats bit by bit.)
+#
+# The forward passes differ. With collectives both ranks run equally many: as many as the longer answer of the two
+# needs, for each pair of prompts. On demand each rank runs those of its own answers. And a rank that is done takes
+# a prompt of the other.
+
+# %%
+show(
+    pictures.timelines_figure(timelines),
+    "Timelines of two ranks in one step, with collectives above and on demand below: one bar for each prompt that "
+    "is sampled, then scoring, then forward and backward passes. On demand takes less time.",
 )
 
 # %% [markdown]
-# (Sampling is a lottery that reacts to the last digit: sooner or later a token falls differently, and from then
-# on two runs differ as two seeds do. With `ODCStrategy(deterministic=True)` a run repeats bit by bit.)
+# The upper lane of a rank is what it computes, the lower lane what it moves; grey is waiting. Each bar of sampling
+# is one prompt. Dummy passes look like real ones here, so with collectives a part of the pink is lost time, too.
 #
 # ## Train
 
 # %%
-STEPS = 50
-trained = fit("grpo", "lb_mini", STEPS)
+STEPS = 30
+trained = fit("grpo", STEPS)
 rewards = read_log("runs/grpo/log", "reward")
 smooth = [
-    sum(rewards[max(0, i - 9) : i + 1]) / len(rewards[max(0, i - 9) : i + 1])
+    sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1])
     for i in range(len(rewards))
 ]
+steps = range(len(rewards))
 show(
     pictures.lines_figure(
-        {"mean of the last ten steps": (range(STEPS), smooth)},
-        points={"step": (range(STEPS), rewards)},
+        {
+            "GRPO, mean of five steps": (steps, smooth),
+            "base model, without RL": (steps, [base_reward] * len(steps)),
+            "guesses": (steps, [guess_reward] * len(steps)),
+        },
+        points={"GRPO, one step": (steps, rewards)},
         title="Reward of the sampled answers",
-        x="optimizer step",
+        x="step",
         y="mean reward",
     ),
-    "The mean reward over optimizer steps: single steps scatter, their running "
-    "mean rises.",
+    "The mean reward over the steps: it rises well above two level lines, the reward of the base model and that of "
+    "guesses.",
 )
 
 # %%
-for name, model in (("base", base), ("after GRPO", trained.model)):
-    print(
-        f"{name}: {strokes.fraction_right(model, exam, seed=0):.0%} of the exam right"
-    )
+print_table(
+    ["", "mean reward in the exam"],
+    [
+        ["guesses", f"{guess_reward:.2f}"],
+        ["base model", f"{base_reward:.2f}"],
+        ["after GRPO", f"{exam_reward(trained.model):.2f}"],
+    ],
+)
 
 # %% [markdown]
-# And the waiting? In this toy, sampling is most of the time: one pass through the model for every token of the
-# longest answer. With parameters gathered by collectives, a rank whose answers have all ended would have to run
-# dummy passes until those of every other rank have ended, too. Here it does not. So many passes would have been
-# added, on average over ranks and steps:
+# How often did a rank help the other one, and what did that save?
 
 # %%
+by_rank = [read_log("runs/grpo/log", f"passes of rank {rank}") for rank in (0, 1)]
+helped = sum(count != 8 for count in read_log("runs/grpo/log", "prompts of rank 0"))
+print(f"one rank helped the other in {helped} of {STEPS} steps")
+longest = sum(max(pair) for pair in zip(*by_rank, strict=True))
 print(
-    f"dummy passes saved: {mean_of_log('runs/grpo/log', 'dummy_passes'):.0%} of the real ones"
-)
-print(
-    f"idle, waiting for other ranks and for data: {mean_of_log('runs/grpo/log', 'idle/fraction', skip=1):.0%}"
+    f"forward passes of the busier rank over the mean: {longest / sum(map(sum, by_rank)) * 2:.2f}"
 )
 
 # %% [markdown]
-# The idle time that is left is in the meeting after sampling: one rank had the longer answers. No placement of
-# the *updates* changes that. With many ranks and long traces it is most of the idle time; what helps there is to
-# sample more than one step's worth ahead, which is no longer on-policy, or to give the ranks more prompts each,
-# as in [notebook 3](03_balancing_a_minibatch.ipynb).
-#
 # ## What you have seen
 #
-# - Answers that are sampled differ in length, and nobody knows how much beforehand.
+# - Answers that are sampled differ in length, and their lengths are not known beforehand.
 # - Normalise in the group, place afterwards, sum, divide once: then the gradient is exact under any placement.
-# - In Lightning: manual optimisation, one exchange, one plan, any number of microbatches per rank.
-# - Ranks sample at their own pace. No dummy passes.
+# - In Lightning: manual optimisation, and five calls of `lightning_odc.rl`: claim, exchange, normalise, score,
+#   loss.
+# - Ranks sample at their own pace, without dummy passes, and the one that is done helps the other.
 #
-# This loop is small on purpose. It has no reference model and no penalty for leaving it, and it updates once per
-# sampling, so it needs no clipping. What it shows about placement holds with all of these, too.
+# This loop has no reference model. A second model in the module that does not train is scored the same way, with
+# `into="ref_logprobs"`; then `policy_loss(..., beta=0.04)` keeps the policy near it.
 #
 # ## Exercises
 #
-# 1. We divide by the tokens of all answers. Divide each answer by its own length first, as GRPO was published:
-#    change `policy_loss` accordingly, keep the gradient exact under any placement (by what do you divide the sum
-#    now?), and compare: which one makes answers longer?
-# 2. Subtract the mean only, and do not divide by the standard deviation. For which groups does that matter most?
-# 3. Sample once and update twice. Now the ratio of new to old probabilities is not 1: add it, with clipping. What
-#    has to travel with an answer besides its advantage?
-# 4. Give rank 1 all the hard problems (large sums). What happens to `dummy_passes`, and to the idle fraction?
-# 5. Let one rank take no microbatches in a step: make `plan` give everything to rank 0. Is the reward of the next
-#    step still the same?
+# 1. We divide by the tokens of all answers. Use `loss_type="grpo"`, which divides each answer by its own length
+#    first. Which one makes answers longer?
+# 2. Subtract the mean only, and do not divide by the standard deviation: `normalize_advantages(..., scale=False)`.
+#    For which groups does that matter most?
+# 3. Update with `updates(epochs=4)`, and count how many tokens the loss clips: `policy_loss(...).clipped`.
+# 4. Give rank 1 all the hard problems (large sums). Which rank samples them?
+# 5. Replace `rl.claim_prompts(self, problems)` by `enumerate(problems)`. What do you have to do about the groups,
+#    and what happens to the forward passes by rank?
 #
 # Next: [How it works inside](06_how_it_works.ipynb).

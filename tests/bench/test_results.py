@@ -21,12 +21,14 @@ from lightning_odc.bench import comm, models, sweeps, training
 from lightning_odc.bench.emulation import seconds_per_cost
 from lightning_odc.bench.lengths import PUBLISHED, draw, find_samples
 from lightning_odc.bench.options import Combination, SweepOptions, TrainOptions, parse_size
-from lightning_odc.bench.report import table
+from lightning_odc.bench.report import sentence, table
 from lightning_odc.bench.results import (
     MinibatchRecord,
     Run,
     baseline_of,
     bootstrap,
+    by_repetition,
+    doubt,
     loss_difference,
     median_interval,
     splits,
@@ -65,6 +67,46 @@ def test_a_speed_up_is_a_product_of_its_causes() -> None:
     only_ends = splits([runs[0], runs[3]])[0]
     assert [name for name, _ in only_ends.factors] == ["communication and balancing"]
     assert splits(runs[2:3]) == []
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "reason"),
+    [
+        ([[2.0, 4.0], [2.1, 3.9]], [[1.0, 2.0], [1.0, 2.1]], ""),
+        ([[1.0, 2.0, 1.1]] * 2, [[1.1, 1.8, 1.1]] * 2, "1 is within its 95 % interval"),
+        (
+            [[2.0, 2.2], [90.0, 95.0]],
+            [[1.9, 2.0], [2.0, 1.9]],
+            "the repetitions differ by more than it: x1.08, x47.44",
+        ),
+        ([[1.0, 2.0]], [[1.0, 2.0]], ""),
+    ],
+    ids=["clear", "as slow", "another program ran", "the baseline itself"],
+)
+def test_a_speed_up_that_means_nothing_is_not_printed(
+    slow: list[list[float]], fast: list[list[float]], reason: str
+) -> None:
+    runs = [
+        run(combination, seconds, repetition=repetition)
+        for combination, of_all in ((COLLECTIVE, slow), (BALANCED, fast))
+        for repetition, seconds in enumerate(of_all)
+    ]
+    row, (split,) = summarize(runs, cores=2)[1], splits(runs)
+    assert row.doubt == split.doubt
+    assert row.doubt.startswith(reason)
+    assert bool(row.doubt) == bool(reason)
+    assert row.record()["doubt"] == row.doubt
+    printed = table([row], TrainOptions(runs=(COLLECTIVE, BALANCED))) + sentence(split)
+    assert ("not measurable" in printed) == bool(reason)
+    assert row.speed_up is not None
+    assert (f"x{row.speed_up[1]:.3f}" in printed) != bool(reason)
+
+
+def test_repetitions_are_compared_over_common_minibatches() -> None:
+    slow = {(0, 1): 4.0, (0, 2): 2.0, (1, 1): 9.0, (2, 1): 1.0}
+    fast = {(0, 1): 1.0, (0, 2): 1.0, (1, 1): 3.0, (1, 2): 50.0}
+    assert by_repetition(slow, fast) == [3.0, 3.0]
+    assert doubt(slow, {}) == ""
 
 
 def test_runs_are_told_by_their_costs_too() -> None:

@@ -375,7 +375,7 @@ def test_bad_options_get_one_line(
         "endless": "3 1e21",
         "over": f"[1{'0' * 400}]",
         "nested": "[[[1, 2]]]",
-        "records": '[{"text": "abc"}]',
+        "records": '[{"title": "abc"}]',
         "long": "5000 6000",
         "huge": llama(**huge),
         "heads": llama(hidden_size=30, num_attention_heads=4),

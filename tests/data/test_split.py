@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from lightning_odc import BalancedDataLoader
 from lightning_odc.data.minibatch import Detail, Samples, Task
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.data.split import middle, parts_of
@@ -114,6 +115,29 @@ def test_samples_that_can_be_read_again_are() -> None:
     detail = Detail([9, 1, 2], (0,), Samples([5, 6, 7], read))
     assert parts_of(Task("not looked at", 3.0, detail), False) == [read([5]), read([6, 7])]
     assert parts_of(Task("", 1.0, Detail([9], (0,), Samples([5], read))), False) == []
+
+
+def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> None:
+    """Also where a function weights a sample by those it comes with."""
+    options: dict[str, Any] = {"lengths": [1, 2, 3, 4], "max_tokens": 10, "num_replicas": 1, "rank": 0}
+    data = BalancedDataLoader(
+        list(torch.arange(4.0)), minibatch_size=4, weighting=lambda n: n / n.sum(), **options
+    )
+    (task,) = next(iter(data)).tasks()
+    parts = parts_of(task, False)
+    assert sum(part.weight for part in parts) == pytest.approx(task.weight)
+    for part in [*parts, *parts_of(parts[0], False)]:
+        assert part.detail is not None
+        assert part.detail.samples is not None
+        assert part.weight == pytest.approx(sum(index + 1 for index in part.detail.samples.indices) / 10)
+
+
+def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() -> None:
+    row = {**pack_samples([[1, 2, 3], [4, 5]]), "names": ["a", "b"]}
+    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), False))
+    assert (first["names"], second["names"]) == (["a"], ["b"])
+    images = {**row, "images": [torch.ones(2, 2), torch.ones(3, 3)]}
+    assert parts_of(Task(images, 1.0, None), False) == []
 
 
 def test_the_first_part_keeps_the_random_numbers() -> None:

@@ -139,7 +139,11 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
     begins = tuple(f"{mode}  " for mode in modes)
     assert [line.split()[0] for line in out.splitlines() if line.startswith(begins)] == modes
     assert 'balanced is Trainer(strategy="odc_balanced"); it chose policy "steal"' in out
-    assert f"speed-up of balanced over collective: x{gain['speedup'][1]:.2f} = x" in out
+    gained = (
+        gain["doubt"] or f"x{gain['speedup'][1]:.2f} = x"
+    )  # on a busy machine the repetitions may differ too much
+    said = "not measurable on this machine: " if gain["doubt"] else ""
+    assert f"speed-up of balanced over collective: {said}{gained}" in out
     assert "losses agree" in out
     assert "Warning" not in err
     assert f"files in {tmp_path}/:" in out
@@ -159,7 +163,10 @@ def test_ctrl_c_ends_every_process_with_one_line(
     os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all processes of the foreground.
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.strip() == "lightning-odc: interrupted; no results were written"
+    assert [line for line in err.splitlines() if line] == [
+        "lightning-odc: loading torch ...",
+        "lightning-odc: interrupted; no results were written",
+    ]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,8 +1,9 @@
 """The Python of README and docs: what a page's blocks are, and a program that runs them.
 
 ``python -m tests.docs.blocks PAGE...`` runs the blocks of each page in order, in one namespace per page, in the current
-directory. What a page takes as given (a model, a data set) is in ``tests/docs/given/<page>.py``. Blocks that are whole
-programs (``if __name__ == "__main__":``) are not run by it; they are files of their own.
+directory. What a page takes as given (a model, a data set) is a block of the page, too, which includes
+``tests/docs/given/<page>.py``. Blocks that are whole programs (``if __name__ == "__main__":``) are not run by it; they
+are files of their own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-GIVEN = Path(__file__).parent / "given"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+_SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 _BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -44,7 +45,8 @@ def blocks(page: Path) -> Iterator[Block]:
     for match in _BLOCK.finditer(source):
         indent, language, text = match.groups()
         line = source[: match.start()].count("\n") + 2
-        yield Block(page, line, language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
+        text = re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
+        yield Block(page, line, language, _SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(), text))
 
 
 def fragments(page: Path) -> list[Block]:
@@ -59,12 +61,9 @@ def programs() -> list[Block]:
 
 
 def run_page(page: Path) -> None:
-    """Run what the page takes as given, then its blocks; errors name file and line of the page."""
+    """Run the page's blocks; errors name file and line of the page."""
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
     environment = dict(os.environ)
-    given = GIVEN / f"{page.stem.replace('-', '_')}.py"
-    if given.exists():
-        exec(compile(given.read_text(), str(given), "exec"), namespace)
     try:
         for block in fragments(page):
             text = "\n" * (block.line - 1) + block.text

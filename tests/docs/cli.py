@@ -1,4 +1,4 @@
-"""The page of the command line, from the parsers: ``python -m tests.docs.cli`` writes ``docs/cli.md`` anew."""
+"""The page of the command line, from the parsers, and the advice of docs/advise.md: ``python -m tests.docs.cli``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+ADVICE = PAGE.parent / "data" / "advise.txt"
 
+COMMANDS = {
+    "": "All commands",
+    "doctor": "Checking a machine and a model",
+    "advise": "Predicting the gain",
+    "demo": "The demo",
+}
 MEASURES = {
     "train": "Training under every communication and policy",
     "sweep": "The paper's parametric study on emulated devices",
@@ -25,6 +32,7 @@ description: Every command of lightning-odc and its options, as the program itse
 # Command line
 
 `lightning-odc` and `python -m lightning_odc` are the same. This page is what each command prints with `--help`.
+A misspelt word gets the closest one that exists as an answer. Every command takes `--json` and `--quiet`.
 
 The experiments behind other figures of this documentation are in `benchmarks/` of the repository, not in the package:
 `make bench NAME=planner ARGS="--help"`.
@@ -33,10 +41,20 @@ The experiments behind other figures of this documentation are in `benchmarks/` 
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD, _section("lightning-odc demo", "The demo", "lightning_odc.cli", ["demo"])]
+    parts = [_HEAD]
+    for name, title in COMMANDS.items():
+        parts.append(_section(f"lightning-odc {name}".strip(), title, "lightning_odc.cli", name.split()))
     for name, title in MEASURES.items():
         parts.append(_section(f"lightning-odc bench {name}", title, "lightning_odc.cli", ["bench", name]))
     return "\n".join(parts)
+
+
+def advice() -> str:
+    """What the command of docs/advise.md prints."""
+    out, line = io.StringIO(), "--lengths longalign --model 1.5b --device H200 --devices 8"
+    with contextlib.redirect_stdout(out):
+        assert importlib.import_module("lightning_odc.cli").main(["advise", *line.split()]) == 0
+    return out.getvalue()
 
 
 def _section(command: str, title: str, module: str, arguments: list[str]) -> str:
@@ -65,3 +83,4 @@ def _wide() -> Iterator[None]:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    ADVICE.write_text(advice())

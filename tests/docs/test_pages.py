@@ -100,7 +100,13 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
 def public_names() -> list[tuple[str, Any]]:
     """All names that the packages offer, with what they stand for."""
     found: list[tuple[str, Any]] = []
-    for package in ("lightning_odc", "lightning_odc.balance", "lightning_odc.callbacks"):
+    for package in (
+        "lightning_odc",
+        "lightning_odc.balance",
+        "lightning_odc.simulate",
+        "lightning_odc.callbacks",
+        "lightning_odc.rl",
+    ):
         module = importlib.import_module(package)
         found += [(f"{package}.{name}", getattr(module, name)) for name in module.__all__]
     for package in ("lightning_odc.metrics", "lightning_odc.data.packing", "lightning_odc.errors"):
@@ -125,8 +131,15 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> Non
             f"{name}.{n}" for n in own if not inspect.getdoc(getattr(value, n)) and not hasattr(contract, n)
         ]
     assert not bare
-    page = (ROOT / "docs" / "reference.md").read_text()
-    covered = tuple(line.removeprefix("::: ") for line in page.splitlines() if line.startswith(":::"))
+    summary = (ROOT / "docs" / "reference.md").read_text()
+    short = [name.rpartition(".")[2] for name, _ in names]
+    assert not [name for name in short if f"{name}`][" not in summary], (
+        "a row in docs/reference.md is missing"
+    )
+    lines = [
+        line for page in (ROOT / "docs" / "reference").glob("*.md") for line in page.read_text().splitlines()
+    ]
+    covered = tuple(line.removeprefix("::: ") for line in lines if line.startswith(":::"))
     assert not [name for name, _ in names if not name.startswith(covered)]
 
 
@@ -137,9 +150,15 @@ def test_the_page_of_the_command_line_is_what_the_parsers_print() -> None:
     assert docs_cli.PAGE.read_text() == docs_cli.page(), "write it anew: python -m tests.docs.cli"
 
 
+def test_the_advice_of_the_documentation_is_what_the_command_prints() -> None:
+    assert docs_cli.ADVICE.read_text() == docs_cli.advice(), "write it again: python -m tests.docs.cli"
+
+
 def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None:
     """As the hosts of the documentation do, who install neither torch nor lightning."""
     pytest.importorskip("mkdocs")
+    from docs.website import address
+
     blocked = dict.fromkeys(("torch", "lightning", "pytorch_lightning", "lightning_odc"))
     build = [
         "build",
@@ -155,4 +174,11 @@ def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None
     assert "Not measured" in (tmp_path / "site" / "gpus" / "index.html").read_text() or list(
         (ROOT / "docs" / "data").glob("gpu-*.json")
     )
-    assert "ODCStrategy" in (tmp_path / "site" / "reference" / "index.html").read_text()
+    site = tmp_path / "site"
+    assert '#lightning_odc.ODCStrategy"' in (site / "reference" / "index.html").read_text()
+    assert 'id="lightning_odc.ODCStrategy"' in (site / "reference" / "strategy" / "index.html").read_text()
+    home = (site / "index.html").read_text()
+    assert "md-tabs__link" in home
+    assert "<abbr title=" in home
+    if not address.current().source:
+        assert not [word for word in ('rel="edit"', "md-source", "og:image") if word in home]

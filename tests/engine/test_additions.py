@@ -90,3 +90,35 @@ def test_what_breaks_off_while_it_adds_is_known() -> None:
     assert additions.begin_adding(3)
     assert additions.adding == 3
     assert additions.broken_off({3: 1}).times == {}
+
+
+def test_a_sample_has_nothing_to_take_back_of_a_unit_that_it_does_not_run() -> None:
+    added = Added(times={0: 1, 2: 1}, calls={0: 1, 1: 1, 2: 1})
+    additions: Any = Additions()
+    additions.begin(added.within({0: 1, 1: 1, 2: 0}), takes_back=True)
+    assert additions.begin_adding(0)
+    with pytest.raises(TakenBackError):
+        additions.end_adding()
+    with pytest.raises(TakenBackError):
+        Additions().begin(added.within({1: 1}), takes_back=True)
+
+
+def test_what_a_part_added_stands_for_its_own_calls() -> None:
+    additions: Any = Additions()
+    additions.begin(Added(times={0: 1}, calls={0: 3, 1: 4}))
+    additions.begin_adding(1)
+    additions.end_adding()
+    added = additions.broken_off({0: 3, 1: 2})
+    assert added.times == {0: 1, 1: 1}
+    assert added.differs({0: 3, 1: 2}) == []
+    assert added.differs({0: 3, 1: 4}) == [1]
+
+
+def test_a_pass_is_torn_from_its_first_addition_to_its_end() -> None:
+    additions: Any = Additions()
+    additions.begin(Added())
+    assert not additions.is_torn
+    additions.begin_adding(0)
+    assert additions.is_torn
+    additions.end()
+    assert not additions.is_torn

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import host_memory
-from lightning_odc.engine.keeping import HostMemory
+from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.errors import StaleShardError
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy.arguments import memory_size
-from tests.strategy.test_parity import STEPS, assert_same, one_process, train
+from tests.strategy.test_parity import STEPS, assert_same, make_engine, one_process, train
+from tests.support.models import Net, init_gloo
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
 from tests.test_host_memory import group, tree
@@ -207,3 +210,88 @@ def test_a_kept_unit_follows_when_its_shards_are_frozen_within_a_step():
     kept, freed = run_ranks(_toggled, "auto"), run_ranks(_toggled, 0)
     for one, other in zip(kept, freed, strict=True):
         assert_same(one, other)
+
+
+def _engine(rank: int, memory: Any) -> tuple[nn.Module, Any]:
+    """A model in ``eval()`` on two ranks, and its engine. No minibatch was trained."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = Net().eval()
+    shard_model(model, mesh_for("cpu", 2))
+    keeping = Keeping(memory, HostMemory(2)) if isinstance(memory, int) else Keeping("auto", memory)
+    engine = make_engine("on_demand", rank, keeping=keeping)
+    engine.attach(model)
+    return model, engine
+
+
+def _held(rank: int, memories: list[Any]) -> list[dict[str, Any]]:
+    """Rank 0 runs its model once while units are held, rank 1 four times; then both run it twice."""
+    found = []
+    for memory in memories:
+        model, engine = _engine(rank, memory)
+        outputs, reads, held = [], [], []
+
+        def run(model: Any = model, engine: Any = engine, outputs: Any = outputs, reads: Any = reads) -> None:
+            before = engine.traffic.reads
+            outputs.append(model(torch.tensor([[3, 1, 2]])))
+            reads.append(engine.traffic.reads - before)
+
+        with torch.no_grad():
+            with engine.gathered():
+                for _ in range(1 + 3 * rank):
+                    with engine.gathered():
+                        run()
+                    held.append(engine.kept_bytes)
+            blocks: Any = model.blocks
+            freed = [isinstance(parameter, DTensor) for parameter in blocks.parameters()]
+            kept = engine.kept_bytes
+            run()
+            run()
+        engine.exchange("nothing is under way", None)
+        engine.close()
+        found.append({"outputs": outputs, "reads": reads, "held": held, "freed": all(freed), "kept": kept})
+    return found
+
+
+def test_units_are_held_for_a_while_where_there_is_room():
+    """``FakeMemory`` is asked what is used when the context begins, and then once in a pass, until it is tight."""
+    memories = [FakeMemory(100_000), FakeMemory(6000), FakeMemory(0), FakeMemory(100_000, tight_at=4), ALL, 0]
+    first, second = run_ranks(_held, memories)
+    torch.manual_seed(0)
+    expected = Net()(torch.tensor([[3, 1, 2]]))
+    for result in [*first, *second]:
+        assert all(torch.equal(output, expected) for output in result["outputs"])
+        assert result["freed"] and result["kept"] == 0
+        assert result["reads"][-2:] == [BLOCKS, BLOCKS], "nothing stays behind the context"
+    once = BLOCKS + 1  # the root unit stays gathered by itself
+    assert [result["reads"][0] for result in first] == [once] * len(memories)
+    reads = [result["reads"][:4] for result in second]
+    assert reads[0] == reads[4] == [once, 0, 0, 0]
+    assert reads[1] == [once, 1, 1, 1]
+    assert reads[2] == reads[5] == [once, BLOCKS, BLOCKS, BLOCKS]
+    assert reads[3] == [once, 0, 0, BLOCKS], "tight in the third pass: all are given back behind it"
+    whole = second[0]["held"][0]
+    assert 0 < second[1]["held"][0] <= 3000 < whole
+    assert second[3]["held"] == [whole, whole, 0, 0]
+
+
+def _edits_held(rank: int) -> str:
+    """Rank 1 changes its shard where it may not."""
+    model, engine = _engine(rank, ALL)
+    message = ""
+    try:
+        with torch.no_grad(), engine.gathered():
+            model(torch.tensor([[3, 1, 2]]))
+            if rank:
+                engine._units[1].slots[0].at_rest().add_(1)
+    except StaleShardError as error:
+        message = str(error)
+    engine.exchange("nothing is under way", None)
+    engine.close()
+    return message
+
+
+def test_a_change_while_units_are_held_is_found():
+    unchanged, changed = run_ranks(_edits_held)
+    assert unchanged == ""
+    assert "'blocks.0.norm.weight' was changed" in changed

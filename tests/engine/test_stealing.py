@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import AllRanks
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.stealing import WorkQueues
+from lightning_odc.engine.stealing import Stealing, WorkQueues
 from lightning_odc.engine.transports.base import Lock
 from lightning_odc.engine.transports.threads import ThreadHub
 from tests.engine.test_protocol import UNITS
@@ -112,7 +112,11 @@ def test_stealing_under_a_fixed_order_of_sums_is_refused():
     with pytest.raises(
         ValueError, match=r'Use BalancedDataLoader\(policy="lb_mini"\), the same plan without'
     ):
-        WorkQueues(Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True), 1, [[1.0]] * 2)
+        Stealing(
+            Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True),
+            Minibatch([]),
+            AllRanks([[], []], [[], []], lambda *_: None),
+        )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -126,11 +130,7 @@ def test_every_microbatch_runs_exactly_once_in_any_interleaving(seed):
         protocol = Protocol(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=20)
         protocol.open()
         for number, costs in enumerate(rounds, 1):  # ranks may be apart: no meeting in between
-            work = WorkQueues(protocol, number, costs)
-            while (own := work.take()) is not None:
-                ran[rank].append((number, rank, own))
-            while (stolen := work.steal()) is not None:
-                ran[rank].append((number, *stolen))
+            ran[rank] += [(number, *item) for item in WorkQueues(protocol, number, costs).claims()]
 
     interleave(world, seed, run)
     everything = sorted(item for items in ran for item in items)

@@ -10,9 +10,11 @@ import importlib.util
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -172,27 +174,36 @@ def test_equal_to_collectives():
         pytest.skip("all but LoRA passed: peft is not installed")
 
 
+def generating_model(net: nn.Module) -> nn.Module:
+    """Hugging Face's model, which adapters may be around."""
+    return [module for module in net.modules() if type(module).__name__.endswith("ForCausalLM")][-1]
+
+
+@contextmanager
+def counted(net: nn.Module, engine: Any, into: list[list[int]]) -> Iterator[None]:
+    """Notes the forward passes of a model, and the shards that were read for them."""
+    passes: list[int] = []
+    reads = engine.traffic.reads
+    with generating_model(net).register_forward_pre_hook(lambda *_: passes.append(1)):
+        yield
+    into.append([len(passes), engine.traffic.reads - reads])
+
+
 class Samples(CausalLM):
     """Samples 4 tokens on rank 0 and 24 on rank 1, in every step of training and of an uneven validation."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(causal_lm)
         self.options = options
-        self.passes: list[int] = []
+        self.counts: list[list[int]] = []
 
     def sample(self, prompt: Tensor) -> None:
-        passes = 0
-
-        def count(*_: Any) -> None:
-            nonlocal passes
-            passes += 1
-
-        handle = self.net.register_forward_pre_hook(count)
+        strategy: Any = self.trainer.strategy
+        outer = strategy.gathered() if strategy.communication == "collective" else nullcontext()
         tokens = (4, 24)[self.global_rank]
-        answer = self.net.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **self.options)
-        handle.remove()
+        with outer, counted(self.net, strategy.engine, self.counts):
+            answer = self.net.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **self.options)
         assert answer.shape[1] == prompt.shape[1] + tokens
-        self.passes.append(passes)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.sample(batch)
@@ -207,29 +218,109 @@ def _samples(rank: int) -> Any:
     from transformers.integrations import is_fsdp_managed_module
 
     found = []
-    for communication, options in (
-        ("on_demand", {}),
-        ("on_demand", {"synced_gpus": True}),
-        ("collective", {}),
+    for communication, keep, options in (
+        ("on_demand", "auto", {}),
+        ("on_demand", 0, {}),
+        ("on_demand", "auto", {"synced_gpus": True}),
+        ("collective", "auto", {}),
     ):
         module = Samples(**options)
-        t = trainer(2, communication=communication, timeout=timedelta(seconds=30), num_sanity_val_steps=0)
+        t = trainer(
+            2,
+            communication=communication,
+            keep_gathered=keep,
+            timeout=timedelta(seconds=30),
+            num_sanity_val_steps=0,
+        )
         uneven = [1, 3][rank] if communication == "on_demand" else 0
         batches = token_batches([6], seed=rank, vocab=11)
         t.fit(module, loader(batches), loader(batches * uneven) if uneven else None)
         assert is_fsdp_managed_module(module.net)  # as fully_shard left it
-        found.append(module.passes)
+        assert "generate" not in vars(module.net)
+        found.append(module.counts)
     return found
 
 
-def test_generate_of_hugging_face_ends_on_every_rank_by_itself():
+def test_generate_of_hugging_face_ends_on_every_rank_by_itself_and_reads_once():
     first, second = run_ranks(_samples)
+    layers = 2  # the root unit is gathered already
+    # One pass per token; all wait for the longest if told so, or collectively. In validation, units are kept by then.
     assert first == [
-        [4, 4],
-        [24],
-        [24],
-    ]  # one pass per token; all wait for the longest if told so, or collectively
-    assert second == [[24] * 4, [24], [24]]
+        [[4, layers]] * 2,
+        [[4, 4 * layers]] * 2,
+        [[24, layers]],
+        [[24, 0]],
+    ]
+    assert second == [
+        [[24, layers]] * 2 + [[24, 0]] * 2,
+        [[24, 24 * layers]] * 4,
+        [[24, layers]],
+        [[24, 0]],
+    ]
+
+
+#: Ways to generate.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "no cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "sampling": {"do_sample": True, "top_k": 8},
+    "beams": {"num_beams": 3},
+}
+
+
+def answers(net: Any, rank: int, counts: list[list[int]], engine: Any) -> list[Tensor]:
+    """One answer for every way: 3 tokens on rank 0, and 6 on rank 1."""
+    net.eval()
+    prompt, tokens, found = torch.tensor([[3, 1, 2]]), 3 * (rank + 1), []
+    for options in WAYS.values():
+        torch.manual_seed(1)
+        with counted(net, engine, counts):
+            found.append(
+                net.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=tokens,
+                    min_new_tokens=tokens,
+                    **options,
+                )
+            )
+    return found
+
+
+class Answers(CausalLM):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.counts: list[list[int]] = []
+        strategy: Any = self.trainer.strategy
+        return answers(self.net, self.global_rank, self.counts, strategy.engine)
+
+
+def _predicts(rank: int, makes: list[Callable[[], nn.Module]]) -> Any:
+    found = []
+    for make in makes:
+        module = Answers(make)
+        # Rank 1 has two batches, and generates in both.
+        batches = loader([torch.ones(1)] * (1 + rank))
+        given: Any = trainer(2, num_sanity_val_steps=0).predict(module, batches)
+        found.append((given[-1], module.counts))
+    return found
+
+
+def test_all_ways_to_generate_in_predict():
+    makes = [causal_lm, with_lora] if HAS_PEFT else [causal_lm]
+    by_rank = run_ranks(_predicts, makes)
+    for rank, results in enumerate(by_rank):
+        for make, (given, counts) in zip(makes, results, strict=True):
+            torch.manual_seed(0)
+            alone: list[list[int]] = []
+            expected = answers(make(), rank, alone, SimpleNamespace(traffic=SimpleNamespace(reads=0)))
+            for way, one, other in zip(WAYS, given, expected, strict=True):
+                assert torch.equal(one, other), way
+            tokens = 3 * (rank + 1)
+            assert counts == [[tokens, 2]] * len(WAYS), "two layers are read once for each call, nothing else"
+            assert alone == [[tokens, 0]] * len(WAYS)
+    if not HAS_PEFT:
+        pytest.skip("the plain model passed: peft is not installed")
 
 
 def _compiles(rank: int, backend: str, depth: int, **options: Any) -> tuple[float, float, int]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.strategy.out_of_memory import Relief, is_out_of_memory
@@ -22,6 +23,10 @@ from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
 from tests.support.ranks import run_ranks, try_ranks
+
+needs_reset = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot take back a step that broke off"
+)
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB."
 TOLERANCE = 1e-12
@@ -58,9 +63,16 @@ class Short(TokenModule):
         self.told, self.trips = list(told), 0
         self.batch = torch.empty(0, 0)
         self.states: list[dict[str, Tensor]] = []
+        self.register_forward_pre_hook(self._before_step)
         for place, layer in self.places().items():
             layer.register_forward_pre_hook(lambda *_, place=place: self.trip(place, "forward"))
             layer.register_forward_hook(lambda _, __, output, place=place: Trip.apply(output, self, place))
+
+    def _before_step(self, _: nn.Module, args: Any) -> None:
+        """Where `fully_shard` gathers the root unit: Lightning has not yet called the step."""
+        if isinstance(args[0], Tensor):
+            self.batch = args[0]
+            self.trip("root", "forward")
 
     def places(self) -> dict[str, nn.Module]:
         return {"embed": self.net.embed, **dict(self.net.blocks.named_children()), "head": self.net.head}
@@ -75,9 +87,12 @@ class Short(TokenModule):
             self.trips += 1
             raise torch.OutOfMemoryError(TEXT)
 
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
     def loss(self, batch: Tensor) -> Tensor:
         self.batch = batch
-        logits = self.net(batch)[:, :-1]
+        logits = self.forward(batch)[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -142,6 +157,7 @@ TABLE = [
     [place, phase, m, 1 + number % 2]
     for number, (place, phase, m) in enumerate(itertools.product(PLACES, ("forward", "backward"), range(3)))
 ]
+TABLE += [["root", "forward", m, 1] for m in range(3)]
 
 
 class Collects(Callback):
@@ -180,6 +196,7 @@ def every_place(rank: int, returns: str, strategy: dict[str, Any]) -> Any:
     return fit(rank, TABLE, returns=returns, strategy=strategy)
 
 
+@needs_reset
 @pytest.mark.parametrize(
     ("returns", "strategy"),
     [("mean", {"deterministic": True}), ("items", {"keep_gathered": "1GiB"})],
@@ -204,6 +221,7 @@ def leaves_out(rank: int) -> Any:
     return fit(rank, SKIPPED, strategy={"on_out_of_memory": "skip"})
 
 
+@needs_reset
 def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out() -> None:
     """Also where its gradient had been added before: it is taken back."""
     left_out = {step: m for step, (_, _, m, _) in enumerate(SKIPPED)}
@@ -229,6 +247,7 @@ def does_not_fit(rank: int, communication: str, answer: str) -> None:
     trainer(2, strategy=ODCStrategy(hang_report_after=None, **strategy)).fit(module, loader(same))  # type: ignore[arg-type]
 
 
+@needs_reset
 @pytest.mark.parametrize(
     ("communication", "answer", "advice"),
     [
@@ -319,6 +338,7 @@ def every_way(rank: int, world_size: int) -> dict[str, Any]:
     return {name: [run_way(rank, world_size, name, told) for told in ([], SOME)] for name in WAYS}
 
 
+@needs_reset
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_way_of_training(world_size: int) -> None:
     """Against the same run with enough memory, which other tests compare with one process."""
@@ -430,6 +450,7 @@ def over_nodes(rank: int) -> dict[str, Any]:
     return found
 
 
+@needs_reset
 def test_ranks_of_several_nodes() -> None:
     expected = one_process(len(NODES), {2: 2})
     for rank, found in enumerate(run_ranks(over_nodes, world_size=4, timeout=240)):
@@ -483,6 +504,7 @@ def _fails_otherwise(place: str, phase: str) -> None:
     raise RuntimeError("CUDA error: device-side assert triggered")
 
 
+@needs_reset
 @pytest.mark.parametrize(
     ("what", "says"),
     [

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
-from tests.strategy.test_out_of_memory import TEXT, TOLERANCE, Short, differences
+from tests.strategy.test_out_of_memory import TEXT, TOLERANCE, Short, differences, needs_reset
 from tests.support.models import full_parameters
 from tests.support.modules import loader, trainer
 from tests.support.ranks import run_ranks
+
+pytestmark = needs_reset
 
 LENGTHS = (9, 4, 12, 7, 3, 10, 6, 5, 8, 11, 2, 9)
 Sample = dict[str, Tensor]

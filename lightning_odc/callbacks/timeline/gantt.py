@@ -24,8 +24,10 @@ WORK = {
     "optimizer": palette.GREEN,
     "data": palette.YELLOW,
     "validation": palette.TEAL,
+    "sampling": palette.PINK,
+    "scoring": palette.BROWN,
 }
-"""Colours of the upper lane of a row, where a rank computes."""
+"""Colours of the upper lane of a row, where a rank computes. Later ones lie over earlier ones."""
 COMMUNICATION = {
     "read": palette.ORANGE,
     "add": palette.RED,

@@ -1,0 +1,108 @@
+"""Records one optimizer step of the demo with collectives, on demand and balanced, for the picture of three timelines.
+
+``python -m benchmarks.hero`` trains the demo in a shuffling loader's order on two ranks, with a timeline recorder. It
+writes the last minibatch, which has the same samples in all three, to ``docs/data/hero.json``. ``python -m
+benchmarks.pictures`` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lightning_odc.callbacks import load_timeline
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
+from lightning_odc.demo.options import DemoOptions, Mode
+from lightning_odc.demo.result import timeline_folder
+from lightning_odc.demo.run import run_demo
+from lightning_odc.engine.tracing import Span
+from lightning_odc.files import write_json
+
+MODES: tuple[Mode, ...] = ("collective", "on_demand", "balanced")
+KINDS = ("forward", "backward", "optimizer", "wait")
+"""What is drawn of a rank, the later ones over the earlier ones."""
+OUTPUT = Path(__file__).parents[1] / "docs" / "data" / "hero.json"
+_JOINED = 2_000_000  # nanoseconds between spans that no picture shows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.hero``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hero", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--minibatches", type=int, metavar="N", default=3, help="the N-th one is recorded")
+    parser.add_argument(
+        "--max-length", type=int, metavar="TOKENS", default=2048, help="leave longer texts out"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", default=OUTPUT, help="where to write")
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        options = DemoOptions(
+            output=Path(folder),
+            communication=MODES,
+            minibatches=chosen.minibatches,
+            max_length=chosen.max_length,
+            repetitions=1,
+            order="shuffled",
+        )
+        if run_demo(options):
+            raise SystemExit("the losses of the modes differ: nothing is written")
+        timelines = {
+            mode: load_timeline(timeline_folder(Path(folder), mode) / "timeline.json") for mode in MODES
+        }
+    told = {"minibatch": chosen.minibatches, "max_length": chosen.max_length, "order": options.order}
+    modes = {mode: summary(timeline) for mode, timeline in timelines.items()}
+    write_json(chosen.json, {"options": told, "modes": modes})
+    for mode, one in modes.items():
+        print(f"{mode}: {one['seconds']:.2f} s, idle {one['idle']:.1%}")
+
+
+def summary(timeline: Timeline) -> dict[str, Any]:
+    """A step as numbers: its seconds, the idle share of all ranks, and for each rank milliseconds by kind.
+
+    Milliseconds are ``[begin, end, begin, end, ...]`` since the first rank began the step, without overlaps.
+    """
+    steps = [span for rank in timeline.ranks for span in rank.of("minibatch")]
+    begin, end = min(span.begin for span in steps), max(span.end for span in steps)
+    waits = [covered_by(rank.of("wait"), begin, end) for rank in timeline.ranks]
+    idle = sum(last - first for rank in waits for first, last in rank)
+    return {
+        "seconds": (end - begin) / 1e9,
+        "idle": idle / (len(timeline.ranks) * (end - begin)),
+        "ranks": [_milliseconds(rank, begin, end) for rank in timeline.ranks],
+    }
+
+
+def _milliseconds(rank: RankTimeline, begin: int, end: int) -> dict[str, list[float]]:
+    return {
+        kind: [
+            round((moment - begin) / 1e6, 1)
+            for stretch in covered_by(rank.of(kind), begin, end, _JOINED * (kind == "wait"))
+            for moment in stretch
+        ]
+        for kind in KINDS
+    }
+
+
+def covered_by(spans: Iterable[Span], begin: int, end: int, joined: int = 0) -> list[tuple[int, int]]:
+    """The stretches of ``begin..end`` that spans cover; gaps of at most ``joined`` count as covered.
+
+    Spans (1, 3), (2, 5) and (7, 12) cover (1, 5) and (7, 10) of 0..10; with gaps of 2 joined, (1, 10).
+    """
+    found: list[tuple[int, int]] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        first, last = max(span.begin, begin), min(span.end, end)
+        if last <= first:
+            continue
+        if found and first <= found[-1][1] + joined:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return found
+
+
+if __name__ == "__main__":
+    main()

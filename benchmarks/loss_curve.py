@@ -1,0 +1,77 @@
+"""Trains one small model in all modes on the same minibatches, and keeps the loss of every optimizer step.
+
+``python -m benchmarks.loss_curve`` trains with collectives, on demand and balanced on two ranks, and in one process
+with plain PyTorch, for 300 steps each. It writes ``docs/data/loss-curve.json``. ``python -m benchmarks.pictures`` draws
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lightning_odc.bench.options import AUTO, SHUFFLED, Combination, TrainOptions
+from lightning_odc.bench.report import Outcome
+from lightning_odc.bench.results import WARM_UP
+from lightning_odc.bench.train import check, train_all
+from lightning_odc.bench.training import cached_samples
+from lightning_odc.demo.options import OptionError
+from lightning_odc.files import write_json
+
+RANKS, SAMPLES = 2, 4
+"""Ranks, and samples of an optimizer step, on all ranks."""
+MODES = {
+    "collective": Combination("collective", SHUFFLED),
+    "on demand": Combination("on_demand", SHUFFLED),
+    "balanced": Combination("on_demand", AUTO),
+}
+ALONE = {"one process": Combination("ddp", SHUFFLED)}
+OUTPUT = Path(__file__).parents[1] / "docs" / "data" / "loss-curve.json"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.loss_curve``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loss_curve", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--steps", type=int, metavar="N", default=300, help="optimizer steps")
+    parser.add_argument(
+        "--max-length", type=int, metavar="TOKENS", default=256, help="leave longer texts out"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", default=OUTPUT, help="where to write")
+    chosen = parser.parse_args(arguments)
+    losses = train(MODES, RANKS, chosen.steps, chosen.max_length)
+    losses |= train(ALONE, 1, chosen.steps, chosen.max_length)
+    told = {"steps": chosen.steps, "max_length": chosen.max_length, "ranks": RANKS, "samples": SAMPLES}
+    write_json(chosen.json, {"options": told, "losses": losses})
+    print({name: f"{values[0]:.4f} to {values[-1]:.4f}" for name, values in losses.items()})
+
+
+def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int) -> dict[str, list[float]]:
+    """The mean loss per token of every step, by mode.
+
+    Raises:
+        OptionError: there are too few samples for so many steps. (A second epoch would not have the same order.)
+    """
+    options = TrainOptions(
+        output=None,
+        runs=tuple(modes.values()),
+        model="tiny",
+        ranks=ranks,
+        samples_per_rank=SAMPLES // ranks,
+        minibatches=steps - WARM_UP,
+        repetitions=1,
+        max_length=max_length,
+    ).filled()
+    most = len(cached_samples(options)) // SAMPLES
+    if steps > most:
+        raise OptionError(f"--steps {steps}: texts of at most {max_length} tokens suffice for {most}")
+    outcome = Outcome(options)
+    check(options)
+    train_all(outcome)
+    names = {combination: name for name, combination in modes.items()}
+    return {names[run.combination]: [run.loss(step) for step in range(run.count)] for run in outcome.runs}
+
+
+if __name__ == "__main__":
+    main()

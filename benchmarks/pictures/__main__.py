@@ -1,0 +1,67 @@
+"""``python -m benchmarks.pictures`` draws all pictures of the documentation again, each for light and dark screens.
+
+They are drawn from the raw numbers under ``docs/data``, so run it after a measurement has renewed one of those files. A
+test compares the files under ``docs/pictures`` with what is drawn here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pictures import charts, concepts, timelines
+from benchmarks.pictures.canvas import DARK, LIGHT, Canvas
+from lightning_odc.files import write_whole
+
+DOCS = Path(__file__).parents[2] / "docs"
+FOLDER = DOCS / "pictures"
+
+PICTURES: dict[str, Callable[[charts.Load], Canvas]] = {
+    "hero": timelines.hero,
+    "hero-animated": timelines.hero_animated,
+    "speed-up": charts.speed_up,
+    "idle": charts.idle,
+    "causes": charts.causes,
+    "faults": charts.faults,
+    "loss-curve": charts.loss_curve,
+    "barriers": concepts.barriers,
+    "windows": concepts.windows,
+    "versions": concepts.versions,
+    "padding": concepts.padding,
+}
+
+
+def load(name: str) -> Any:
+    """The raw numbers of a measurement."""
+    return json.loads((DOCS / "data" / f"{name}.json").read_text())
+
+
+def files(load: charts.Load = load) -> dict[str, str]:
+    """Every picture by file name, as SVG."""
+    drawn = {name: draw(load) for name, draw in PICTURES.items()}
+    themes = {"light": LIGHT, "dark": DARK}
+    return {
+        f"{name}-{kind}.svg": canvas.svg(theme)
+        for name, canvas in drawn.items()
+        for kind, theme in themes.items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.pictures``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pictures", description="Draw the pictures of the documentation again."
+    )
+    parser.parse_args(arguments)
+    FOLDER.mkdir(exist_ok=True)
+    drawn = files()
+    for name, text in drawn.items():
+        write_whole(FOLDER / name, text.encode())
+        print(f"{FOLDER / name}: {len(text.encode()):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

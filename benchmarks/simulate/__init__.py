@@ -1,0 +1,1 @@
+"""The simulator against measurements, against published figures, and past this machine."""

@@ -1,0 +1,175 @@
+"""Predictions for runs on hosts of network namespaces, whose computing is sleeping and whose links have known speeds.
+
+Each needs some numbers that are not known beforehand. One or two settings give them, and the others are predicted: what
+a microbatch takes beside the sleep that stands for computing; in ``node-copies.json`` also what a minibatch takes, and
+the speed of gloo. In ``hybrid.json`` gloo is as fast as ``bench-comm.json`` has it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.hybrid import copies
+from benchmarks.hybrid.replicas import lengths_of
+from benchmarks.simulate.prediction import FREE, INF, Prediction, gloo, read
+from lightning_odc import BalancedDataLoader
+from lightning_odc.balance import PolynomialCost
+from lightning_odc.simulate import Cluster, Model, Simulation, Unit, Work, simulate_work, work_of
+
+
+def hosts_predictions() -> list[Prediction]:
+    """``hybrid.json``: two hosts of two ranks and a link of 1 Gbit/s."""
+    raw = read("hybrid")
+    rows, options = raw["rows"], raw["options"]
+    measured = [statistics.median(row["seconds"]) for row in rows]
+    calibrating = [row["communication"] for row in rows].index("on_demand")
+    beside = 0.0
+    for _ in range(2):  # the first time, to learn what a microbatch takes beside its sleep
+        runs = [_hosts_run(row, options, beside) for row in rows]
+        if not beside:
+            missing = measured[calibrating] - runs[calibrating].mean_seconds
+            beside = missing / float(_hosts_work(rows[calibrating], options, 0.0)[0].counts.max(1).mean())
+    base = runs[calibrating].mean_seconds
+    found = []
+    for index, row in enumerate(rows):
+        if index != calibrating:
+            ratios = [
+                own / theirs for own, theirs in zip(rows[calibrating]["seconds"], row["seconds"], strict=True)
+            ]
+            setting = f"two hosts: {row['name']}, {row['policy']}"
+            middle = measured[calibrating] / measured[index]
+            own = base / runs[index].mean_seconds
+            over = "on demand, lb_micro"
+            found.append(Prediction("two hosts", setting, over, own, middle, min(ratios), max(ratios)))
+    return found
+
+
+def _hosts_work(row: dict[str, Any], options: dict[str, Any], beside: float) -> tuple[Work, Model, Cluster]:
+    ranks, warm_up, width = 4, 2, options["width"]
+    lengths = np.array(lengths_of((warm_up + options["minibatches"]) * options["samples"] * ranks, 2048))
+    cost = PolynomialCost(options["seconds"] / 2048**2, 0.0, beside)
+    layer = Unit(8 * width * width + 5 * width, 1 / 4, 4)
+    widths = {"compute_bytes": 4, "gradient_bytes": 4, "accumulator_bytes": 4}
+    model = Model(cost, (layer,), **widths)
+    bandwidth, latency = gloo()
+    own = replace(FREE, collective_link=bandwidth, collective_latency=latency, sum_bytes=2.0)
+    cluster = Cluster(replace(own, network=options["mbit"] * 1e6 / 8 / 2), ranks, 2)
+    loader = BalancedDataLoader(
+        lengths.tolist(),
+        lengths=lengths,
+        minibatch_size=options["samples"],
+        policy=row["policy"],
+        cost=PolynomialCost(quadratic=1.0, linear=0.0),
+        num_replicas=ranks,
+        rank=0,
+    )
+    plans = [
+        loader.plan(step, epoch=0).microbatches for step in range(warm_up, warm_up + options["minibatches"])
+    ]
+    return work_of(((plan, lengths) for plan in plans), model, cluster, policy=row["policy"]), model, cluster
+
+
+def _hosts_run(row: dict[str, Any], options: dict[str, Any], beside: float) -> Simulation:
+    work, model, cluster = _hosts_work(row, options, beside)
+    how: Any = {"communication": row["communication"], "sum_once": row["one_sum"]}
+    return simulate_work(work, model, cluster, sharding="hybrid", **how)
+
+
+def copies_predictions() -> list[Prediction]:
+    """``node-copies.json``: two and three hosts, links of two speeds, 1 to 8 microbatches; stock sharding over each.
+
+    Two cells calibrate: two hosts, an unlimited link, 1 and 8 microbatches. They give what a minibatch and a microbatch
+    take beside sleep and link, on demand and under stock sharding. Ranks share two cores, so six of them take 1.5 times
+    as long for it as four.
+    """
+    raw, cells = read("node-copies"), dict[copies.Cell, dict[str, Any]]()
+    for row in raw["rows"]:
+        cell = copies.Cell(row["hosts"], row["mbit"], row["microbatches"])
+        cells.setdefault(cell, {})[row["variant"]] = row
+    few, many = copies.Cell(2, None, 1), copies.Cell(2, None, 8)
+    beside = Beside.of({one: cells.pop(one) for one in (few, many)}, few, many, raw["options"])
+    found = []
+    for cell, rows in cells.items():
+        seconds = {name: beside.seconds(name, cell, raw["options"]) for name in rows}
+        for name in copies.VARIANTS[1:]:
+            pairs = zip(rows[copies.STOCK]["seconds"], rows[name]["seconds"], strict=True)
+            low, *_, high = ratios = sorted(stock / own for stock, own in pairs)
+            setting = f"{cell.hosts} hosts, {cell.link}, {cell.microbatches} microbatches: {name}"
+            own, middle = seconds[copies.STOCK] / seconds[name], statistics.median(ratios)
+            found.append(Prediction("node copies", setting, "stock", own, middle, low, high))
+    return found
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What four ranks on two cores take beside sleep and link.
+
+    Attributes:
+        microbatch: Seconds of a microbatch.
+        once: Seconds of a minibatch, on demand.
+        stock_once: The same under stock sharding.
+        gloo: Seconds per byte of gloo.
+    """
+
+    microbatch: float
+    once: float
+    stock_once: float
+    gloo: float
+
+    @classmethod
+    def of(
+        cls, rows: dict[copies.Cell, Any], few: copies.Cell, many: copies.Cell, options: dict[str, Any]
+    ) -> Beside:
+        """From two cells that differ in their microbatches."""
+
+        def missing(name: str, cell: copies.Cell, microbatch: float) -> float:
+            measured = statistics.median(rows[cell][name]["seconds"])
+            return measured - _copies_run(name, cell, options, microbatch, 0.0)
+
+        more = many.microbatches - few.microbatches
+        own = [missing(copies.FULL, cell, 0.0) for cell in (few, many)]
+        microbatch = (own[1] - own[0]) / more
+        stock = [missing(copies.STOCK, cell, microbatch) for cell in (few, many)]
+        slope = (stock[1] - stock[0]) / more
+        byte = _copies_run(copies.STOCK, few, options, 0.0, 1e-9) - _copies_run(
+            copies.STOCK, few, options, 0.0, 0.0
+        )
+        once = own[0] - few.microbatches * microbatch
+        return cls(microbatch, once, stock[0] - few.microbatches * slope, slope / byte * 1e-9)
+
+    def seconds(self, variant: str, cell: copies.Cell, options: dict[str, Any]) -> float:
+        """Of a minibatch."""
+        share = cell.hosts / 2
+        once = self.stock_once if variant == copies.STOCK else self.once
+        return share * once + _copies_run(variant, cell, options, share * self.microbatch, share * self.gloo)
+
+
+def _copies_run(
+    variant: str, cell: copies.Cell, options: dict[str, Any], beside: float, gloo: float
+) -> float:
+    """Seconds of a minibatch of a variant in a cell."""
+    ranks, width = cell.hosts * copies.PER_HOST, options["width"]
+    blocks = range(options["minibatches"], options["minibatches"] * (1 + options["repetitions"]))
+    planned = []
+    for minibatch in blocks:
+        shares = [copies.share(minibatch, rank, cell.microbatches, options) for rank in range(ranks)]
+        micros = [max(round(seconds * 1e6), 1) for share in shares for _, seconds in share]
+        count = cell.microbatches
+        planned.append(([[[r * count + m] for m in range(count)] for r in range(ranks)], micros))
+    wide = 2 if variant == copies.FULL_BF16 else 4
+    widths = {"compute_bytes": 4, "gradient_bytes": 4, "accumulator_bytes": wide}
+    cost = PolynomialCost(linear=1e-6, constant=beside)
+    model = Model(cost, (Unit(8 * width * width + 5 * width, 1 / 4, 4),), **widths)
+    link = INF if cell.mbit is None else cell.mbit * 1e6 / 8 / copies.PER_HOST
+    speed = 1 / gloo if gloo else INF
+    cluster = Cluster(
+        replace(FREE, network=link, collective_link=speed, sum_bytes=2.0), ranks, copies.PER_HOST
+    )
+    work = work_of(planned, model, cluster)
+    how = "collective" if variant == copies.STOCK else "on_demand"
+    sharding = "hybrid" if variant == copies.HYBRID else "full"
+    return simulate_work(work, model, cluster, communication=how, sharding=sharding).mean_seconds

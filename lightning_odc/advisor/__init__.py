@@ -1,0 +1,79 @@
+"""Before training: what on-demand communication and balancing would gain on these lengths, this model and this cluster.
+
+`advise` answers from lengths alone, by way of `lightning_odc.simulate`. What it needs is imported when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_odc.advisor.report import Advice
+
+__all__ = ["advise"]
+
+
+def advise(
+    lengths: Any,
+    *,
+    model: Any,
+    devices: int | None = None,
+    device: Any = None,
+    nodes: int | None = None,
+    minibatch_size: int | None = None,
+    max_tokens: int | None = None,
+    trainer: Any = None,
+    length_fn: Callable[[Any], Any] | None = None,
+    max_length: int | None = None,
+    tokenizer: str | None = None,
+    seed: int = 0,
+) -> Advice:
+    """Predict what every way to communicate and to balance would bring, and say which one to use. Nothing is trained.
+
+    Args:
+        lengths: Tokens of the samples, ``[n]``; or a ``DataLoader``; or the name of a distribution (``"longalign"``), a
+            file (``.txt`` with one per line, ``.npy``, ``.json``, ``.jsonl``) or the folder of a Hugging Face data set.
+        model: A Hugging Face configuration, object, mapping or path; a module that has one; a name such as ``"7b"`` or
+            ``"gpt2"``; or a number of parameters.
+        devices: Devices of all nodes together; by default those of the trainer, else 8.
+        device: ``"A100"``, ``"H100"``, ``"H200"``, ``"MI300X"``, ``"cpu"`` (this machine's processor), or a
+            `lightning_odc.simulate.Cluster`; by default that of the trainer, else ``"H100"``.
+        nodes: The number of nodes.
+        minibatch_size: Samples per device and optimizer step; by default those of the loader, else 4.
+        max_tokens: Most tokens of a microbatch; by default those of the longest sample.
+        trainer: A ``Trainer`` that says how many devices and nodes there are, and how many batches make up a step.
+        length_fn: The length of a sample of the ``DataLoader``, where it is not known.
+        max_length: The longest sample, where ``lengths`` is a name.
+        tokenizer: The name or folder of a Hugging Face tokenizer, where ``lengths`` is a file of texts.
+        seed: The seed of the order of samples.
+
+    Returns:
+        The advice; ``print`` it. ``advice.line`` is the ``Trainer`` to write, ``advice.helps`` whether on-demand
+        communication gains anything, ``advice.as_dict()`` has all figures, ``advice.save("advice.svg")`` draws them.
+
+    Raises:
+        ValueError: for lengths, a model, a device or sizes that cannot be; the message lists what is accepted.
+
+    Example:
+        >>> advice = advise([512, 4096, 800, 650] * 100, model="1.5b", devices=8, device="A100")
+        >>> advice.helps
+        True
+    """
+    from lightning_odc.advisor.answer import answer
+    from lightning_odc.advisor.question import Sizes, ask
+    from lightning_odc.advisor.report import Advice
+
+    sizes = Sizes(devices, nodes, minibatch_size, max_tokens)
+    question = ask(
+        lengths,
+        model,
+        sizes,
+        device=device,
+        trainer=trainer,
+        length_fn=length_fn,
+        max_length=max_length,
+        tokenizer=tokenizer,
+        seed=seed,
+    )
+    return Advice.of(answer(question))

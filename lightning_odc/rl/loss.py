@@ -1,0 +1,155 @@
+"""The loss of a policy: sums over a microbatch, and the divisor of the whole minibatch.
+
+Note [Sum, and divide once]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The loss of a minibatch is ``sum_t w_t l_t / D`` over the tokens ``t`` of all responses, wherever they are computed.
+``l_t`` and the weight ``w_t`` are known from the response alone, and the divisor ``D`` is that of the whole minibatch,
+the same on all ranks::
+
+    loss_type    w_t                          D
+    dapo         1                            tokens of all responses
+    grpo, gspo   1 / tokens of the response   responses
+    dr_grpo      1 / max_response_length      responses
+
+So the sum over microbatches, and over ranks, is the same for every placement. Strategies take the mean over ranks of
+what was backpropagated, so each rank multiplies its sums by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_odc.rl.microbatch import Microbatch
+
+LossType = Literal["dapo", "grpo", "dr_grpo", "gspo"]
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """The part of a microbatch in the loss of its minibatch; see Note [Sum, and divide once].
+
+    Attributes:
+        scaled: ``total * ranks / divisor``, for ``self.manual_backward``: strategies take the mean over ranks.
+        total: The sum over the microbatch, with gradients.
+        count: The part of the microbatch in ``divisor``: what ``num_items`` is, with automatic optimization.
+        divisor: The divisor of the whole minibatch.
+        tokens: The number of tokens in the microbatch's responses.
+        kl: The sum over tokens of the KL estimates, detached; 0 without a reference model.
+        clipped: The number of tokens whose gradient was clipped away, detached.
+    """
+
+    scaled: Tensor
+    total: Tensor
+    count: int
+    divisor: int
+    tokens: int
+    kl: Tensor
+    clipped: Tensor
+
+
+def policy_loss(
+    logprobs: Tensor,
+    microbatch: Microbatch,
+    *,
+    loss_type: LossType = "dapo",
+    clip_range: float | tuple[float, float] = 0.2,
+    beta: float = 0.0,
+    max_response_length: int | None = None,
+) -> PolicyLoss:
+    """The clipped loss of PPO over the tokens of a microbatch, as a sum that is exact under any placement.
+
+    Args:
+        logprobs: The log-probabilities under the policy that learns, ``[N]``, with gradients.
+        microbatch: The microbatch. Without ``logprobs`` of its own the policy is the one that sampled: ratios are 1.
+        loss_type: The average to take: ``"dapo"`` over all tokens of the minibatch; ``"grpo"`` over the tokens of a
+            response, then over responses; ``"dr_grpo"``, sums of responses over ``max_response_length``, then over
+            responses; ``"gspo"``, as ``"grpo"``, with one ratio per response, the geometric mean over its tokens.
+        clip_range: The distance from 1 up to which the ratio to the policy that sampled counts: a number, or one below
+            and one above.
+        beta: The factor of the KL divergence from the reference model, by the k3 estimator.
+        max_response_length: The constant of ``"dr_grpo"``, in tokens.
+
+    Raises:
+        ValueError: a value that is none of those, ``beta`` without ``ref_logprobs``, ``"dr_grpo"`` without its
+            constant, or a roll-out without advantage.
+
+    Source: *DAPO*, arXiv 2503.14476; *DeepSeekMath* (GRPO), arXiv 2402.03300; *GSPO*, arXiv 2507.18071; k3:
+    *Approximating KL Divergence*, joschu.net/blog/kl-approx.html.
+    """
+    low, high = _checked(loss_type, clip_range, beta, max_response_length, microbatch)
+    old, owner = microbatch.logprobs, microbatch.sequence
+    log_ratio = logprobs - (logprobs.detach() if old is None else old)
+    if loss_type == "gspo":
+        log_ratio = _mean_per_sequence(log_ratio, microbatch)[owner]
+    ratio, advantages = log_ratio.exp(), microbatch.advantages[owner]
+    clipped_ratio = ratio.clamp(1 - low, 1 + high)
+    gain = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    kl = _kl(logprobs if beta else logprobs.detach(), microbatch.ref_logprobs)
+    weights = _weights(loss_type, microbatch, max_response_length, logprobs.dtype)
+    total = ((beta * kl - gain) * weights).sum()
+    count = len(owner) if loss_type == "dapo" else len(microbatch.indices)
+    divisor = microbatch.whole.tokens if loss_type == "dapo" else microbatch.whole.sequences
+    return PolicyLoss(
+        scaled=total * (microbatch.whole.ranks / max(divisor, 1)),  # all responses may be empty
+        total=total,
+        count=count,
+        divisor=divisor,
+        tokens=len(owner),
+        kl=kl.detach().sum(),
+        clipped=(clipped_ratio * advantages < ratio * advantages).sum(),
+    )
+
+
+def _mean_per_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """``[S]`` means over the tokens of each response of ``[N]`` values."""
+    sums = values.new_zeros(len(microbatch.rollouts)).index_add(0, microbatch.sequence, values)
+    return sums / microbatch.lengths.clamp(min=1)
+
+
+def _kl(logprobs: Tensor, ref_logprobs: Tensor | None) -> Tensor:
+    """``[N]``: k3, ``r - 1 - log r`` for the ratio ``r`` of reference to policy. Not negative, and unbiased."""
+    if ref_logprobs is None:
+        return torch.zeros_like(logprobs)
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def _weights(
+    loss_type: LossType, microbatch: Microbatch, max_response_length: int | None, dtype: torch.dtype
+) -> Tensor:
+    """``[N]``: ``w_t`` of Note [Sum, and divide once]."""
+    lengths = microbatch.lengths[microbatch.sequence].to(dtype)
+    if loss_type == "dapo":
+        return torch.ones_like(lengths)
+    return 1 / (torch.full_like(lengths, max_response_length or 1) if loss_type == "dr_grpo" else lengths)
+
+
+def _checked(
+    loss_type: str,
+    clip_range: float | tuple[float, float],
+    beta: float,
+    max_response_length: int | None,
+    microbatch: Microbatch,
+) -> tuple[float, float]:
+    """The two clip ranges, after checking all options."""
+    if loss_type not in get_args(LossType):
+        raise ValueError(f"loss_type={loss_type!r} is unknown; write one of {get_args(LossType)}.")
+    low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
+    if min(low, high) < 0:
+        raise ValueError(
+            f"clip_range={clip_range} is negative: write clip_range=0.2, or (0.2, 0.28) for below and above."
+        )
+    if beta and microbatch.ref_logprobs is None:
+        raise ValueError(
+            f"beta={beta} weighs the KL divergence from a reference model, and the roll-outs have no ref_logprobs. "
+            'Write rl.score(self.reference, rollouts, into="ref_logprobs") first, or beta=0.'
+        )
+    if loss_type == "dr_grpo" and not (max_response_length or 0) > 0:
+        raise ValueError(
+            'loss_type="dr_grpo" divides by a constant: write max_response_length=1024, the max_new_tokens of sampling.'
+        )
+    return float(low), float(high)

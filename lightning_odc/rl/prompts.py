@@ -1,0 +1,171 @@
+"""Prompts that ranks share while they sample: a rank that is done takes prompts of a rank that is still at it.
+
+Note [The answer does not depend on the rank]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Which rank samples a prompt is decided by time. Three things keep time out of the answers. A prompt has an *index*, its
+place among the prompts of all ranks, rank 0's first. Random numbers are seeded from that index while a prompt is
+sampled. And a prompt is not regrouped: what one rank passes as one item, a batch too, is sampled as one item.
+
+Two ranks with prompts ``[a, b]`` and ``[c, d, e]``; the responses to ``c`` and ``d`` are long::
+
+    index    0    1    2    3    4
+    prompt   a    b    c    d    e
+    seed     s    s+1  s+2  s+3  s+4     s: drawn by rank 0 in every call, and told to all
+    rank     0    0    1    1    0       e would have been rank 1's, but rank 0 was done
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_odc.rl.ranks import strategy_of
+
+_SEEDS = 2**62
+_TENSOR = "torch.Tensor"  # marks a dictionary that stands for a tensor
+_MEETS = ("collective", "lockstep")
+
+
+class _Share(NamedTuple):
+    """What a rank tells the others, as a JSON list of these fields.
+
+    Attributes:
+        prompts: JSON texts.
+        costs: of the prompts.
+        order: places of the prompts in the order in which they are sampled, the most expensive first.
+        seed: a random number.
+    """
+
+    prompts: list[str]
+    costs: list[float]
+    order: list[int]
+    seed: int
+
+
+def claim_prompts(
+    where: Any, prompts: Iterable[Any], expected: Iterable[float] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Iterate over the prompts that this rank is to sample: its own, then those of ranks that are still at theirs.
+
+    Every prompt of every rank comes up exactly once, on one of the ranks. Write the loop in ``training_step``, and
+    keep the index with the response::
+
+        for index, prompt in rl.claim_prompts(self, prompts):
+            tokens = self.model.generate(prompt, do_sample=True, max_new_tokens=512)
+
+    Inside the loop's body, ``torch``'s random numbers begin from a seed of the prompt's own. So the responses are the
+    same whoever samples them. After the loop, random numbers go on as if it had not been.
+
+    All ranks call it together; that is a meeting. Where ranks meet at every unit (``communication="collective"``),
+    every rank gets its own prompts only, since there they must generate equally often. With several nodes, prompts are
+    taken from ranks of the same node.
+
+    Args:
+        where: The `LightningModule` that trains (``self``), its trainer, or a ``Fabric``.
+        prompts: This rank's prompts, 0 to 4095 of them: what JSON can hold, and tensors, which come back on the rank's
+            device. An item may be a batch of prompts, which is then sampled by one rank. It comes back as JSON has it,
+            a tuple as a list.
+        expected: The length that each response is expected to have, in any unit. The longest ones are sampled first,
+            so that what is left to the end, and to other ranks, is short. By default all are equal.
+
+    Yields:
+        The index of the prompt among those of all ranks, rank 0's first, and the prompt.
+
+    Raises:
+        TypeError: a prompt cannot be sent to another rank, or another strategy than those of this package.
+        ValueError: there is not one finite positive length for every prompt, or ranks that meet at every unit have
+            different numbers of prompts.
+        PeerFailedError: another rank has failed or died.
+    """
+    strategy = strategy_of(where)
+    own = _share(prompts, expected)
+    shares = [_Share(*fields) for fields in strategy.engine.exchange("claim prompts", own)]
+    if strategy.communication in _MEETS:
+        _check_equal_counts([len(share.prompts) for share in shares], strategy.communication)
+    in_order = [[share.costs[place] for place in share.order] for share in shares]
+    claimed = strategy.engine.claims(strategy.global_rank, in_order)
+    return _sampled(strategy, shares, claimed)
+
+
+def _sampled(
+    strategy: Any, shares: Sequence[_Share], claimed: Iterator[tuple[int, int]]
+) -> Iterator[tuple[int, Any]]:
+    """See Note [The answer does not depend on the rank]."""
+    device = strategy.root_device
+    counts = (len(share.prompts) for share in shares)
+    first = list(itertools.accumulate(counts, initial=0))  # in the example [0, 2, 5]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        for rank, number in claimed:
+            place = shares[rank].order[number]
+            index = first[rank] + place
+            torch.manual_seed(shares[0].seed + index)
+            with strategy.engine.traced("sampling", prompt=index):
+                yield index, _decode(shares[rank].prompts[place], device)
+
+
+def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
+    """What this rank tells the others."""
+    if isinstance(prompts, str | Mapping):
+        raise TypeError(
+            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, and shares out the items of a list. "
+            "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
+        )
+    texts = [_encode(prompt) for prompt in prompts]
+    costs = [1.0] * len(texts) if expected is None else [float(cost) for cost in expected]
+    if len(costs) != len(texts) or not all(0 < cost < math.inf for cost in costs):
+        raise ValueError(
+            f"claim_prompts(module, prompts, expected) got {len(texts)} prompts and the lengths {costs}. Give one "
+            "finite positive number per prompt: claim_prompts(module, [a, b], expected=[100, 2000])."
+        )
+    order = sorted(range(len(texts)), key=lambda place: -costs[place])
+    return _Share(texts, costs, order, int(torch.randint(_SEEDS, ())))
+
+
+def _check_equal_counts(counts: Sequence[int], communication: str) -> None:
+    """Refuse different numbers of calls of ``generate`` where each of them is made by all ranks together."""
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f'communication="{communication}" makes all ranks generate together, so every rank needs the same number '
+            f"of prompts, but they have {list(counts)} (by rank). Use "
+            'ODCStrategy(communication="on_demand"), or give every rank equally many.'
+        )
+
+
+# -- prompts as JSON ------------------------------------------------------------------------------------------
+
+
+def _encode(prompt: Any) -> str:
+    try:
+        return json.dumps(prompt, default=_as_json)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"claim_prompts cannot send this prompt to another rank: {error}. Pass token ids, text, tensors, or lists "
+            'and dictionaries of them, such as {"input_ids": [5, 7], "answer": 12}.'
+        ) from error
+
+
+def _as_json(value: Any) -> Any:
+    """A tensor, or what has the form of a dictionary, as JSON can hold it."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: value.flatten().tolist(), "shape": list(value.shape), "dtype": dtype}
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"`{type(value).__name__}` is not JSON")
+
+
+def _decode(text: str, device: torch.device) -> Any:
+    def tensors(found: dict[str, Any]) -> Any:
+        if _TENSOR not in found:
+            return found
+        dtype = getattr(torch, found["dtype"])
+        return torch.tensor(found[_TENSOR], dtype=dtype, device=device).view(found["shape"])
+
+    return json.loads(text, object_hook=tensors)

@@ -1,0 +1,182 @@
+"""The roll-outs of all ranks, who runs which of them, and the optimizer steps on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+
+from lightning_odc.balance import Collation, Plan, epoch_order, on_demand_cost, plan_minibatch
+from lightning_odc.rl.microbatch import Microbatch, Whole
+from lightning_odc.rl.ranks import Ranks
+from lightning_odc.rl.rollout import Rollout
+
+_PADDED, _PACKED = Collation("padded"), Collation()
+_CLEARLY = 1 - 1e-6  # so that rounding, which differs between processors, decides nothing
+
+
+@dataclass(frozen=True)
+class Update:
+    """What this rank does for one optimizer step: iterate over its `Microbatch` objects, which may be none.
+
+    Attributes:
+        epoch: The number of the pass over the roll-outs, from 0.
+        index: The number of the minibatch in that pass, from 0.
+        plan: ``plan[rank][microbatch]`` lists indices of roll-outs, the same on all ranks.
+        whole: The counts of the whole minibatch, by which sums are divided.
+    """
+
+    epoch: int
+    index: int
+    plan: Plan
+    whole: Whole
+    _rollouts: Rollouts = field(repr=False)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return self._rollouts._microbatches(self.plan, self.whole)
+
+    def __len__(self) -> int:
+        return len(self.plan[self._rollouts.ranks.rank])
+
+
+class Rollouts(Sequence[Rollout]):
+    """The roll-outs of all ranks in the same order on every rank, and a plan of who runs which of them.
+
+    `lightning_odc.rl.exchange` makes it. Made by hand, ``Rollouts([...])`` is for one process.
+
+    Args:
+        rollouts: The roll-outs.
+        ranks: The ranks that share them.
+        max_tokens: The most tokens in a microbatch, padding included. By default, and at least, those of the longest
+            roll-out, which has to fit anyway.
+        cost: The cost of a roll-out, as in `lightning_odc.balance.plan_minibatch`.
+        keeps_apart: Whether the model keeps samples in a packed row apart. Then rows are packed where that takes less
+            time by the cost, and padded elsewhere.
+        sampled: The number of roll-outs that each rank sampled, in rank order.
+    """
+
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        ranks: Ranks | None = None,
+        *,
+        max_tokens: int | None = None,
+        cost: Any = "quadratic",
+        keeps_apart: bool = False,
+        sampled: Sequence[int] | None = None,
+    ) -> None:
+        self.ranks = ranks or Ranks()
+        self.sampled = [len(rollouts)] if sampled is None else list(sampled)
+        self._rollouts = list(rollouts)
+        self._lengths = [len(one) for one in self._rollouts]
+        self._max_tokens = max([max_tokens or 0, *self._lengths])
+        self._cost = cost
+        self._keeps_apart = keeps_apart
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Rollout]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rollouts[index]
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    @property
+    def mean_reward(self) -> float:
+        """The mean reward of all roll-outs; 0 if there are none."""
+        return sum(one.reward for one in self) / max(len(self), 1)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """``plan[rank][microbatch]`` lists indices of roll-outs: for scoring, and for updates over all of them."""
+        return self._planned(range(len(self)), self._collation)
+
+    @cached_property
+    def _collation(self) -> Collation:
+        """How rows are made: packed if the model allows it and the plan takes less time so."""
+        if not self._keeps_apart or not self._rollouts:
+            return _PADDED
+
+        def time_of(collation: Collation) -> float:
+            plan = self._planned(range(len(self)), collation)
+            return on_demand_cost(plan, self._lengths, self._cost, collation=collation)
+
+        return _PACKED if time_of(_PACKED) < time_of(_PADDED) * _CLEARLY else _PADDED
+
+    def _planned(self, indices: Sequence[int], collation: Collation) -> Plan:
+        """Who runs which of some roll-outs."""
+        if not len(indices):
+            return [[] for _ in range(self.ranks.count)]
+        plan = plan_minibatch(
+            [self._lengths[index] for index in indices],
+            self.ranks.count,
+            max_tokens=self._max_tokens,
+            policy="lb_micro" if self.ranks.meets else "lb_mini",
+            cost=self._cost,
+            allow_empty=True,
+            collation=collation,
+        )
+        return [[[int(indices[i]) for i in microbatch] for microbatch in rank] for rank in plan]
+
+    def microbatches(self) -> Iterator[Microbatch]:
+        """This rank's part of `plan`."""
+        return self._microbatches(self.plan, self._whole(range(len(self))))
+
+    def _microbatches(self, plan: Plan, whole: Whole) -> Iterator[Microbatch]:
+        packs = self._collation == _PACKED
+        for indices in plan[self.ranks.rank]:
+            rollouts = [self[index] for index in indices]
+            yield Microbatch(rollouts or [self._filler()], indices, whole, packs, self.ranks.device)
+
+    def _filler(self) -> Rollout:
+        """What a rank runs where ranks meet in every microbatch and it has none left: a prompt without response."""
+        shortest = min(self._rollouts, key=lambda one: one.prompt_length)
+        return Rollout(shortest.tokens[: shortest.prompt_length], shortest.prompt_length, advantage=0.0)
+
+    def _whole(self, indices: Sequence[int]) -> Whole:
+        tokens = sum(self[index].response_length for index in indices)
+        return Whole(len(indices), tokens, self.ranks.count)
+
+    def updates(self, epochs: int = 1, minibatches: int = 1, seed: int = 0) -> Iterator[Update]:
+        """The optimizer steps on these roll-outs, equally many on all ranks.
+
+        Args:
+            epochs: The number of passes over all roll-outs.
+            minibatches: The number of optimizer steps per pass, at most one per roll-out. Each takes its part of the
+                roll-outs, which every pass shuffles; parts differ by one roll-out at most.
+            seed: The seed of the shuffles, at least 0 and the same on all ranks.
+
+        Yields:
+            One `Update` per optimizer step. With one minibatch its plan is the one of scoring. Without roll-outs on any
+            rank there is none.
+        """
+        for epoch in range(epochs):
+            for index, part in enumerate(self._parts(epoch, minibatches, seed)):
+                plan = self.plan if len(part) == len(self) else self._planned(part, self._collation)
+                self._note(f"roll-outs, epoch {epoch}, minibatch {index}, plan {fingerprint(plan)}")
+                yield Update(epoch, index, plan, self._whole(part), self)
+
+    def _note(self, plan: str) -> None:
+        """Let ranks compare their plans when they meet at the optimizer step."""
+        if self.ranks.engine is not None:
+            self.ranks.engine.ledger.plans.append(plan)
+
+    def _parts(self, epoch: int, minibatches: int, seed: int) -> list[list[int]]:
+        """Indices of the roll-outs of every minibatch of an epoch."""
+        if not self._rollouts:
+            return []
+        order = epoch_order(len(self), seed, epoch)
+        return [sorted(part.tolist()) for part in np.array_split(order, min(minibatches, len(self)))]
+
+
+def fingerprint(plan: Plan) -> str:
+    """A short text that is equal for equal plans."""
+    return hashlib.sha256(repr(plan).encode()).hexdigest()[:12]

@@ -1,0 +1,220 @@
+"""What may be asked: lengths, models and devices from whatever there is; and what is refused, in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_odc import advise, cli
+from lightning_odc.advisor.existing import looked_at
+from lightning_odc.advisor.question import MODELS, Sizes, ask, config_of, lengths_of, model_of
+from lightning_odc.demo.options import OptionError
+from lightning_odc.simulate import DEVICES, Cluster
+
+LENGTHS = [7, 4096, 80, 650] * 20
+A100 = Cluster.of("A100", 8)
+
+
+# -- lengths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", "7\n4096\n80\n"),
+        ("a.json", "[7, 4096, 80]"),
+        ("a.jsonl", '{"length": 7}\n{"num_tokens": 4096}\n\n{"n_tokens": 80}\n'),
+        ("b.jsonl", "\n".join(json.dumps({"input_ids": [1] * n}) for n in (7, 4096, 80))),
+        ("c.jsonl", "\n".join(json.dumps({"text": "x" * (4 * n - 3)}) for n in (7, 4096, 80))),
+    ],
+)
+def test_files_of_lengths(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    lengths, source = lengths_of(tmp_path / name)
+    assert lengths.tolist() == [7, 4096, 80]
+    assert source.startswith(f"3 lengths from {name}")
+    assert ("4 bytes of text taken for a token" in source) == (name == "c.jsonl")
+
+
+def test_an_array_and_a_file_of_numpy(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array(LENGTHS))
+    assert lengths_of(tmp_path / "a.npy")[0].tolist() == lengths_of(LENGTHS)[0].tolist() == LENGTHS
+    assert lengths_of(np.array([[7, 3], [9, 0]]))[0].tolist() == [7, 9], "the first number counts tokens"
+
+
+def test_texts_are_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n')
+    monkeypatch.setattr(
+        "lightning_odc.advisor.question._tokenizer", lambda _: lambda text: {"input_ids": text.split()}
+    )
+    lengths, source = lengths_of(tmp_path / "a.jsonl", tokenizer="some")
+    assert (lengths.tolist(), source) == ([3, 1], "2 lengths from a.jsonl, tokenized")
+
+
+def test_a_named_distribution_shrinks() -> None:
+    lengths, source = lengths_of("longalign", max_length=1024)
+    assert lengths.max() <= 1024 < lengths_of("longalign")[0].max()
+    assert source.startswith("longalign")
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("1.5b", 1.5), ("7B", 7.6), ("14b", 14.8), ("32b", 32.8), ("8b", 8.0), ("70b", 70.6)],
+)
+def test_presets_have_as_many_parameters_as_their_names_say(name: str, billions: float) -> None:
+    model, said = model_of(name, A100)
+    assert said == name.lower()
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.2), "1.5b ties its embeddings"
+
+
+@pytest.mark.parametrize(
+    ("given", "parameters"), [("3e9", 3e9), ("350m", 350e6), (7e10, 7e10), (2**30, 2**30), ("2b", 2e9)]
+)
+def test_a_number_of_parameters_is_a_shape(given: Any, parameters: float) -> None:
+    assert model_of(given, A100)[0].parameters == pytest.approx(parameters, rel=0.15)
+
+
+def test_configurations_from_files_objects_and_modules(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(MODELS["1.5b"])))
+    expected = model_of("1.5b", A100)[0].parameters
+    for given in (tmp_path, str(tmp_path / "config.json"), dict(MODELS["1.5b"])):
+        assert model_of(given, A100)[0].parameters == expected
+    _, said = model_of(nn.Linear(1024, 1024), A100)
+    assert said == "Linear, taken for a decoder with its 1,049,600 parameters"
+
+
+def test_a_type_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    config, name = config_of("gpt2")
+    assert (config.model_type, name) == ("gpt2", "gpt2")
+    assert model_of("gpt2", A100)[0].parameters == pytest.approx(124e6, rel=0.35)
+
+
+# -- an existing trainer and loader -----------------------------------------------------------------------------------
+
+
+class Samples(list[Tensor]):
+    """Samples that count how often they are read."""
+
+
+def test_a_loader_says_how_long_its_samples_are_and_how_it_pads() -> None:
+    samples = [torch.zeros(length) for length in LENGTHS]
+    pad = lambda batch: torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)  # noqa: E731
+    loader = looked_at(DataLoader(samples, batch_size=4, collate_fn=pad), batches=2)
+    assert loader.lengths.tolist() == LENGTHS
+    assert (loader.together, loader.minibatch_size, loader.collation.kind) == (4, 8, "padded")
+    assert loader.source == "80 of the loader's 80 samples; the collate_fn pads to the longest sample"
+
+
+def test_a_trainer_says_on_what_it_trains() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="odc", accumulate_grad_batches=3, logger=False)
+    loader = DataLoader([torch.zeros(length) for length in LENGTHS], batch_size=2, collate_fn=list)
+    question = ask(loader, "1.5b", Sizes(), trainer=trainer)
+    assert (question.cluster.devices, question.cluster.nodes) == (2, 1)
+    assert question.cluster.device.name.startswith("cpu")
+    assert (question.together, question.minibatch_size) == (2, 6)
+    named = ask(loader, "1.5b", Sizes(devices=16, nodes=2, minibatch_size=3), trainer=trainer, device="H200")
+    assert (named.cluster.devices, named.cluster.nodes, named.cluster.device) == (16, 2, DEVICES["H200"])
+    assert named.minibatch_size == 3
+
+
+def test_lengths_that_nothing_tells() -> None:
+    with pytest.raises(ValueError, match=r"length_fn=lambda sample"):
+        ask(DataLoader([{"a": 1}] * 8, batch_size=2), "1.5b", Sizes())  # type: ignore[arg-type]
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--lengths nothing --model 7b",
+            "'nothing' is neither one of stdlib, equal, longalign, swesmith, aime, nor a file",
+        ),
+        ("--lengths empty.txt --model 7b", "expected whole numbers of at least 1, one per sample"),
+        ("--lengths zero.txt --model 7b", "expected whole numbers of at least 1"),
+        ("--lengths huge.txt --model 7b", "no sample can have 1e+15 tokens, lengths are below 2**40"),
+        ("--lengths words.txt --model 7b", "could not convert string to float"),
+        (
+            "--lengths keys.jsonl --model 7b",
+            "no 'input_ids', no 'text' and none of length, num_tokens, n_tokens, only a",
+        ),
+        ("--lengths few.txt --model 7b", "8 devices x 4 samples is more than the 2 lengths there are"),
+        ("--lengths longalign --model 7c", "'7c' is unknown: write 1.5b, 7b, 14b, 32b, 8b, 70b, a number"),
+        ("--lengths longalign --model 12", "a number of parameters is between 2e5 and 1e14"),
+        ("--lengths longalign --model bert.json", "no dense decoder-only transformer"),
+        ("--lengths longalign --model list.json", "not a configuration: it holds a list, not an object"),
+        ("--lengths longalign --model words.txt", "not a configuration"),
+        (
+            "--lengths longalign --model 7b --device B1000",
+            "unknown: choose from A100, H100, H200, MI300X, cpu",
+        ),
+        ("--lengths longalign --model 7b --devices 0", "--devices 0: use a whole number from 1 to 100,000"),
+        ("--lengths longalign --model 7b --devices 6 --nodes 4", "write a multiple of 4"),
+        (
+            "--lengths longalign --model 7b --minibatch-size -2",
+            "--minibatch-size -2: use a whole number from 1",
+        ),
+        ("--lengths longalign --model 7b --max-tokens 100", "max_tokens"),
+        ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use 1 or more"),
+        ("--lengths longalign --model 7b --seed -1", "--seed -1: use 0 or more"),
+        ("--lengths longalign --model 7b --picture out.doc", "its ending says the format: .svg, .png, .pdf"),
+        ("--lengths longalign --model 7b --lenghts 3", "did you mean --lengths?"),
+        ("--lengths longalign", "required: --model"),
+    ],
+)
+def test_bad_input_is_one_line_that_lists_what_is_accepted(
+    line: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in {
+        "empty.txt": "",
+        "zero.txt": "12 0 7",
+        "huge.txt": "12 1e15",
+        "words.txt": "twelve",
+        "keys.jsonl": '{"a": 1}',
+        "few.txt": "12 14",
+        "bert.json": '{"model_type": "t5", "is_encoder_decoder": true, "d_model": 64}',
+        "list.json": "[1]",
+    }.items():
+        Path(name).write_text(content)
+    try:
+        code = cli.main(["advise", *line.split()])
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, "")
+    assert message in shown.err
+    assert shown.err.startswith("lightning-odc: ")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"devices": 0}, {"devices": True}, {"nodes": 2.5}, {"minibatch_size": "4"}]
+)
+def test_in_python_the_same_is_a_value_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="use a whole number from 1"):
+        advise(LENGTHS, model="7b", **wrong)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 3], [2.5], [[[1]]], ["a"], None])
+def test_absurd_lengths(lengths: Any) -> None:
+    with pytest.raises(OptionError):
+        advise(lengths, model="7b")

@@ -1,0 +1,51 @@
+"""The simulator's benchmark: small runs of its parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from benchmarks.simulate import __main__ as command
+from benchmarks.simulate import measured, paper, scaling
+
+
+def test_bytes_are_those_that_the_engine_counted(tmp_path: Path, capsys: Any) -> None:
+    command.main(["bytes", "--json", str(tmp_path / "simulate.json")])
+    rows = json.loads((tmp_path / "simulate.json").read_text())["simulate-bytes"]["rows"]
+    assert len(rows) == 8
+    # Norms are left out of the parameters, and shards are padded to pages: less than 3 %.
+    assert max(abs(row[-1]) for row in rows) < 0.03
+    assert "| 2 | 1 | freed |" in capsys.readouterr().out
+
+
+def test_emulated_devices_are_predicted_without_a_calibration() -> None:
+    found = measured.emulated_predictions()
+    assert len(found) == 2
+    assert all(abs(one.error) < 0.05 for one in found)  # the emulation is within 1 % of its own bound
+
+
+def test_the_golden_setting_is_near_the_published_one() -> None:
+    free = paper.ratios(paper.SETTINGS[0], minibatches=30, free=True)
+    assert 1.2 < free[paper.MINI] < 1.45
+    assert 1.05 < free[paper.MICRO] < free[paper.MINI]
+    alone = paper.ratios(paper.SETTINGS[2], minibatches=5, free=True)
+    assert alone[paper.MINI] == pytest.approx(1, abs=1e-9)
+
+
+def test_tables_and_pictures_of_scaling(tmp_path: Path) -> None:
+    points = [scaling.point(devices, 8192) for devices in (8, 16)]
+    useful, grows, remedies = scaling.tables(points)
+    assert [row[1] for row in useful.rows] == [8, 16]
+    assert grows.rows[0][2] < grows.rows[1][2]
+    assert all(row[-1] > -0.01 for row in remedies.rows)
+    scaling.write_pictures(points, tmp_path / "pictures")
+    light, dark = ((tmp_path / "pictures" / f"scaling-{mode}.svg").read_text() for mode in ("light", "dark"))
+    assert "on demand, copies" in light
+    assert "#d5d8e2" in dark
+    assert "#d5d8e2" not in light

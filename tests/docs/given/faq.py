@@ -1,3 +1,0 @@
-"""What docs/faq.md takes as given."""
-
-from lightning.pytorch import LightningModule

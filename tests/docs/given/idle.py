@@ -1,3 +1,0 @@
-"""The strategy is imported."""
-
-from lightning_odc import ODCStrategy

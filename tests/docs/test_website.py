@@ -1,0 +1,164 @@
+"""The furniture of the site: the address of the project, tooltips, the social card; nothing asks another host."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("matplotlib")
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from docs.website import address, card, tooltips
+from docs.website.address import Address
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HERE = Address("https://github.com/me/it", "https://me.github.io/it/")
+
+# -- the address -----------------------------------------------------------------------------------------------------
+
+
+def edit_url(where: Address, source: str) -> str | None:
+    """Where "Edit this page" leads."""
+    config = MkDocsConfig()
+    config.load_dict({"site_name": "it", "docs_dir": str(DOCS)})
+    config.validate()
+    address.apply(config, where)
+    file = File(source, str(DOCS), "site", True)
+    if source.startswith("tutorials/"):
+        file.generated_by = "notebooks/pages.py"
+    address.on_files(Files([file]))
+    return Page(None, file, config).edit_url
+
+
+def test_the_address_is_read_from_the_project() -> None:
+    assert address.read("[project]\nname = 'it'") == Address()
+    urls = '[project.urls]\nSource = "https://github.com/me/it/"\nDocumentation = "https://me.github.io/it"'
+    assert address.read(f"[project]\nname = 'it'\n{urls}") == HERE
+
+
+@pytest.mark.parametrize(
+    ("page", "source"),
+    [
+        ("idle.md", "docs/idle.md"),
+        ("reference/data.md", "docs/reference/data.md"),
+        ("changelog.md", "CHANGELOG.md"),
+        ("security.md", "SECURITY.md"),
+        ("tutorials/06_how_it_works.md", "notebooks/src/06_how_it_works.py"),
+    ],
+)
+def test_edit_this_page_leads_to_the_file_that_is_edited(page: str, source: str) -> None:
+    assert edit_url(HERE, page) == f"https://github.com/me/it/edit/main/{source}"
+    assert (ROOT / source).is_file()
+    assert edit_url(Address(), page) is None
+
+
+def test_the_list_of_versions_is_only_where_mike_builds() -> None:
+    config = MkDocsConfig()
+    config.load_dict({"site_name": "it", "docs_dir": str(DOCS)})
+    config.validate()
+    address.apply(config, HERE)
+    assert (config.site_url, "version" in config.extra) == (HERE.documentation, False)
+    config.plugins["mike"] = config.plugins["search"]
+    address.apply(config, HERE)
+    assert config.extra["version"] == {"provider": "mike", "default": "latest"}
+
+
+def test_badges_stand_where_the_readme_has_a_place_for_them() -> None:
+    readme = "# it\n\n<!-- badges -->\nold\n<!-- /badges -->\n\nText\n"
+    assert address.with_badges(readme, Address()) == "# it\n\n<!-- badges -->\n<!-- /badges -->\n\nText\n"
+    written = address.with_badges(readme, HERE)
+    assert "](https://github.com/me/it/actions/workflows/ci.yml/badge.svg)" in written
+    assert written == address.with_badges(written, HERE)
+    assert (written.count("[!["), written.count("old")) == (4, 0)
+    assert address.with_badges("# it\n", Address()) == "# it\n"
+    with pytest.raises(ValueError, match="<!-- badges -->"):
+        address.with_badges("# it\n", HERE)
+
+
+def test_files_have_the_address_of_the_project() -> None:
+    """If this fails: `make address`."""
+    readme, citation = ((ROOT / name).read_text() for name in ("README.md", "CITATION.cff"))
+    assert address.with_badges(readme, address.current()) == readme
+    assert address.with_code(citation, address.current()) == citation
+    there = address.with_code(citation, HERE)
+    assert 'license: Apache-2.0\nrepository-code: "https://github.com/me/it"\n' in there
+    assert address.with_code(there, Address()) == citation
+
+
+# -- tooltips ----------------------------------------------------------------------------------------------------------
+
+TERMS = {"rank": "One process.", "sharding": "Parts.", "hybrid sharding": "Parts & copies."}
+
+
+@pytest.mark.parametrize(
+    ("html", "expected"),
+    [
+        ("<p>Ranks and a rank</p>", '<p><abbr title="One process.">Ranks</abbr> and a rank</p>'),
+        ("<p>Hybrid sharding</p>", '<p><abbr title="Parts &amp; copies.">Hybrid sharding</abbr></p>'),
+        ('<p><a title="x > y">rank</a> <code>rank</code></p>', None),
+        ("<h2 id='rank'>A rank</h2>", None),
+        ("<pre><span></span><code><span>rank</span> = 0\n</code></pre>", None),
+        ("<svg><text>rank</text></svg>", None),
+        ('<p>frank, rank_zero, per-rank, rank.py, crank</p><img alt="a > rank">', None),
+        ("<!-- a rank's comment --><p>none</p>", None),
+        ("<p>a < b and ranks</p>", '<p>a < b and <abbr title="One process.">ranks</abbr></p>'),
+        (
+            "<p><br/>x<code>y</code> rank</p>",
+            '<p><br/>x<code>y</code> <abbr title="One process.">rank</abbr></p>',
+        ),
+    ],
+)
+def test_the_first_use_in_text_is_explained(html: str, expected: str | None) -> None:
+    assert tooltips.explain(html, TERMS) == (expected or html)
+
+
+def test_a_page_can_do_without_tooltips() -> None:
+    config = MkDocsConfig()
+    page = Page("t", File("t.md", str(DOCS), "site", True), config)
+    html = "<p>A microbatch</p>"
+    assert "<abbr" in tooltips.on_page_content(html, page=page, config=config)
+    page.meta["tooltips"] = False
+    assert tooltips.on_page_content(html, page=page, config=config) == html
+
+
+def test_every_entry_of_the_glossary_is_read() -> None:
+    text = (DOCS / "glossary.md").read_text()
+    entries = re.findall(r"^(.+) \{ #([\w-]+)( \.no-tooltip)? \}$", text, re.MULTILINE)
+    assert len(entries) == text.count("\n:   ") > 40
+    anchors = [anchor for _, anchor, _ in entries]
+    assert len({*anchors}) == len(anchors)
+    terms = tooltips.definitions(text)
+    assert [*terms] == [term.lower() for term, _, quiet in entries if not quiet]
+    assert terms["microbatch"] == "What one forward and backward pass sees on one rank."
+    assert not [
+        term for term, said in terms.items() if not said.endswith(".") or re.search(r"[*`\[\]]", said)
+    ]
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["logo.svg", "favicon.svg"])
+def test_a_logo_is_small_and_asks_no_other_host(name: str) -> None:
+    text = (DOCS / "assets" / name).read_text()
+    assert len(text) < 1000
+    assert re.findall(r"https?://[^\"']+", text) == ["http://www.w3.org/2000/svg"]
+
+
+def test_the_social_card_is_drawn_in_the_size_that_sites_ask_for(tmp_path: Path) -> None:
+    samples = ((1.0, 3.0), (2.0, 1.0))
+    assert card.collectives(samples) == [[(0, 1), (2, 5)], [(0, 2), (2, 3)]]
+    assert card.on_demand(samples) == [[(0, 1), (1, 4)], [(0, 2), (2, 3)]]
+    card.draw(tmp_path / "card.png")
+    for path in (tmp_path / "card.png", card.CARD):
+        png = path.read_bytes()
+        assert struct.unpack(">II", png[16:24]) == (1200, 630)
+        assert len(png) < 100_000

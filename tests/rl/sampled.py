@@ -1,0 +1,71 @@
+"""Roll-outs that nobody sampled, and what one process computes of them, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_odc.rl import Rollout
+
+VOCAB = 32
+
+
+def rolled_out(lengths: Sequence[tuple[int, int]], groups: int = 2, seed: int = 0) -> list[Rollout]:
+    """One roll-out for each pair of the tokens of its prompt and its response; groups take turns."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Rollout(
+            torch.randint(VOCAB, (prompt + response,), generator=generator),
+            prompt,
+            float(torch.randint(3, (), generator=generator)),
+            index % groups,
+            metadata={"index": index},
+        )
+        for index, (prompt, response) in enumerate(lengths)
+    ]
+
+
+def logprobs_alone(model: nn.Module, one: Rollout) -> Tensor:
+    """``[R]``: the sample alone in a row, without padding."""
+    output: Any = model(one.tokens[None])
+    logits = getattr(output, "logits", output)[0]
+    predicted = logits[one.prompt_length - 1 : len(one) - 1].log_softmax(-1)
+    return torch.stack([predicted[i, token] for i, token in enumerate(one.response)] or [logits.sum() * 0])[
+        : one.response_length
+    ]
+
+
+def textbook_loss(
+    model: nn.Module,
+    rollouts: Sequence[Rollout],
+    loss_type: str,
+    clip: tuple[float, float],
+    beta: float,
+    constant: int,
+) -> Tensor:
+    """The loss of a minibatch as the papers write it: a double loop over responses and tokens."""
+    by_response = []
+    for one in rollouts:
+        new, old, ref = logprobs_alone(model, one), one.logprobs, one.ref_logprobs
+        assert one.advantage is not None
+        ratios = (new - (new.detach() if old is None else old)).exp()
+        if loss_type == "gspo" and len(ratios):
+            ratios = ratios.prod() ** (1 / len(ratios)) * torch.ones_like(ratios)
+        losses = []
+        for token, ratio in enumerate(ratios):
+            gain = min(ratio * one.advantage, ratio.clamp(1 - clip[0], 1 + clip[1]) * one.advantage)
+            kl = 0.0
+            if ref is not None:
+                kl = (ref[token] - new[token]).exp() - (ref[token] - new[token]) - 1
+            losses.append(beta * kl - gain)
+        by_response.append(losses)
+    zero = sum(parameter.sum() for parameter in model.parameters()) * 0
+    if loss_type == "dapo":
+        every = [loss for losses in by_response for loss in losses]
+        return sum(every, zero) / max(len(every), 1)
+    divisors = [constant if loss_type == "dr_grpo" else max(len(losses), 1) for losses in by_response]
+    means = [sum(losses, zero) / divisor for losses, divisor in zip(by_response, divisors, strict=True)]
+    return sum(means, zero) / len(means)

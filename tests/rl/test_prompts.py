@@ -1,0 +1,206 @@
+"""Prompts that ranks share: each once, with the same random numbers whoever samples it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from lightning_odc.engine.collective import CollectiveEngine, single_process
+from lightning_odc.fabric import ODCFabricStrategy
+from lightning_odc.rl import claim_prompts
+from tests.support.models import Net
+from tests.support.ranks import run_ranks, try_ranks
+
+SECONDS = 60
+
+
+class OneRank:
+    """One rank as the loop sees it, without processes; ``others`` makes the items of all ranks of this one's."""
+
+    engine: Any = None
+    communication = "collective"
+    root_device = torch.device("cpu")
+
+    def __init__(self, rank: int, others: Callable[[Any], list[Any]], count: int) -> None:
+        self.engine = CollectiveEngine(count, others)
+        self.global_rank = rank
+
+
+def alone(rank: int = 0, others: Callable[[Any], list[Any]] = single_process, count: int = 1) -> Any:
+    return SimpleNamespace(strategy=OneRank(rank, others, count))
+
+
+def sharded(rank: int) -> Fabric:
+    """A rank of two with a sharded model; sums in a fixed order, which has no say in who samples what."""
+    fabric = Fabric(strategy=ODCFabricStrategy(deterministic=True), accelerator="cpu", devices=2)
+    fabric.launch()
+    torch.manual_seed(0)
+    fabric.setup_module(Net())
+    return fabric
+
+
+# -- on two ranks ----------------------------------------------------------------------------------------------
+
+
+class Blackboard:
+    """What ranks have sampled so far, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def write(self, index: int) -> None:
+        (self.folder / str(index)).touch()
+
+    def wait_for(self, count: int) -> None:
+        """Until so many prompts were sampled."""
+        end = time.monotonic() + SECONDS
+        while len(list(self.folder.iterdir())) < count:
+            assert time.monotonic() < end, "the other rank does not help"
+            time.sleep(0.005)
+
+
+def _samples(rank: int, folder: Path) -> list[Any]:
+    """Three rounds of six prompts: rank 0 has four of them, or all six; a slow rank waits in its first prompt."""
+    fabric = sharded(rank)
+    rounds = []
+    for number, (counts, slow) in enumerate([((4, 2), 0), ((4, 2), 1), ((6, 0), 0)]):
+        torch.manual_seed(100)
+        board = Blackboard(folder / str(number))
+        first = sum(counts[:rank])
+        own = [torch.tensor([index]) for index in range(first, first + counts[rank])]
+        sampled: dict[int, Tensor] = {}
+        for index, prompt in claim_prompts(fabric, own):
+            assert prompt.item() == index
+            if rank == slow and not sampled:
+                board.wait_for(5)
+            sampled[index] = torch.rand(3)
+            board.write(index)
+        rounds.append((sampled, torch.rand(2)))
+    fabric.strategy.teardown()
+    return rounds
+
+
+def test_a_slow_rank_is_helped_and_the_responses_are_the_same_whoever_samples(tmp_path):
+    by_rank = run_ranks(_samples, tmp_path)
+    for number, (slow, left) in enumerate([(0, [0]), (1, [4]), (0, [0])]):
+        taken = [list(by_rank[rank][number][0]) for rank in range(2)]
+        assert taken[slow] == left, (
+            "the slow rank samples its first prompt, and the other one all that is left"
+        )
+        assert sorted(taken[0] + taken[1]) == list(range(6)), "every prompt exactly once"
+    responses = [by_rank[0][number][0] | by_rank[1][number][0] for number in range(3)]
+    for index in range(6):
+        assert torch.equal(responses[0][index], responses[1][index])
+        assert torch.equal(responses[0][index], responses[2][index])
+    assert len({tuple(response.tolist()) for response in responses[0].values()}) == 6
+    after = {tuple(later.tolist()) for rounds in by_rank for _, later in rounds}
+    assert len(after) == 1, "random numbers go on as if there had been no loop"
+
+
+def _dies(rank: int) -> None:
+    fabric = sharded(rank)
+    for _ in claim_prompts(fabric, [1, 2] if rank == 1 else []):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    fabric.strategy.engine.exchange("all have sampled", None)
+
+
+def test_a_rank_that_dies_with_a_prompt_is_named():
+    survivor, died = try_ranks(_dies, timeout=SECONDS)
+    assert died.exitcode == -signal.SIGKILL
+    assert "PeerFailedError: rank 1 (process" in survivor.error
+    assert "ended without a word" in survivor.error
+
+
+# -- on one rank -----------------------------------------------------------------------------------------------
+
+
+def test_one_process_gets_all_of_them_the_longest_first():
+    found = list(claim_prompts(alone(), ["a", "b", "c", "d"], expected=[2, 5, 1, 5]))
+    assert found == [(1, "b"), (3, "d"), (0, "a"), (2, "c")]
+
+
+def test_every_call_has_random_numbers_of_its_own_and_repeats_with_the_seed():
+    def drawn() -> list[float]:
+        return [float(torch.rand(())) for _ in claim_prompts(alone(), [1, 2])]
+
+    torch.manual_seed(3)
+    first, second = drawn(), drawn()
+    torch.manual_seed(3)
+    assert drawn() == first != second
+
+
+def test_a_loop_that_is_left_gives_the_random_numbers_back():
+    torch.manual_seed(5)
+    claims = claim_prompts(alone(), [1, 2])
+    expected = torch.random.get_rng_state()
+    next(claims)
+    assert not torch.equal(torch.random.get_rng_state(), expected)
+    del claims
+    assert torch.equal(torch.random.get_rng_state(), expected)
+
+
+def test_where_ranks_generate_together_each_gets_its_own():
+    first, second = ([1, 2], [3, 4])
+    shares: list[Any] = []
+
+    def heard(own: Any) -> list[Any]:
+        shares.append(own)
+        return shares if len(shares) == 2 else [own, own]
+
+    claim_prompts(alone(0, heard, 2), first)
+    assert list(claim_prompts(alone(1, heard, 2), second)) == [(2, 3), (3, 4)]
+
+
+def test_different_numbers_of_prompts_where_ranks_generate_together():
+    def heard(own: Any) -> list[Any]:
+        return [own, own._replace(prompts=[])]
+
+    with pytest.raises(
+        ValueError, match=r"same number of prompts, but they have \[2, 0\] \(by rank\). Use ODCS"
+    ):
+        claim_prompts(alone(0, heard, 2), [1, 2])
+
+
+def test_what_a_prompt_may_be():
+    prompts = [
+        "text",
+        {"input_ids": torch.tensor([[5, 7], [8, 9]]), "answer": 12, "empty": torch.zeros(0, 3)},
+        [torch.tensor([0.1, 2.5], dtype=torch.bfloat16), None],
+    ]
+    text, batch, pair = (prompt for _, prompt in claim_prompts(alone(), prompts))
+    assert text == "text"
+    assert (batch["input_ids"].tolist(), batch["answer"]) == ([[5, 7], [8, 9]], 12)
+    assert batch["input_ids"].dtype == torch.int64
+    assert batch["empty"].shape == (0, 3)
+    assert torch.equal(pair[0], prompts[2][0])
+    rows = list(claim_prompts(alone(), torch.tensor([[1, 2], [3, 4]])))
+    assert [row.tolist() for _, row in rows] == [[1, 2], [3, 4]]
+    assert list(claim_prompts(alone(), [])) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected", "message"),
+    [
+        ({"input_ids": [1]}, None, r"got a dict, .* Pass a list .*: claim_prompts\(module, \[batch\]\)"),
+        ("text", None, r"got a str, .* Pass a list"),
+        ([object()], None, r"cannot send this prompt to another rank: `object` is not JSON"),
+        ([1, 2], [1.0], r"got 2 prompts and the lengths \[1.0\]. Give one finite positive number per prompt"),
+        ([1], [0.0], r"got 1 prompts and the lengths \[0.0\]"),
+        ([1], [float("inf")], r"got 1 prompts and the lengths \[inf\]"),
+    ],
+)
+def test_bad_input(prompts, expected, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        claim_prompts(alone(), prompts, expected)

@@ -1,0 +1,201 @@
+"""Who runs which roll-outs, in which optimizer step, and how they go through a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_odc import rl
+from lightning_odc.balance import quadratic
+from lightning_odc.engine.base import Ledger
+from lightning_odc.errors import DisagreementError
+from lightning_odc.rl.ranks import Ranks
+from lightning_odc.rl.scoring import _check_same
+from lightning_odc.strategy.causal_lm import keeps_apart
+from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out
+from tests.strategy.test_causal_lm import leaky
+from tests.strategy.test_models import causal_lm
+from tests.support.models import Net
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), max_size=12)
+CPU = torch.device("cpu")
+
+
+def on_rank(
+    rank: int, count: int, lengths: list[tuple[int, int]], meets: bool = False, **options: Any
+) -> Any:
+    return rl.Rollouts(rolled_out(lengths), Ranks(rank, count, meets=meets), **options)
+
+
+# -- plans and updates -----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 3))
+def test_every_pass_runs_every_roll_out_once(
+    lengths: list[tuple[int, int]], ranks: int, minibatches: int, meets: bool, packs: bool, seed: int
+) -> None:
+    shares = [on_rank(rank, ranks, lengths, meets, keeps_apart=packs) for rank in range(ranks)]
+    by_rank = [list(share.updates(2, minibatches, seed)) for share in shares]
+    steps = 2 * min(minibatches, len(lengths))
+    assert [len(updates) for updates in by_rank] == [steps] * ranks
+    for updates in zip(*by_rank, strict=True):
+        first = updates[0]
+        assert all(one.plan == first.plan and one.whole == first.whole for one in updates)
+        microbatches = [list(one) for one in updates]
+        assert [len(own) for own in microbatches] == [len(one) for one in updates]
+        assert not meets or len({len(own) for own in microbatches}) == 1
+        run = [one for own in microbatches for one in own]
+        assert sum(len(one.indices) for one in run) == first.whole.sequences
+        assert sum(len(one.targets) for one in run) == first.whole.tokens
+        assert first.whole.ranks == ranks
+    for epoch in range(2):
+        own = [one for one in by_rank[0] if one.epoch == epoch]
+        assert [one.index for one in own] == list(range(len(own)))
+        every = sorted(i for one in own for rank in one.plan for microbatch in rank for i in microbatch)
+        assert every == list(range(len(lengths)))
+        sizes = [one.whole.sequences for one in own]
+        assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_passes_and_seeds_shuffle() -> None:
+    rollouts = on_rank(0, 1, [(1, 1)] * 20)
+
+    def parts(seed: int) -> list[list[int]]:
+        updates = rollouts.updates(2, 2, seed)
+        return [sorted(i for microbatch in one.plan[0] for i in microbatch) for one in updates]
+
+    assert parts(0) == parts(0)
+    assert len({tuple(part) for part in (parts(0) + parts(1))[::2]}) == 4
+
+
+def test_scoring_and_one_minibatch_have_one_plan() -> None:
+    rollouts = on_rank(1, 2, [(3, length) for length in (9, 4, 0, 20, 1)])
+    assert all(one.plan is rollouts.plan for one in rollouts.updates(epochs=3))
+    assert [one.indices for one in rollouts.microbatches()] == rollouts.plan[1]
+
+
+def test_ranks_compare_their_plans() -> None:
+    def noted(max_tokens: int | None) -> list[str]:
+        engine: Any = SimpleNamespace(ledger=Ledger())
+        rollouts = rl.Rollouts(rolled_out([(1, 9)] * 6), Ranks(engine=engine), max_tokens=max_tokens)
+        assert len(list(rollouts.updates(minibatches=2))) == 2
+        return engine.ledger.plans
+
+    assert len(noted(None)) == 2
+    assert noted(None) == noted(None)
+    assert not {*noted(None)} & {*noted(60)}
+    with pytest.raises(DisagreementError, match="Rank 2 has planned"):
+        _check_same(["a", "a", "b"])
+    _check_same([])
+
+
+def test_the_most_tokens_of_a_microbatch() -> None:
+    lengths = [(2, 8), (2, 8), (2, 8), (2, 28)]
+
+    def tokens(**options: Any) -> list[int]:
+        rollouts = on_rank(0, 1, lengths, **options)
+        return sorted(one.inputs(packed=False)["input_ids"].numel() for one in rollouts.microbatches())
+
+    assert tokens() == [30, 30]  # as many as the longest one
+    assert tokens(max_tokens=20) == [30, 30]  # which has to fit anyway
+    assert tokens(max_tokens=1000, cost="tokens") == [30, 30]  # padding all of them would cost 120
+
+
+def test_rows_are_packed_where_that_takes_less_time() -> None:
+    lengths = [(1, 99), *[(1, 9)] * 10]
+
+    def packs(cost: Any, keeps: bool = True) -> bool:
+        rollouts = on_rank(0, 1, lengths, keeps_apart=keeps, cost=cost, max_tokens=200)
+        return next(rollouts.microbatches()).packs
+
+    assert packs(quadratic(constant=100))
+    assert not packs(quadratic(constant=100), keeps=False)
+    assert not packs(quadratic(constant=0, dense=True))  # attention over all of a row costs more than padding
+
+
+def test_nothing_was_sampled_anywhere() -> None:
+    rollouts = on_rank(1, 3, [])
+    assert (len(rollouts), rollouts.plan, rollouts.mean_reward) == (0, [[], [], []], 0)
+    assert list(rollouts.updates(3, 4)) == []
+    rl.normalize_advantages(rollouts)
+    assert rl.score(nn.Identity(), on_rank(0, 1, [])) == []
+
+
+def test_rollouts_are_a_sequence() -> None:
+    rollouts = on_rank(0, 1, [(1, 1), (1, 2), (1, 3)])
+    assert rollouts[1].response_length == 2
+    assert [one.response_length for one in rollouts[1:]] == [2, 3]
+    assert rollouts.mean_reward == pytest.approx(sum(one.reward for one in rollouts) / 3)
+
+
+# -- through a model -------------------------------------------------------------------------------------------
+
+SEVERAL = [(2, 5), (1, 0), (4, 1), (1, 7), (3, 3)]
+
+
+def own_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net(vocab=VOCAB)
+
+
+@pytest.mark.parametrize("make", [causal_lm, lambda: causal_lm("Mistral"), leaky, own_model])
+@pytest.mark.parametrize("packs", [True, False])
+def test_scores_are_those_of_each_roll_out_alone(make: Any, packs: bool) -> None:
+    model = make().train()
+    vocab = getattr(getattr(model, "config", None), "vocab_size", VOCAB)
+    assert vocab >= VOCAB
+    rollouts = rl.Rollouts(
+        rolled_out(SEVERAL), max_tokens=40, keeps_apart=packs, cost=quadratic(constant=1e6)
+    )
+    assert next(rollouts.microbatches()).packs == packs
+    scores = rl.score(model, rollouts, temperature=1.0, into="logprobs")
+    assert model.training
+    with torch.no_grad():
+        for one, values in zip(rollouts, scores, strict=True):
+            assert values.shape == (one.response_length,)
+            assert one.logprobs is not None
+            assert torch.equal(one.logprobs, values)
+            # Logits of size 1 through two layers in fp32.
+            torch.testing.assert_close(values, logprobs_alone(model.eval(), one), rtol=0, atol=1e-5)
+
+
+def test_a_leaking_model_is_padded_however_it_was_planned() -> None:
+    assert not keeps_apart(leaky().eval(), CPU)
+    assert keeps_apart(causal_lm(), CPU)
+
+
+def test_the_check_of_packing_runs_once() -> None:
+    model, calls = causal_lm(), []
+    model.register_forward_pre_hook(lambda *_: calls.append(model.training))
+    assert [keeps_apart(model.train(), CPU), keeps_apart(model, CPU)] == [True, True]
+    assert calls == [False] * 3  # two packed batches and a plain one, in eval mode
+    assert model.training
+
+
+def test_temperature() -> None:
+    model, rollouts = own_model(), rl.Rollouts(rolled_out(SEVERAL))
+    cold = rl.score(model, rollouts, temperature=0.5)
+    with torch.no_grad():
+        one = rollouts[0]
+        logits = model(one.tokens[None])[0] / 0.5
+        expected = logits.log_softmax(-1)[one.prompt_length - 1 : -1].gather(1, one.response[:, None])[:, 0]
+    torch.testing.assert_close(cold[0], expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="temperature=0"):
+        rl.score(model, rollouts, temperature=0)
+
+
+def test_a_reference_model_must_be_frozen() -> None:
+    model, rollouts = own_model(), rl.Rollouts(rolled_out(SEVERAL))
+    with pytest.raises(ValueError, match=r"'embed.weight' of this one trains.*requires_grad_\(False\)"):
+        rl.score(model, rollouts, into="ref_logprobs")
+    with pytest.raises(ValueError, match="into='reference'"):
+        rl.score(model, rollouts, into="reference")  # type: ignore[arg-type]
+    rl.score(model.requires_grad_(False), rollouts, into="ref_logprobs")
+    assert all(one.ref_logprobs is not None for one in rollouts)

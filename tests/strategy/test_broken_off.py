@@ -1,0 +1,408 @@
+"""What a microbatch that broke off leaves behind: nothing in memory, and its gradient once, bit for bit.
+
+The modules and the reference are those of ``test_out_of_memory.py``, in float64.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.data.split import middle
+from tests.strategy.test_out_of_memory import (
+    FIRST_ROW,
+    ROWS,
+    TEXT,
+    TOLERANCE,
+    Collects,
+    Manual,
+    Short,
+    Trip,
+    batches,
+    differences,
+    needs_reset,
+    table,
+)
+from tests.support.models import WIDTH, Block, full_parameters
+from tests.support.modules import loader, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+
+def train(module: Short, data: Sequence[Any], callbacks: Any = (), **strategy: Any) -> Short:
+    t = trainer(2, strategy=ODCStrategy(hang_report_after=None, **strategy), callbacks=[*callbacks])
+    t.fit(module, loader(data))
+    return module
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+class Activation:
+    """Stands for memory."""
+
+
+class Keeps(torch.autograd.Function):
+    """The identity, whose graph holds an activation."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, made: list[weakref.ref[Activation]]) -> Tensor:
+        ctx.activation = Activation()
+        made.append(weakref.ref(ctx.activation))
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class Holds(Short):
+    """Counts, when a pass begins behind one that ran out, which activations of passes before are still there.
+
+    Its graph has two branches: one runs out, and the other one waits for its turn then.
+    """
+
+    def __init__(self, told: Sequence[Any], returns_view: bool) -> None:
+        super().__init__(told)
+        self.returns_view = returns_view
+        self.made: list[weakref.ref[Activation]] = []
+        self.held: list[int] = []
+        self.known_trips = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.trips > self.known_trips:
+            self.held.append(sum(one() is not None for one in self.made))
+        self.known_trips = self.trips
+        self.batch = batch
+        x = Keeps.apply(self.net.embed(batch), self.made)
+        aside = Keeps.apply(x, self.made)
+        for block in self.net.blocks:
+            x = Keeps.apply(block(x), self.made)
+        logits = self.net.head(x + aside)[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        # Lightning holds what the step of a plain batch has returned, and a view keeps its graph.
+        return {"loss": loss, "logits": logits if self.returns_view else logits * 1}
+
+
+HELD = [["1", "backward", 0, 1], ["0", "forward", 1, 2], ["2", "backward", 1, 2], ["2", "backward", 2, 3]]
+
+
+def holds(rank: int) -> Any:
+    found = {}
+    for name, data in {
+        "minibatches": batches(1, len(HELD)),
+        "plain": [table(4, 4 + m, 0) for _, _, m, _ in HELD[1:]],
+    }.items():
+        told = HELD if name == "minibatches" else HELD[1:]
+        module = train(Holds(told if rank == 1 else (), returns_view=name == "minibatches"), data)
+        found[name] = cast(Holds, module).held, module.trips
+    return found
+
+
+@needs_reset
+def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin() -> None:
+    other, cut = run_ranks(holds)
+    for name in cut:
+        assert other[name] == ([], 0)
+        held, trips = cut[name]
+        assert trips >= len(HELD) - 1
+        assert held == [0] * trips, name
+
+
+# -- the gradient, bit for bit ----------------------------------------------------------------------------
+
+
+class Still(Short):
+    """Its parameters stay, and gradients are kept."""
+
+    def __init__(self, told: Sequence[Any] = ()) -> None:
+        super().__init__(told)
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
+        self.gradients.append({name: cast(Any, grad).full_tensor() for name, grad in gradients.items()})
+
+
+#: What runs out, and the units that had added their gradient before, by the pass through the model from its end.
+BITS: list[tuple[list[Any], tuple[str, ...]]] = [
+    (["head", "forward", 0, 1], ()),
+    (["1", "forward", 1, 1], ()),
+    (["2", "backward", 2, 2], ()),
+    (["1", "backward", 0, 1], ("2",)),
+    (["0", "backward", 1, 1], ("1", "2")),
+    (["embed", "backward", 2, 2], ("0", "1", "2")),
+]
+
+
+def planned_in_parts(minibatch: Minibatch, m: int, fits: int) -> Minibatch:
+    """The same with the parts of microbatch m in its place, as a plan of smaller microbatches would have them."""
+
+    def parts(rows: Tensor) -> Iterator[Tensor]:
+        if len(rows) <= fits:
+            yield rows
+            return
+        at = middle([1.0] * len(rows))
+        yield from parts(rows[:at])
+        yield from parts(rows[at:])
+
+    tables = list(minibatch)
+    tables[m : m + 1] = parts(tables[m])
+    return Minibatch(tables, [float(one[:, 1:].numel()) for one in tables])
+
+
+def in_bits(rank: int) -> Any:
+    told = [one for one, _ in BITS]
+    whole = batches(rank, len(BITS))
+    split = [
+        planned_in_parts(one, m, fits) if rank == 1 else one
+        for one, (_, _, m, fits) in zip(whole, told, strict=True)
+    ]
+    runs = [([], whole), ([], split), (told if rank == 1 else [], whole)]
+    return [cast(Still, train(Still(place), data, deterministic=True)).gradients for place, data in runs]
+
+
+@needs_reset
+def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts() -> None:
+    """Of the whole where it had added before memory ran out, else of the parts; no other sum, in no other order."""
+    for whole, split, retried in run_ranks(in_bits):
+        for (told, added), *steps in zip(BITS, whole, split, retried, strict=True):
+            of_whole, of_split, ours = steps
+            differ = 0
+            for name, gradient in ours.items():
+                is_added = any(name.startswith(f"net.blocks.{block}.") for block in added)
+                assert torch.equal(gradient, (of_whole if is_added else of_split)[name]), (told, name)
+                differ += not torch.equal(of_whole[name], of_split[name])
+            assert differ > 5, "both plans do not have the same bits anyway"
+
+
+# -- units, and parameters of them, that only some samples run --------------------------------------------
+
+
+class Routed(Short):
+    """Block 2 runs on all rows but the first one, as an expert does."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.batch = batch
+        x = self.net.embed(batch)
+        x = self.net.blocks[1](self.net.blocks[0](x))
+        routed = batch[:, 0] != 0
+        if routed.any():
+            x = x.index_put((routed,), self.net.blocks[2](x[routed]))
+        logits = self.net.head(x)[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+
+
+class Gated(Block):
+    """A block with a layer for rows that end in an odd token. Memory runs out behind that, in the same unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.owner: tuple[Any, ...] = ()  # no child
+
+    def forward(self, x: Tensor, odd: Tensor) -> Tensor:
+        x = Trip.apply(super().forward(x), self.owner[0], "gate")
+        return x.index_put((odd,), self.extra(x[odd])) if odd.any() else x
+
+
+class Conditional(Short):
+    def __init__(self, told: Sequence[Any] = ()) -> None:
+        super().__init__(told)
+        torch.manual_seed(1)
+        self.gate = Gated().double()
+        self.gate.owner = (self,)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.batch = batch
+        logits = self.net.head(self.gate(self.net.embed(batch), batch[:, -1] % 2 == 1))[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+
+
+def with_last_tokens(*last: int) -> Tensor:
+    made = table(len(last), 5, 7)
+    made[:, -1] = torch.tensor(last)
+    return made
+
+
+def by_sample(rank: int) -> Any:
+    routed = Routed([["0", "backward", 1, FIRST_ROW]] if rank == 1 else ())
+    train(routed, batches(rank, 1), on_out_of_memory="skip")
+    gated = Conditional([["gate", "backward", 1, 1]] if rank == 1 else ())
+    data = [Minibatch([with_last_tokens(2, 3)])]
+    train(gated, data, auto_wrap_policy={Block, Gated})
+    return [(one.states, one.trips) for one in (routed, gated)]
+
+
+@needs_reset
+def test_units_and_layers_that_only_some_samples_run() -> None:
+    """Of a sample that does not run a unit nothing is taken back there; and what ran before leaves no mark."""
+    routed, gated = Routed(), Conditional()
+    tables = [*batches(0, 1)[0], *batches(1, 1)[0]]
+    tables[2] = tables[2][1:]
+    two = [with_last_tokens(2, 3)] * 2
+    for module, ran in ((routed, tables), (gated, two)):
+        (sum(module.loss(one) for one in ran) / sum(one[:, 1:].numel() for one in ran)).backward()
+        module.configure_optimizers().step()
+    for rank, found in enumerate(run_ranks(by_sample)):
+        for (states, trips), expected in zip(found, (routed, gated), strict=True):
+            assert bool(trips) == (rank == 1)
+            assert differences(states, [full_parameters(expected)])[0] < TOLERANCE, type(expected)
+
+
+class LogsFirst(Short):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "reduce_fx": "sum"}
+        self.log("rows", float(len(batch)), **options)
+        loss = self.loss(batch)
+        self.log_dict({"behind": float(len(batch))}, **options)
+        return loss / batch[:, 1:].numel()
+
+
+def logs_first(rank: int) -> Any:
+    module = LogsFirst([["1", "forward", 0, 1], ["1", "backward", 0, 1]] if rank == 1 else ())
+    train(module, [table(4, 4, 0)] * 2)
+    return {name: float(value) for name, value in module.trainer.callback_metrics.items()}, module.trips
+
+
+@needs_reset
+def test_a_plain_batch_logs_a_name_once() -> None:
+    (other, none), (cut, trips) = run_ranks(logs_first)
+    assert not none
+    assert trips > 3
+    assert other == cut == {"rows": 8.0, "behind": 8.0}
+
+
+# -- microbatches that count nothing ----------------------------------------------------------------------
+
+
+class Overflows(Short):
+    """The loss of a whole microbatch is not finite, those of its parts would be."""
+
+    def __init__(self, told: Sequence[Any] = (), m: int | None = None) -> None:
+        super().__init__(told)
+        self.m = m
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        is_whole = self.m is not None and tuple(batch.shape) == (ROWS[self.m], 4 + self.m)
+        return output * float("nan") if is_whole else output
+
+
+def overflows(rank: int) -> Any:
+    found = []
+    for m in (1, 2):
+        collects = Collects()
+        module = Overflows([["0", "backward", m, 1]], m) if rank == 1 else Overflows()
+        train(module, batches(rank, 1), [collects], on_nonfinite="skip")
+        found.append((module.states, module.trips, collects.reliefs[0]))
+    return found
+
+
+@needs_reset
+def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again() -> None:
+    for rank, found in enumerate(run_ranks(overflows)):
+        for m, (states, trips, reliefs) in zip((1, 2), found, strict=True):
+            module = Short()
+            tables = [*batches(0, 1)[0], *(one for one in batches(1, 1)[0] if one.shape[1] != 4 + m)]
+            (sum(map(module.loss, tables)) / sum(one[:, 1:].numel() for one in tables)).backward()
+            module.configure_optimizers().step()
+            assert trips == rank
+            assert [one.reason for one in reliefs] == ["nonfinite"] * rank
+            assert differences(states, [full_parameters(module)])[0] < TOLERANCE, m
+
+
+class Unlogged(Short):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "num_items": batch[:, 1:].numel()}
+
+
+def leaves_all_out(rank: int) -> Any:
+    module = Unlogged([["1", "forward", 0, 0]] if rank == 1 else ())
+    return train(module, [table(1, 4, rank)], on_out_of_memory="skip").states
+
+
+@needs_reset
+def test_a_rank_may_leave_out_all_that_it_has() -> None:
+    """Then it does not say how its losses are weighted, and goes along with the others."""
+    module = Short()
+    only = table(1, 4, 0)
+    (module.loss(only) / only[:, 1:].numel()).backward()
+    module.configure_optimizers().step()
+    for states in run_ranks(leaves_all_out):
+        assert differences(states, [full_parameters(module)])[0] < TOLERANCE
+
+
+# -- runs that end ----------------------------------------------------------------------------------------
+
+
+class Behind(Short):
+    """Runs out when a backward pass has ended."""
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 1:
+            raise torch.OutOfMemoryError(TEXT)
+
+
+class Swallows(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        with suppress(torch.OutOfMemoryError):
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Everything(Short):
+    """Runs out with every sample."""
+
+    def trip(self, place: str, phase: str) -> None:
+        if place == "1" and self.global_rank == 1:
+            self.trips += 1
+            raise torch.OutOfMemoryError(TEXT)
+
+
+def ends(rank: int, what: str) -> None:
+    if what == "behind":
+        train(Behind(), [Minibatch([table(2, 4, 0), table(2, 5, 0)])])
+    elif what == "behind the last":
+        train(Behind(), [table(2, 4, 0)])
+    elif what == "swallows":
+        train(Swallows([["0", "backward", 0, 1]] if rank == 1 else ()), [table(2, 4, 0)])
+    elif what == "everything":
+        train(Everything(), [Minibatch([table(4, 4, 0)])] * 6, on_out_of_memory="skip")
+    else:
+        if hasattr(FSDPModule, "reset_iter_state"):
+            del FSDPModule.reset_iter_state  # as in torch 2.12
+        train(Short([["1", "backward", 0, 1]] if rank == 1 else ()), [table(2, 4, 0)])
+
+
+BEHIND = "its gradient had been added, and memory ran out behind its backward pass."
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        pytest.param("behind", BEHIND, marks=needs_reset),
+        pytest.param("behind the last", BEHIND, marks=needs_reset),
+        pytest.param("swallows", "A backward pass broke off and its error was caught", marks=needs_reset),
+        pytest.param("everything", "The 16 samples before it were left out, too", marks=needs_reset),
+        ("old torch", "cannot take back a step that broke off: install torch 2.13 or newer"),
+    ],
+)
+def test_what_ends_a_run(what: str, says: str) -> None:
+    survivor, failed = try_ranks(ends, what, timeout=60)
+    assert failed.exitcode == survivor.exitcode == 1
+    assert says in failed.error
+    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in survivor.error
