@@ -195,12 +195,6 @@ def _kept(unit: Unit, comm: GatherComm) -> _Kept:
     )
 
 
-def _follow(unit: Unit) -> None:
-    """Gather a unit again if shards were frozen or unfrozen meanwhile, as ``toggle_optimizer`` does."""
-    if any(slot.current.requires_grad != slot.home.requires_grad for slot in unit.slots):
-        unit.modules[0].reshard()
-
-
 class Keeping:
     """What one rank keeps of its peers' shards; see Note [Read once per minibatch].
 
@@ -339,7 +333,7 @@ class Keeping:
     def _before(self, kept: _Kept, *_: Any) -> None:
         """Before a unit runs."""
         if kept.gathered:
-            _follow(kept.unit)
+            kept.unit.match_frozen()
             if not torch.compiler.is_compiling() and self._contexts and self._budget == "auto":
                 self._ease(kept)
 

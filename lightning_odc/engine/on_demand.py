@@ -230,6 +230,7 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, window: UnitWindow, comm: GatherComm, output: Tensor, own: Tensor) -> None:
         """Fill ``output`` (``[owners * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
         window.check_not_ended()  # first: after a step every parameter has changed
+        unit.note_frozen()
         if own.numel() != unit.shard_numel:
             self._gather_smaller(unit, window, own.numel() // unit.shard_numel, output)
             return
@@ -312,6 +313,7 @@ class OnDemandEngine(Engine):
         else:  # it is Lightning that empties them, before the last backward pass of a minibatch
             self._placeholders.forget()
         for unit in self._units:
+            unit.match_frozen()
             if not self._keeping.is_kept(unit):  # fully_shard frees it at the end of it
                 self._staleness.before_reshard(unit)
         self._relieve()
@@ -483,6 +485,7 @@ class OnDemandEngine(Engine):
 
     def _free(self, units: Iterable[Unit]) -> None:
         for unit in units:
+            unit.match_frozen()
             self._staleness.before_reshard(unit)
             unit.modules[0].reshard()
 

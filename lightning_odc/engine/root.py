@@ -39,7 +39,6 @@ class RootUnit:
         self._slots: dict[nn.Module, list[ParamSlot]] = {}
         for slot in (slot for unit in units if self._model in unit.modules for slot in unit.slots):
             self._slots.setdefault(slot.module, []).append(slot)
-        self._frozen: set[ParamSlot] = set()
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(self._before_layer) for layer in self._slots if layer is not model
         ]
@@ -81,15 +80,11 @@ class RootUnit:
             hook.remove()
         self._hooks.clear()
 
-    def _before_layer(self, layer: nn.Module, _: Any) -> None:
+    def _before_layer(self, *_: Any) -> None:
         self.gather()
-        for slot in self._slots[layer]:
-            if slot.current.requires_grad and not slot.home.requires_grad:
-                self._frozen.add(slot)
-                slot.current.requires_grad_(False)
-            elif slot in self._frozen and slot.home.requires_grad:
-                self._frozen.discard(slot)
-                slot.current.requires_grad_(True)
+        for unit in self._units:
+            if self._model in unit.modules:
+                unit.match_frozen()
 
 
 def _left_behind(slots: list[ParamSlot]) -> ODCError:

@@ -59,6 +59,7 @@ class ParamSlot:
         grad_offset: where it starts in the accumulator, in elements; -1 if it has no place there.
         has_gradient: it gets a place in the accumulator.
         hooked: a hook notes when it receives a gradient.
+        trains: whether it trains; when that was last the same for the shard and the gathered parameter.
         home: the sharded parameter, which optimizers hold.
     """
 
@@ -71,6 +72,7 @@ class ParamSlot:
     grad_offset: int = -1
     has_gradient: bool = False
     hooked: bool = False
+    trains: bool = False
     home: DTensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -224,6 +226,27 @@ class Unit:
     def is_gathered(self) -> bool:
         """Whether modules hold whole parameters now. ``fully_shard`` exchanges all of a unit at once."""
         return not isinstance(self.slots[0].current, DTensor)
+
+    def note_frozen(self) -> None:
+        """It is gathered now: ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards."""
+        for slot in self.slots:
+            slot.trains = slot.home.requires_grad
+
+    def match_frozen(self) -> None:
+        """Freeze or unfreeze the shard as the gathered parameter, or the other way round: the one that was changed.
+
+        ``toggle_optimizer`` freezes what optimizers hold, which is shards. ``disable_adapter`` of PEFT, and a user who
+        goes through a module, freeze what modules hold. That is the gathered parameter, which is gone when the unit is
+        freed.
+        """
+        if not self.is_gathered:
+            return
+        for slot in self.slots:
+            home, current = slot.home, slot.current
+            if not home.requires_grad == current.requires_grad == slot.trains:
+                slot.trains = not slot.trains
+                home.requires_grad_(slot.trains)
+                current.requires_grad_(slot.trains)
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -80,9 +80,6 @@ def score(
     seen = nullcontext() if engine is None else engine.traced("scoring")
     with seen, undisturbed(model, rollouts.ranks.device):
         own = [logprobs(model, one, temperature).float().cpu() for one in rollouts.microbatches()]
-    if rollouts.ranks.engine is not None and _has_adapters_off(model):
-        # PEFT will unfreeze what modules hold then. That has to be the shards, which gathered parameters follow.
-        rollouts.ranks.engine.reshard()
     flat = torch.cat([torch.empty(0), *own])
     by_rank, plans = rollouts.ranks.gather(
         "exchange of scores", flat.view(torch.uint8), fingerprint(rollouts.plan)

@@ -212,6 +212,55 @@ def test_a_kept_unit_follows_when_its_shards_are_frozen_within_a_step():
         assert_same(one, other)
 
 
+class Frozen(TokenModule):
+    """Every step runs the model with modules frozen as well: before its own pass or behind it, as in DPO."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def frozen_pass(self, batch: Tensor) -> Tensor:
+        parts = (self.net.blocks[0], self.net.head)  # a unit of its own, and a part of the root unit
+        for part in parts:
+            part.requires_grad_(False)  # type: ignore[operator]
+        loss = super().training_step(batch, 0)
+        for part in parts:
+            part.requires_grad_(True)  # type: ignore[operator]
+        return loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.first:
+            return self.frozen_pass(batch) * super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx) * self.frozen_pass(batch)
+
+
+def _frozen(rank: int, cases: list[tuple[bool, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for first, keep in cases:
+        module = Frozen(first)
+        batches = loader(token_batches([6, 9, 4, 7, 5, 8, 3, 6]))
+        strategy: dict[str, Any] = {"keep_gathered": keep}
+        trainer(2, max_epochs=1, accumulate_grad_batches=2, **strategy).fit(module, batches)
+        found.append(full_parameters(module))
+    return found
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(first):
+    alone = Frozen(first)
+    optimizer: Any = alone.configure_optimizers()
+    batches = token_batches([6, 9, 4, 7, 5, 8, 3, 6])
+    for index, batch in enumerate(batches):
+        (alone.training_step(batch, index) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: parameter.detach() for name, parameter in alone.named_parameters()}
+    for results in run_ranks(_frozen, [(first, "auto"), (first, 0)]):
+        for result in results:
+            assert_same(result, expected)
+
+
 def _engine(rank: int, memory: Any) -> tuple[nn.Module, Any]:
     """A model in ``eval()`` on two ranks, and its engine. No minibatch was trained."""
     init_gloo(rank)
