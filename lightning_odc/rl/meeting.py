@@ -35,7 +35,7 @@ def exchange(
         PeerFailedError: another rank has failed, for example in its reward function. It names the rank and shows the
             error.
     """
-    strategy = strategy_of(where)
+    strategy = strategy_of(where, "rl.exchange(self, rollouts)")
     _check(own)
     ranks, model = Ranks.of(strategy), causal_model(strategy.model)
     packs = model is not None and keeps_apart(model, ranks.device)

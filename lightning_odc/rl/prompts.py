@@ -83,7 +83,7 @@ def claim_prompts(
             different numbers of prompts.
         PeerFailedError: another rank has failed or died.
     """
-    strategy = strategy_of(where)
+    strategy = strategy_of(where, "rl.claim_prompts(self, prompts)")
     own = _share(prompts, expected)
     shares = [_Share(*fields) for fields in strategy.engine.exchange("claim prompts", own)]
     if strategy.communication in _MEETS:

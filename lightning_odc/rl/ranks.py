@@ -72,8 +72,12 @@ class Ranks:
         return copies, notes
 
 
-def strategy_of(where: Any) -> Any:
+def strategy_of(where: Any, call: str) -> Any:
     """The strategy of a trainer, of its module, or of a ``Fabric``.
+
+    Args:
+        where: One of these.
+        call: What the user wrote, for the message.
 
     Raises:
         TypeError: it is another one than those of this package.
@@ -81,8 +85,8 @@ def strategy_of(where: Any) -> Any:
     strategy = getattr(getattr(where, "trainer", where), "strategy", None)
     if not hasattr(type(strategy), "engine"):
         raise TypeError(
-            f"rl.exchange(self, rollouts) needs a module that is trained by this package's strategy, and got a "
-            f"{type(where).__name__} with {type(strategy).__name__}. Write\n"
+            f"{call} needs a module that is trained by this package's strategy, and got a {type(where).__name__} "
+            f"with {type(strategy).__name__}. Write\n"
             '    import lightning_odc\n    trainer = Trainer(strategy="odc", ...)'
         )
     return strategy
