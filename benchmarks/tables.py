@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning_odc.bench.tables import markdown
@@ -81,3 +82,18 @@ def put_into(page: str, tables: Sequence[Table]) -> str:
         text = f"{begin}\n\n{table.markdown()}\n\n{end}"
         page = place.sub(lambda _, text=text: text, page)  # type: ignore[misc]
     return page
+
+
+def write_into(pages: Sequence[Path], tables: Sequence[Table]) -> None:
+    """Put each table into the page that has a place for it.
+
+    Raises:
+        ValueError: no page has a place for one; then no page is changed.
+    """
+    texts = {page: page.read_text() for page in pages}
+    for table in tables:
+        place = _LINE.format("table", table.name)
+        page = next((page for page, text in texts.items() if place in text), pages[0])
+        texts[page] = put_into(texts[page], [table])
+    for page, text in texts.items():
+        page.write_text(text)

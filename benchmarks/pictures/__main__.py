@@ -31,6 +31,8 @@ PICTURES: dict[str, Callable[[charts.Load], Canvas]] = {
     "windows": concepts.windows,
     "versions": concepts.versions,
     "padding": concepts.padding,
+    "nodes": concepts.nodes,
+    "settings": concepts.settings,
 }
 
 

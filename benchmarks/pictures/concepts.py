@@ -160,3 +160,69 @@ def _draw_packed(canvas: Canvas, left: float, top: float, lengths: Sequence[int]
     for length in lengths:
         canvas.box(left, top, _TOKEN * length, 20, "forward", edge="paper")
         left += _TOKEN * length
+
+
+# -- Several nodes ---------------------------------------------------------------------------------------------
+
+
+def nodes(_: Load) -> Canvas:
+    """Two nodes of two ranks: what ranks do inside a node, and what they do between nodes."""
+    canvas = Canvas("Two nodes of two ranks: read and add inside, exchange once per minibatch between", 270)
+    for node, left in enumerate((0.0, 276.0)):
+        canvas.text(left + 82, 16, f"node {node}", bold=True, anchor="middle")
+        canvas.box(left, 24, 164, 184, "panel", edge="grid", rounded=6)
+        for place, y in enumerate((36.0, 148.0)):
+            canvas.box(left + 14, y, 136, 48, "forward", rounded=4)
+            canvas.text(left + 82, y + 20, f"rank {2 * node + place}", role="label", anchor="middle")
+            canvas.text(left + 82, y + 38, "and its window", role="label", size=SMALL, anchor="middle")
+        for x, role in ((52.0, "read"), (112.0, "add")):
+            canvas.line([(left + x - 8, 146), (left + x - 8, 87)], role, width=2.5, arrow=True)
+            canvas.line([(left + x + 8, 86), (left + x + 8, 145)], role, width=2.5, arrow=True)
+    for y in (60.0, 172.0):
+        canvas.line([(152, y - 8), (288, y - 8)], "publish", width=2.5, arrow=True)
+        canvas.line([(288, y + 8), (152, y + 8)], "publish", width=2.5, arrow=True)
+    for line, text in enumerate(("once per", "minibatch")):
+        canvas.text(WIDTH / 2, 114 + 17 * line, text, role="soft", size=SMALL, anchor="middle")
+    canvas.legend(234, {"read shards, at any time": "read", "add gradients, at any time": "add"})
+    canvas.legend(258, {"exchange shards and sums of gradients": "publish"})
+    return canvas
+
+
+# -- Which settings --------------------------------------------------------------------------------------------
+
+_QUESTIONS = (
+    (("Do ranks wait,", "or compute padding?"), ("Keep what you have",), True),
+    (("Does the model", "need sharding?"), ("DDP with a", "BalancedDataLoader"), True),
+    (("Do all ranks run", "on one machine?"), ("add num_nodes=",), False),
+    (("Is the loss a mean", "over labels?"), ("add weighting=, or", "return num_items"), False),
+)
+"""Two lines of a question, what to do if the answer is no, and whether that is the end."""
+
+
+def settings(_: Load) -> Canvas:
+    """Four questions that lead to a strategy."""
+    canvas = Canvas("Four questions, and the settings that they lead to", 396)
+    middle, right = 88.0, 336.0
+    for place, (question, answer, is_end) in enumerate(_QUESTIONS):
+        y = 2.0 + 88 * place
+        canvas.box(0, y, 2 * middle, 46, "panel", edge="grid", rounded=6)
+        canvas.box(240, y, 192, 46, "idle" if is_end else "forward", rounded=6)
+        _centred(canvas, middle, y, question, "ink")
+        _centred(canvas, right, y, answer, "ink" if is_end else "label")
+        canvas.line([(2 * middle, y + 23), (240, y + 23)], "ink", width=2, arrow=True)
+        canvas.text(206, y + 17, "no", role="soft", size=SMALL, anchor="middle")
+        canvas.line([(middle, y + 46), (middle, y + 88)], "ink", width=2, arrow=True)
+        canvas.text(middle - 8, y + 64, "yes", role="soft", size=SMALL, anchor="end")
+        if not is_end:
+            back = [(right, y + 46), (right, y + 66), (middle + 1, y + 66)]
+            canvas.line(back, "ink", width=2, arrow=True)
+    canvas.box(0, 354, 264, 40, "balanced", rounded=6)
+    canvas.text(132, 379, 'Trainer(strategy="odc_balanced")', role="label", anchor="middle")
+    return canvas
+
+
+def _centred(canvas: Canvas, x: float, top: float, lines: Sequence[str], role: str) -> None:
+    """One or two lines of text in a box that is 46 high."""
+    first = top + (20 if len(lines) > 1 else 28)
+    for line, text in enumerate(lines):
+        canvas.text(x, first + 17 * line, text, role=role, size=SMALL, anchor="middle")

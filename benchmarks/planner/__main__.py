@@ -1,9 +1,9 @@
 """How good and how fast the planner is: against bounds, the optimum, and Karmarkar-Karp with swaps.
 
 ``python -m benchmarks.planner`` prints Markdown tables; name some to print only those. ``--write`` also puts
-them into ``docs/planner.md`` and ``docs/data/planner.json``, and leaves the other tables there as they are:
-``speed epoch --write`` on a quiet machine renews the only ones that depend on it. The table ``oracle`` needs the
-package ``ortools``. Single-threaded; everything takes about five minutes.
+them into ``docs/planner.md``, ``docs/planner-quality.md`` and ``docs/data/planner.json``, and leaves the other tables
+there as they are: ``speed epoch --write`` on a quiet machine renews the only ones that depend on it. The table
+``oracle`` needs the package ``ortools``. Single-threaded; everything takes about five minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.planner.learning import fitted
 from benchmarks.planner.padding import padding
 from benchmarks.planner.quality import oracle, policies, quality, swaps, window
 from benchmarks.planner.speed import epoch, speed
-from benchmarks.tables import Table, put_into
+from benchmarks.tables import Table, write_into
 
 _MAKERS: dict[str, Callable[[int], list[Table]]] = {
     "quality": quality,
@@ -30,14 +30,14 @@ _MAKERS: dict[str, Callable[[int], list[Table]]] = {
     "speed": speed,
     "epoch": epoch,
 }
-_PAGE, _DATA = Path("docs/planner.md"), Path("docs/data/planner.json")
+_PAGES, _DATA = (Path("docs/planner.md"), Path("docs/planner-quality.md")), Path("docs/data/planner.json")
 
 
 def write(tables: Sequence[Table]) -> None:
-    """Put tables into the page and the data file, which lie below the current directory."""
+    """Put tables into the pages and the data file, which lie below the current directory."""
     data = json.loads(_DATA.read_text()) if _DATA.exists() else {}
     data |= {table.name: table.record() for table in tables}
-    _PAGE.write_text(put_into(_PAGE.read_text(), tables))
+    write_into(_PAGES, tables)
     lines = [f"  {json.dumps(name)}: {json.dumps(record)}" for name, record in data.items()]
     _DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -48,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tables", nargs="*", help=f"which to print: {', '.join(_MAKERS)}; by default all")
     parser.add_argument("--seeds", type=int, default=10, help="random instances of each setting")
     parser.add_argument("--samples", type=int, default=1_000_000, help="of the epoch")
-    parser.add_argument("--write", action="store_true", help=f"into {_PAGE} and {_DATA}, too")
+    parser.add_argument("--write", action="store_true", help="into the documentation, too")
     options = parser.parse_args(arguments)
     unknown = set(options.tables) - set(_MAKERS)
     if unknown:
         parser.error(f"unknown table {', '.join(sorted(unknown))}; write some of {', '.join(_MAKERS)}")
-    if options.write and not _PAGE.exists():
-        parser.error(f"--write works in the root of the repository, where {_PAGE} is")
+    if options.write and not _PAGES[0].exists():
+        parser.error(f"--write works in the root of the repository, where {_PAGES[0]} is")
     for name, make in _MAKERS.items():
         if options.tables and name not in options.tables:
             continue

@@ -1,7 +1,8 @@
 """Ten thousand minibatches of a tiny model: does anything grow, and is the end still that of one process?
 
-``python -m benchmarks.robustness.endurance`` is what ``docs/robustness.md`` reports. Every rank runs a random number of
-microbatches of random lengths, with random delays; memory, file descriptors and threads are read now and then.
+``python -m benchmarks.robustness.endurance`` is what ``docs/measured-faults.md`` reports. Every rank runs a random
+number of microbatches of random lengths, with random delays; memory, file descriptors and threads are read now and
+then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The simulator against measurements, against published figures, past this machine, and how fast it is.
 
 ``python -m benchmarks.simulate`` prints Markdown tables; name some parts to print only those. ``--json FILE`` writes
-their numbers there. ``--write`` puts the tables into ``docs/simulator.md`` and ``docs/scaling.md``, and the pictures
-into ``docs/pictures``. Runs in the root of the repository, whose ``docs/data`` it reads. It takes some minutes.
+their numbers there. ``--write`` puts the tables into the pages of the documentation that have a place for them, and
+the pictures into ``docs/pictures``. Runs in the root of the repository, whose ``docs/data`` it reads. Takes minutes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulate import measured, paper, prediction, scaling
-from benchmarks.tables import Column, Table, put_into
+from benchmarks.tables import Column, Table, write_into
 from lightning_odc.bench.lengths import draw
 from lightning_odc.files import write_whole
 from lightning_odc.simulate import Cluster, Model, plan_work, simulate_work
 
 PARTS = ("measured", "bytes", "paper", "scaling", "speed")
-PAGES = (Path("docs/simulator.md"), Path("docs/scaling.md"))
+PAGES = tuple(
+    Path(f"docs/{name}.md") for name in ("simulator", "simulator-accuracy", "simulator-paper", "scaling")
+)
 PICTURES = Path("docs/pictures")
 
 
@@ -40,14 +42,6 @@ def speed() -> Table:
         simulate_work(work, model, cluster)
         table.rows.append([policy, middle - begin, time.perf_counter() - middle])
     return table
-
-
-def write_pages(tables: Sequence[Table]) -> None:
-    """Put tables into the pages that have a place for them."""
-    for page in PAGES:
-        text = page.read_text()
-        own = [table for table in tables if f"<!-- table: {table.name} -->" in text]
-        page.write_text(put_into(text, own))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         _write_json(options.json, tables)
     if options.write:
-        write_pages(tables)
+        write_into(PAGES, tables)
 
 
 def _part(name: str, options: Any) -> list[Table]:

@@ -13,7 +13,7 @@ from lightning_odc.simulate.devices import Device
 
 _SIDE, _COPIED = 384, 32 * 2**20  # of the matrices; bytes
 _TRAINING = 0.5  # part of the speed of a large matrix product that training reaches
-_GLOO = 1 / 12  # gloo is 7 to 34 times slower than reading shared memory (docs/measurements.md, Primitives)
+_GLOO = 1 / 12  # gloo is 7 to 34 times slower than reading shared memory (docs/measured-engine.md)
 _GLOO_LATENCY, _READ_LATENCY = 3e-4, 4e-5
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import Column, Table, put_into
+from benchmarks.tables import Column, Table, put_into, write_into
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
 
@@ -27,3 +28,19 @@ def test_a_table_is_put_between_its_comments_alone():
     assert put_into(once, [TABLE]) == once
     with pytest.raises(ValueError, match="no place for 'speed'"):
         put_into("nothing", [TABLE])
+
+
+def test_each_table_goes_to_the_page_that_has_its_place(tmp_path: Path):
+    other = Table("other", "Another", [Column("name")], [["b"]])
+    TABLE.rows[:] = [["a", 0.5, 1.0]]
+    pages = [tmp_path / "one.md", tmp_path / "two.md"]
+    for page, table in zip(pages, (other, TABLE), strict=True):
+        page.write_text(f"<!-- table: {table.name} -->\n<!-- end of table: {table.name} -->\n")
+    write_into(pages, [TABLE, other])
+    one, two = (page.read_text() for page in pages)
+    assert ("| b |" in one, "| a |" in one) == (True, False)
+    assert ("| b |" in two, "| a |" in two) == (False, True)
+    TABLE.rows[:] = [["c", 0.5, 1.0]]
+    with pytest.raises(ValueError, match="no place for 'nowhere'"):
+        write_into(pages, [TABLE, Table("nowhere", "", [Column("name")])])
+    assert [page.read_text() for page in pages] == [one, two]

@@ -85,7 +85,8 @@ def test_every_picture_is_used_and_described() -> None:
 def test_the_results_page_says_what_the_pictures_show(drawn: dict[str, str]) -> None:
     """Every number with a fraction on the page stands in one of its pictures, or in a table of the measurements."""
     page = (DOCS / "results.md").read_text()
-    shown = " ".join(drawn.values()) + (DOCS / "measurements.md").read_text()
+    tables = [page.read_text() for page in DOCS.glob("measured-*.md")]
+    shown = " ".join([*drawn.values(), *tables])
     numbers = set(re.findall(r"(?<![\w.])\d+\.\d+(?!\w|\.\d)", page))
     assert len(numbers) > 5
     assert not sorted(number for number in numbers if number not in shown)
