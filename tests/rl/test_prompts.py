@@ -164,6 +164,13 @@ def test_where_ranks_generate_together_each_gets_its_own():
     assert list(claim_prompts(alone(1, heard, 2), second)) == [(2, 3), (3, 4)]
 
 
+def test_helpers_are_told_what_is_left_in_the_order_of_sampling(monkeypatch):
+    heard: list[Any] = []
+    monkeypatch.setattr(CollectiveEngine, "claims", lambda _, rank, costs: heard.append(costs) or iter([]))
+    list(claim_prompts(alone(), ["a", "b", "c"], expected=[3, 40, 7]))
+    assert heard == [[[40, 7, 3]]], "a queue's last prompt, which is taken first, is the shortest"
+
+
 def test_different_numbers_of_prompts_where_ranks_generate_together():
     def heard(own: Any) -> list[Any]:
         return [own, own._replace(prompts=[])]
