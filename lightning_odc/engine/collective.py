@@ -115,6 +115,7 @@ class CollectiveEngine(Engine):
         assert self._root is not None
         if manual:
             self._root.gather()
+        self._root.match_frozen()
         apart, self._resumed = self.ledger.is_weighted or self._resumed, False
         self._late_hooks.holding = apart
         self._reduce_scatter.sends_zeros = not counts

@@ -36,18 +36,23 @@ class RootUnit:
     def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
         self._model = cast(FSDPModule, model)
         self._units = units
-        self._slots: dict[nn.Module, list[ParamSlot]] = {}
-        for slot in (slot for unit in units if self._model in unit.modules for slot in unit.slots):
-            self._slots.setdefault(slot.module, []).append(slot)
+        self._root = next((unit for unit in units if self._model in unit.modules), None)
+        layers = {slot.module for slot in self._root.slots} - {model} if self._root is not None else ()
         self._hooks: list[RemovableHandle] = [
-            layer.register_forward_pre_hook(self._before_layer) for layer in self._slots if layer is not model
+            layer.register_forward_pre_hook(self._before_layer) for layer in layers
         ]
+        self._hooks.append(model.register_forward_pre_hook(self._before_model))
 
     def gather(self) -> None:
         """Gather the unit if it is sharded."""
-        slots = next(iter(self._slots.values()), None)
-        if slots is not None and isinstance(slots[0].current, DTensor):
+        if self._root is not None and isinstance(self._root.slots[0].current, DTensor):
             self._model.unshard()
+            self._root.note_frozen()
+
+    def match_frozen(self) -> None:
+        """See `Unit.match_frozen`."""
+        if self._root is not None:
+            self._root.match_frozen()
 
     def shard(self) -> None:
         """Shard the unit if it is gathered.
@@ -55,8 +60,7 @@ class RootUnit:
         Within the root module's call ``fully_shard`` keeps it, unless there was a backward pass: on a rank without
         microbatches there was none.
         """
-        slots = next(iter(self._slots.values()), None)
-        if slots is not None and not isinstance(slots[0].current, DTensor):
+        if self._root is not None and self._root.is_gathered:
             self._model.set_reshard_after_forward(True, recurse=False)
             self._model.reshard()
             self._model.set_reshard_after_forward(False, recurse=False)
@@ -82,9 +86,10 @@ class RootUnit:
 
     def _before_layer(self, *_: Any) -> None:
         self.gather()
-        for unit in self._units:
-            if self._model in unit.modules:
-                unit.match_frozen()
+        self.match_frozen()
+
+    def _before_model(self, *_: Any) -> None:  # ``fully_shard`` has gathered the unit
+        self.match_frozen()
 
 
 def _left_behind(slots: list[ParamSlot]) -> ODCError:

@@ -77,6 +77,7 @@ class ParamSlot:
 
     def __post_init__(self) -> None:
         self.home = self.sharded
+        self.trains = self.home.requires_grad
 
     @property
     def current(self) -> nn.Parameter:
@@ -243,8 +244,10 @@ class Unit:
             return
         for slot in self.slots:
             home, current = slot.home, slot.current
-            if not home.requires_grad == current.requires_grad == slot.trains:
-                slot.trains = not slot.trains
+            if home.requires_grad == current.requires_grad:
+                slot.trains = home.requires_grad
+            else:
+                slot.trains = not slot.trains  # one of them is as before
                 home.requires_grad_(slot.trains)
                 current.requires_grad_(slot.trains)
 

@@ -234,13 +234,12 @@ class Frozen(TokenModule):
         return super().training_step(batch, batch_idx) * self.frozen_pass(batch)
 
 
-def _frozen(rank: int, cases: list[tuple[bool, Any]]) -> list[dict[str, Any]]:
+def _frozen(rank: int, first: bool, ranks: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
-    for first, keep in cases:
+    for strategy in cases:
         module = Frozen(first)
         batches = loader(token_batches([6, 9, 4, 7, 5, 8, 3, 6]))
-        strategy: dict[str, Any] = {"keep_gathered": keep}
-        trainer(2, max_epochs=1, accumulate_grad_batches=2, **strategy).fit(module, batches)
+        trainer(ranks, max_epochs=1, accumulate_grad_batches=2, **strategy).fit(module, batches)
         found.append(full_parameters(module))
     return found
 
@@ -256,7 +255,9 @@ def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(first):
             optimizer.step()
             optimizer.zero_grad()
     expected = {name: parameter.detach() for name, parameter in alone.named_parameters()}
-    for results in run_ranks(_frozen, [(first, "auto"), (first, 0)]):
+    cases = [{"keep_gathered": "auto"}, {"keep_gathered": 0}, {"communication": "collective"}]
+    alone_too = run_ranks(_frozen, first, 1, [{}], world_size=1)
+    for results in [*run_ranks(_frozen, first, 2, cases), *alone_too]:
         for result in results:
             assert_same(result, expected)
 
