@@ -26,6 +26,7 @@ __all__ = [
     "lines_figure",
     "one_timeline_figure",
     "replays_figure",
+    "rows_figure",
     "timelines_figure",
 ]
 
@@ -99,6 +100,51 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
     figure.legend(
         [both, Patch(facecolor=IDLE)],
         ["computing; the shade changes with the microbatch", "idle: waiting for others"],
+        handler_map={tuple: _side_by_side()},
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def rows_figure(lengths: Sequence[int], packed: Sequence[Sequence[int]]) -> Figure:
+    """The rows that a model computes, one above the other: texts padded to the longest, and the same texts packed.
+
+    Args:
+        lengths: Tokens per text.
+        packed: Those of the texts in each packed row.
+    """
+    longest = max(lengths)
+    panels = (
+        ("Padded", [[length] for length in lengths], [longest] * len(lengths)),
+        ("Packed", packed, [sum(row) for row in packed]),
+    )
+    figure = Figure(figsize=(_WIDTH, 4.6), layout="constrained")
+    both = figure.subplots(2, 1, sharex=True, height_ratios=[len(lengths), 2.5 * len(packed)])
+    for axes, (title, rows, widths) in zip(both, panels, strict=True):
+        axes.barh(range(len(rows)), widths, height=0.8, color=IDLE)
+        for number, row in enumerate(rows):
+            begins = np.cumsum([0, *row[:-1]])
+            axes.barh(
+                [number] * len(row),
+                row,
+                left=begins,
+                height=0.8,
+                color=[_SHADES[place % 2] for place in range(len(row))],
+            )
+        computed = f"{sum(widths):,} tokens in {len(rows)} rows"
+        padding = 1 - sum(lengths) / sum(widths)
+        axes.set_title(f"{title}: {computed}, {padding:.0%} of them padding", loc="left", fontsize=11)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    both[-1].set_xlabel("tokens in a row")
+    shades: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
+    figure.legend(
+        [shades, Patch(facecolor=IDLE)],
+        ["texts", "padding"],
         handler_map={tuple: _side_by_side()},
         loc="outside lower center",
         ncols=2,

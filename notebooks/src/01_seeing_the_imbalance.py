@@ -14,27 +14,15 @@
 #
 # Some cells are folded. They import, print or draw. Click on one to read it.
 
-# %% Install the package where it is missing tags=["hide-input"]
+# %% Set up tags=["hide-input"]
 from importlib.util import find_spec
 
 if find_spec("lightning_odc") is None:  # in Colab, for example
     # %pip install --quiet "lightning-odc[notebooks]"
     print("installed")
 
-# %% Imports tags=["hide-input"]
-import numpy as np
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
-
-from lightning_odc import ODCStrategy, balance
 from lightning_odc.bench.emulation import LAYERS, SleepingLayer, SleepingModel
 from lightning_odc.bench.models import CausalModel, byte_llama
-from lightning_odc.callbacks import (
-    DeviceIdleMonitor,
-    TimelineRecorder,
-    load_timeline,
-)
 from lightning_odc.demo.corpus import read_corpus
 from lightning_odc.lessons import pictures, replay, texts
 from lightning_odc.lessons.dealing import DealtTexts, deal_minibatches
@@ -51,6 +39,18 @@ from lightning_odc.lessons.sliders import show_sliders
 quiet()
 
 # %%
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_odc import ODCStrategy, balance
+from lightning_odc.callbacks import (
+    DeviceIdleMonitor,
+    TimelineRecorder,
+    load_timeline,
+)
+
 # "cuda": a GPU for each of two ranks, or one for both (which shows that it works,
 # not how fast)
 DEVICE = "cpu"
