@@ -287,4 +287,44 @@ with torch.no_grad():
 # 4. Add `self.log("memory", ...)` with the number of parameters that `self.parameters()` really holds on a rank
 #    (`p.to_local().numel()` for a `DTensor`), under DDP and under ODC.
 #
+# <details>
+# <summary>Answer to 1</summary>
+#
+# With `deterministic=True` all digits are equal, in the losses and in the weights. Without it they may differ in the
+# last digits: a rank adds its gradient when it is done, so the order of the sums depends on timing.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# Little. Each rank has one microbatch in a step, so "meet at every layer" and "meet once" wait equally long: the rank
+# with the longer text is last at every layer. Only the place of the grey differs, and the cost of moving bytes.
+# Balancing has nothing to deal out, with one text for each rank.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# The field `peer` of a grey stretch is the rank that it waited for, and `cause` says what for. With two ranks it is
+# always the other one.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# ```python
+# def held(self):
+#     return sum(
+#         (p.to_local() if hasattr(p, "to_local") else p).numel() for p in self.parameters()
+#     )
+# ```
+#
+# Log `float(self.held())` in `training_step`. Under DDP it is the number of all parameters. Under ODC it is smaller:
+# a rank holds its slices, and the whole parameters only of the layer that computes.
+#
+# </details>
+#
 # Next: [Balancing a minibatch](03_balancing_a_minibatch.ipynb).

@@ -467,4 +467,70 @@ print_table(
 #    need?
 # 5. Write a cost function for a model with a sliding window of 1,000 tokens, and plan with `cost=your_function`.
 #
+# <details>
+# <summary>Answer to 1</summary>
+#
+# `lb_micro` with collectives. With room for more tokens it packs the same samples into fewer microbatches, so the
+# ranks meet less often. On demand the number of microbatches does not matter here, and neither policy gains.
+# `local_sort` does not pack, so nothing changes.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# About as many as fill three ranks for as long as the giant takes. Let the planner tell:
+#
+# ```python
+# for copies in range(1, 60):
+#     more = giant[:1] + giant[1:] * copies
+#     costs = balance.microbatch_costs(balance.plan_minibatch(more, 4), more)
+#     if replay.average_idle([costs], "minibatch") < 0.005:
+#         break
+# print(copies)
+# ```
+#
+# It prints a number between 40 and 45. A minibatch with one such giant needs some 300 other samples.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# The flat order of a plan is rank by rank, microbatch by microbatch.
+#
+# ```python
+# plan = balance.plan_minibatch(minibatch, 4, MAX_TOKENS)
+# results = np.array([minibatch[s] for rank in plan for microbatch in rank for s in microbatch])
+# print(results[balance.permutation(plan)].tolist() == minibatch.tolist())
+# ```
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# Use `truth` for the first 12 of 24 minibatches, and `balance.quadratic(crossover=2_000, constant=64)` for the
+# others. Idle time jumps at minibatch 13 and is small again two or three minibatches later. The planner forgets: with
+# `forgetting=0.98` a measurement counts two percent less after each further one of the same rank.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# Beyond the window the work of attention grows linearly.
+#
+# ```python
+# def sliding(lengths, window=1_000, crossover=42_166):
+#     seen = np.where(lengths < window, lengths**2, window * (2 * lengths - window))
+#     return lengths + seen / crossover
+#
+# balance.plan_minibatch(minibatch, 4, MAX_TOKENS, cost=sliding)
+# ```
+#
+# Below the window this is the quadratic cost. At the window both branches are equal, and so are their slopes.
+#
+# </details>
+#
 # Next: [Fine-tuning a Hugging Face model with LoRA](04_fine_tuning_with_lora.ipynb).

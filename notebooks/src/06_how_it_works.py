@@ -508,3 +508,51 @@ except ODCError as error:
 #    long? What does it say if rank 0 calls `rank.fail("...")` first?
 # 5. Give rank 0 no microbatches at all (`SHARES = {0: [], 1: [0, 1, 2, 3]}`). Are the weights still those of one
 #    process?
+#
+# <details>
+# <summary>Answer to 1</summary>
+#
+# In step 2, when a rank takes its sum: the sum still holds gradients of step 1. In step 1 the accumulators are empty
+# from the beginning, so leaving out `"zero sum"` changes nothing there.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# Without harm: `"read first half"` and `"read second half"`, or `"add to peer"` and `"add to own"`. Both ranks wait
+# forever if you swap `"say done"` and `"wait for done"`: each waits for the other to say so first. There are more of
+# both kinds. Try all pairs:
+#
+# ```python
+# from itertools import combinations
+#
+# for one, other in combinations(PROTOCOL, 2):
+#     print(one, "|", other, "|", explore(swapped(PROTOCOL, one, other)).violation or "no harm")
+# ```
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# The first one. A rank that does not wait at the end goes on to the next step, and overwrites its shard while a peer
+# still has to read the old version: "works on version 1 and has read version 2".
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# Rank 1 says that it gave up waiting for version 4 of rank 0's shard, after 10 seconds: the deadline of
+# `open_ranks(..., timeout=10)`. With `rank.fail("...")` rank 1 stops at once, and its error has the message of rank
+# 0. The strategies of this package call `fail` for you.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# Yes. The sum does not depend on which rank adds. Rank 0 reads nothing, adds nothing, and waits at every meeting.
+#
+# </details>
