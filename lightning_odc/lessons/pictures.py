@@ -207,17 +207,17 @@ def lines_figure(
     percent: bool = False,
     log_x: bool = False,
 ) -> Figure:
-    """Curves by their label, and single points; a label that is in both has one colour.
+    """Curves by their label, and single points; points labelled ``"curve: more"`` have the colour of that curve.
 
     Args:
-        curves: lines.
-        title: of the picture.
-        x: label of the axis.
-        y: label of the axis.
-        points: values that are not joined by a line.
-        in_turns: so many curves in a row share a colour, the second dashed, the third dotted.
-        percent: y values are fractions, shown as percentages.
-        log_x: a logarithmic axis with a tick at every value.
+        curves: The lines.
+        title: The title of the picture.
+        x: The label of the axis.
+        y: The label of the axis.
+        points: Values that are not joined by a line.
+        in_turns: The number of curves in a row that share a colour: the second is dashed, the third dotted.
+        percent: Whether y values are fractions, shown as percentages.
+        log_x: Whether the axis is logarithmic, with a tick at every value.
     """
     figure = Figure(figsize=(_WIDTH, 3.8), layout="constrained")
     axes = figure.add_subplot()
@@ -228,10 +228,11 @@ def lines_figure(
         look: Any = {"color": LINES[place % len(LINES)], "linestyle": ("-", "--", ":")[style]}
         axes.plot(xs, factor * np.asarray(ys), label=label, linewidth=2, **look)
     for label, (xs, ys) in (points or {}).items():
-        place = labels.index(label)
-        name = f"{label}, measured" if label in curves else label
-        look = {"color": LINES[place // in_turns % len(LINES)], "marker": _MARKERS[place], "linestyle": ""}
-        axes.plot(xs, factor * np.asarray(ys), label=name, markersize=8, **look)
+        curve = label.partition(": ")[0]
+        place = labels.index(curve if curve in curves else label)
+        marker = _MARKERS[labels.index(label)]
+        look = {"color": LINES[place // in_turns % len(LINES)], "marker": marker, "linestyle": ""}
+        axes.plot(xs, factor * np.asarray(ys), label=label, markersize=8, **look)
     if log_x:
         ticks = sorted({value for xs, _ in curves.values() for value in xs})
         axes.set_xscale("log", base=2)

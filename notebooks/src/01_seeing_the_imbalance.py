@@ -377,31 +377,15 @@ print(f"sigma of our texts: {np.log(lengths).std():.1f}")
 # ## Where theory and measurement meet
 #
 # The arithmetic knows only computing and meetings. Real training also moves bytes, runs the optimizer, and shares
-# the machine with other programs. So we measure twice.
-#
-# 1. The Llama from above, at three places of the knob.
-# 2. A model whose layers **sleep**: as long as the arithmetic says, a third of it forward and two thirds
-#    backward. Processes, sharding, protocol and monitor are the real ones. Only the work of a layer is emulated,
-#    so nothing else takes much time.
+# the machine with other programs. So we measure twice. First the Llama from above, at three places of the knob:
 
 
 # %%
-class AsleepModel(SleepingModel):
-    """The sleeping model, on packed texts."""
-
-    def compute(self, microbatch):
-        tokens = microbatch["input_ids"].shape[1]
-        seconds = UNIT * float(cost.samples(np.array([tokens]))[0])
-        return super().compute(torch.tensor([tokens, seconds]))
-
-
-def minibatch_of(skew):
-    """The data at one place of the knob: the same text, cut elsewhere."""
+def data_at(skew):
+    """The minibatches at one place of the knob: the same text, cut elsewhere."""
     return DealtTexts(texts.recut(corpus, texts.bend(lengths, skew)), few)
 
 
-# the mean microbatch of our minibatches sleeps for 0.15 s
-UNIT = 0.15 / np.mean([costs_of(1, minibatch) for minibatch in few])
 PLACES = [0, 0.5, 1]
 for skew in PLACES:
     for communication in WAYS.values():
@@ -409,15 +393,37 @@ for skew in PLACES:
             f"llama-{skew}-{communication}",
             ODCStrategy(communication=communication),
             CausalModel(byte_llama(4, 256, corpus.max_length), seed=0),
-            minibatch_of(skew),
+            data_at(skew),
         )
+
+# %% [markdown]
+# Then a model whose layers **sleep** as long as the arithmetic says, a third of it forward and two thirds backward.
+# Processes, sharding, protocol and monitor are the real ones. Only the work of a layer is emulated, so nothing else
+# takes much time.
+
+# %%
+# so long that the mean microbatch of our minibatches sleeps for 0.2 s
+UNIT = 0.2 / np.mean([costs_of(1, minibatch) for minibatch in few])
+
+
+class AsleepModel(SleepingModel):
+    """The sleeping model of `lightning-odc bench`, on packed texts."""
+
+    def compute(self, microbatch):
+        tokens = microbatch["input_ids"].shape[1]
+        seconds = UNIT * float(cost.samples(np.array([tokens]))[0])
+        return super().compute(torch.tensor([tokens, seconds]))
+
+
+for skew in PLACES:
+    for communication in WAYS.values():
         train(
             f"asleep-{skew}-{communication}",
             ODCStrategy(
                 communication=communication, auto_wrap_policy={SleepingLayer}
             ),
             AsleepModel(),
-            minibatch_of(skew),
+            data_at(skew),
         )
 
 # %% Draw theory and measurement tags=["hide-input"]
