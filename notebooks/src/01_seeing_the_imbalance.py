@@ -433,12 +433,12 @@ for title, meeting, communication in (
     ("meet once", "minibatch", "on_demand"),
 ):
     expected[title] = (PLACES, [expected_idle(s, few[1:], meeting) for s in PLACES])
-    for model in ("asleep", "llama"):
+    for model, name in (("sleeping model", "asleep"), ("Llama", "llama")):
         measured_idle = []
         for skew in PLACES:
-            seconds, idle = per_minibatch(f"{model}-{skew}-{communication}")
+            seconds, idle = per_minibatch(f"{name}-{skew}-{communication}")
             measured_idle.append(idle / seconds)
-        points[f"{title}: {model}"] = (PLACES, measured_idle)
+        points[f"{title}: {model}, measured"] = (PLACES, measured_idle)
 show(
     pictures.lines_figure(
         expected,
