@@ -1,4 +1,4 @@
-"""A protocol as a list of small actions, tried in every order in which the ranks can happen to run.
+"""A protocol as a list of small actions, tried in every order in which the ranks can run.
 
 This is a model of `lightning_odc.engine.protocol`, small enough to look at all of it: a shard has two halves, and a
 gradient is who added it, and of which version. The real protocol is tested by random interleavings of its real
@@ -55,9 +55,9 @@ class Outcome:
     """What trying all orders has shown.
 
     Attributes:
-        states: how many different situations there are.
-        violation: what can go wrong, or nothing.
-        trace: the shortest order of actions that leads there.
+        states: The number of different situations.
+        violation: The error that can happen, or nothing.
+        trace: The shortest order of actions that leads to it.
     """
 
     states: int
@@ -98,7 +98,7 @@ _ADDS = {"add to peer", "add to own", "store sum"}
 
 
 def microbatches(count: int, protocol: Sequence[str] = PROTOCOL) -> tuple[str, ...]:
-    """The protocol for a rank that runs ``count`` microbatches, or none at all, in every step."""
+    """The protocol for a rank that runs ``count`` microbatches, or zero, in every step."""
     begin, end = protocol.index("wait for version"), protocol.index("say done")
     return (*protocol[:begin], *(*protocol[begin:end],) * count, *protocol[end:])
 
@@ -123,7 +123,7 @@ def explore(*programs: Sequence[str], steps: int = 3, first_version: int = 1, un
         units: How many units every rank has.
 
     Raises:
-        ValueError: an action is unknown.
+        ValueError: An action is unknown.
     """
     game = _Game(programs if len(programs) > 1 else programs * 2, steps, first_version, units)
     first = game.start()

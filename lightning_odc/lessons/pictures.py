@@ -70,9 +70,9 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
     """Replays one above the other on one time axis: a row per rank, a shade per microbatch, grey where it waits.
 
     Args:
-        replays: by the title to give them.
-        unit: of the time.
-        x: label of the axis, by default the unit.
+        replays: The replays by their title.
+        unit: The unit of time.
+        x: The label of the axis, by default the unit.
     """
     ranks = [1 + max(piece.rank for piece in pieces) for pieces in replays.values()]
     height = 0.9 + sum(0.5 + 0.42 * count for count in ranks)
@@ -165,11 +165,11 @@ def close_up(timeline: Timeline, kind: str = "forward") -> Timeline:
     """The pass in which ranks waited longest, from where the first rank begins it to where the last one ends it.
 
     Args:
-        timeline: of ranks that meet in every pass, so that the n-th pass of all of them is at the same time.
+        timeline: A timeline of ranks that meet in every pass, so that the n-th pass of all ranks is at the same time.
         kind: ``"forward"`` or ``"backward"``.
 
     Raises:
-        ValueError: there is no such pass.
+        ValueError: There is no such pass.
     """
     passes = list(zip(*(rank.of(kind) for rank in timeline.ranks), strict=False))
     if not passes:

@@ -322,8 +322,9 @@ with torch.no_grad():
 #     )
 # ```
 #
-# Log `float(self.held())` in `training_step`. Under DDP it is the number of all parameters. Under ODC it is smaller:
-# a rank holds its slices, and the whole parameters only of the layer that computes.
+# Log `float(self.held())` at the beginning of `training_step`. Under DDP it is the number of all parameters. Under ODC
+# it is about half: the slices of one of two ranks. Log it again after the forward pass, and it is more. Layers that
+# a rank has gathered stay whole until the backward pass, as long as memory allows.
 #
 # </details>
 #

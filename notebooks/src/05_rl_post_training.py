@@ -421,4 +421,49 @@ print(
 # 5. Replace `rl.claim_prompts(self, problems)` by `enumerate(problems)`. What do you have to do about the groups,
 #    and what happens to the forward passes by rank?
 #
+# <details>
+# <summary>Answer to 1</summary>
+#
+# `"grpo"` gives every answer the same weight, so a token of a long answer counts less than a token of a short one. A
+# long wrong answer is then discouraged less per token than a short wrong one, and answers can get longer without
+# getting better. `"dapo"`, the default, gives every token the same weight. Log the mean of `one.response_length` over
+# the roll-outs and compare.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# For groups whose rewards hardly differ. Their standard deviation is small, so dividing by it turns a tiny difference
+# into a large advantage. Without scaling, such a group hardly moves the model. A group whose rewards are all equal
+# has advantage 0 either way.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# Give the trainer `max_steps=4 * steps`, since every `training_step` then makes four updates, and sum
+# `int(policy_loss(...).clipped)` by `update.epoch`. In the first pass no token is clipped: the model is still the one
+# that sampled, so every ratio is 1. In later passes the model has changed, and some ratios leave the range.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# Both. Rank 0 has the short answers, is done first, and takes prompts of rank 1: "prompts of rank 0" rises above 8.
+# With collectives each rank samples its own prompts.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# Groups need numbers that are unique over all ranks: `index + 8 * self.global_rank`. Otherwise two problems share a
+# group, and `normalize_advantages` compares answers to different problems. No rank helps the other, so each runs the
+# forward passes of its own answers, and the rank with the longer answers decides how long a step takes.
+#
+# </details>
+#
 # Next: [How it works inside](06_how_it_works.ipynb).
