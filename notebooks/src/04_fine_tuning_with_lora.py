@@ -382,10 +382,61 @@ print(sorted(path.name for path in Path("runs/merged").iterdir()))
 #    `weighting="next_token"`. Is the validation loss the same? What if the prompt's labels are set to
 #    `IGNORE_INDEX`?
 # 2. Resume the run with another number of ranks (`devices=1`). What does the loader say, and how far apart are
-#    the results?
+#    the results? (Call `warnings.resetwarnings()` first: `quiet()` hides warnings.)
 # 3. Resume without `deterministic=True`. How large are the differences?
 # 4. Unfreeze the layer norms as well (`modules_to_save` of `LoraConfig`), and count what is trained.
 # 5. Have a model in your cache? Replace `LlamaForCausalLM(config)` by `from_pretrained`, encode with its
 #    tokenizer, and run the packing test first.
+#
+# <details>
+# <summary>Answer to 1</summary>
+#
+# Yes, it is the same. `weighting="next_token"` weights a mean by the number of tokens that it predicts, which is the
+# count in `{"loss": total, "num_items": count}`. With masked prompts it is not: `"next_token"` counts lengths, and so
+# counts prompts, too. The default, `weighting="auto"`, counts labels and is right in both cases. So is returning sum
+# and count.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# It warns that the state was saved with 16 samples per minibatch on all ranks, and now there are 8. It goes on where
+# no sample repeats. The results differ by far more than rounding: every later step sees other texts, and half as
+# many.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# Differences in the last digits, in most tensors. With three microbatches or more, the order in which gradients are
+# added changes the rounding.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# `modules_to_save=["input_layernorm", "post_attention_layernorm"]` trains 768 parameters more: two norms of 128
+# weights in each of three layers. Add `"norm"` for the last one.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# ```python
+# from transformers import AutoModelForCausalLM, AutoTokenizer
+#
+# base = AutoModelForCausalLM.from_pretrained(name)
+# tokenizer = AutoTokenizer.from_pretrained(name)
+# prose = [tokenizer(text.decode())["input_ids"] for text in texts.read_prose(max_length=512)]
+# ```
+#
+# Use `base.config` where the notebook uses `config`. If the packing test shows a large difference with
+# `use_cache=False`, the model does not keep packed texts apart. Then train it with one text per microbatch.
+#
+# </details>
 #
 # Next: [RL post-training](05_rl_post_training.ipynb).
