@@ -7,9 +7,9 @@ ARGS=--write`` also replaces the committed ones. Names pick some: ``make noteboo
 
 ``ARGS=--text`` runs nothing: it renews all that is not code in the committed notebooks, and keeps their outputs.
 
-A cell with the tag ``hide-input`` is folded: in JupyterLab, in Colab, and on the page of the documentation, where its
-title stands instead. With an address in ``pyproject.toml`` a notebook has a badge that opens it in Colab, and its first
-cell installs the package from there.
+A cell with the tag ``hide-input`` is folded: in JupyterLab, in Colab, and on the page of the documentation. All of them
+show its title instead. With an address in ``pyproject.toml`` a notebook has a badge that opens it in Colab, and its
+first cell installs the package from there.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def from_source(name: str, source: str | None = None) -> Any:
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:02d}"
         cell["metadata"] = nbformat.from_dict(_metadata(cell.metadata))
+        if cell.metadata:
+            cell["source"] = f"# @title {cell.metadata['title']}\n{cell.source}"
         if source and cell.cell_type == "code":
             cell["source"] = cell.source.replace(PACKAGE, f"{PACKAGE} @ git+{source}")
     if source.startswith("https://github.com/"):

@@ -52,8 +52,10 @@ def render(name: str, notebook: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
             text = _LINK.sub(_on_the_site, _COLAB.sub("", source))
             parts.append(text.replace("<details>", '<details markdown="1">'))
             continue
-        code = f"{_FENCE}python\n{source}\n{_FENCE}"
-        parts.append(_folded(cell["metadata"]["title"], code) if "tags" in cell["metadata"] else code)
+        title = cell["metadata"].get("title")
+        code = source.removeprefix(f"# @title {title}\n")
+        block = f"{_FENCE}python\n{code}\n{_FENCE}"
+        parts.append(_folded(title, block) if title else block)
         parts += [_output(name, output, pictures) for output in cell["outputs"]]
     title, rest = parts[0].split("\n", 1)
     head = f'---\ndescription: "{describe(rest)}"\n---\n\n{title}\n\n{_hint(name, colab)}\n{rest}'

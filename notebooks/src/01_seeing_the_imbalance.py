@@ -447,11 +447,11 @@ show(
         **labels,
     ),
     "Two theoretical lines of idle time over skew, for meeting at every layer and meeting once, and measured "
-    "points. Those of the model that sleeps lie on the lines, those of the Llama beside them.",
+    "points. Those of the model that sleeps are closer to the lines than those of the Llama.",
 )
 
 # %% [markdown]
-# The points of the sleeping model lie on the lines. In seconds, at skew 1:
+# The points of the sleeping model are close to the lines. In seconds, at skew 1:
 
 # %% Compare in seconds tags=["hide-input"]
 rows = []

@@ -58,7 +58,7 @@ def test_a_notebook_tells_its_reader_what_to_expect_and_ends_with_exercises(name
     assert "**You will learn**" in texts[0]
     assert "**It needs**" in texts[0]
     exercises = texts[-1].split("## Exercises")[1]
-    asked = re.findall(r"^(\d)\. ", exercises, re.MULTILINE)
+    asked = re.findall(r"^(\d)\. ", exercises.split("<details>")[0], re.MULTILINE)
     answered = re.findall(r"^<details>\n<summary>Answer to (\d)</summary>\n\n\S", exercises, re.MULTILINE)
     assert len(asked) >= 3
     assert answered == asked
@@ -182,7 +182,9 @@ def test_the_page_shows_everything_and_asks_nobody(name):
     folded = [cell for cell in notebook.cells if "tags" in cell.metadata]
     for cell in folded:
         summary = f"<summary>{cell.metadata['title']}</summary>"
-        assert f'<details markdown="1">\n{summary}\n\n````python\n{cell.source}\n' in page
+        title, code = cell.source.split("\n", 1)
+        assert title == f"# @title {cell.metadata['title']}"  # what Colab and JupyterLab show of it
+        assert f'<details markdown="1">\n{summary}\n\n````python\n{code}\n' in page
     assert page.count('<details markdown="1">') == page.count("</details>") > len(folded) > 0
     assert ".ipynb)" not in page.replace(f"[Download it]({name}.ipynb)", "")
     assert "../docs/" not in page
