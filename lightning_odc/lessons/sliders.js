@@ -100,7 +100,8 @@
 
   function mount(figure) {
     figure.replaceChildren();
-    figure.style.cssText = "background:white;color:#1f2328;padding:0.8em;border-radius:4px;max-width:720px";
+    figure.style.cssText =
+      "background:white;color:#1f2328;color-scheme:light;padding:0.8em;border-radius:4px;max-width:720px";
     const skew = slider(figure, "skew of the lengths (sigma)", { min: 0, max: 1.6, step: 0.1, value: 0.9 });
     const count = slider(figure, "ranks", { min: 2, max: 16, step: 1, value: 4 });
     const ways = ["Collectives: meet at every layer", "On demand: meet once"].map((title) => ({

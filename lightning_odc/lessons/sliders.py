@@ -18,6 +18,11 @@ def script() -> str:
     return _SOURCE.read_text().replace("PALETTE", json.dumps({"idle": IDLE, "shades": [LIGHT_BLUE, BLUE]}))
 
 
+def page(description: str) -> str:
+    """The figure as HTML, with the description in its place where there is no JavaScript."""
+    return f'<div class="odc-sliders">\n<p>{description}</p>\n</div>\n<script>\n{script()}</script>'
+
+
 def show_sliders(description: str) -> None:
     """Show the figure below the cell.
 
@@ -26,5 +31,4 @@ def show_sliders(description: str) -> None:
     """
     from IPython.display import display
 
-    page = f'<div class="odc-sliders">\n<p>{description}</p>\n</div>\n<script>\n{script()}</script>'
-    display({"text/html": page, "text/plain": description}, raw=True)
+    display({"text/html": page(description), "text/plain": description}, raw=True)

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+from lightning_odc.lessons import sliders
 from lightning_odc.lessons.replay import duration, layered, replay
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +194,14 @@ def test_the_page_shows_everything_and_asks_nobody(name):
     assert page.count("<script") == sum(figure.count("<script>") for figure in figures)
     description = re.search(r'^description: "(.+)"$', page, re.MULTILINE)[1]
     assert description.startswith("You will learn ")
+
+
+def test_the_figure_with_sliders_is_the_present_one():
+    outputs = [output for cell in read(NAMES[0]).cells for output in cell.get("outputs", [])]
+    (figure,) = [output.data for output in outputs if "text/html" in output.get("data", {})]
+    assert figure["text/html"] == sliders.page(figure["text/plain"]), (
+        f"run: make notebooks ARGS='--write {NAMES[0]}'"
+    )
 
 
 def test_with_an_address_a_notebook_opens_in_colab_and_installs_from_there():
