@@ -76,7 +76,7 @@ address: $(STAMP) ## write the address in pyproject.toml into the badges of READ
 	$(BIN)/python notebooks/build.py --text
 
 clean: ## remove what builds, tests and runs leave behind
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-bench odc-hang-reports notebooks/runs
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-bench odc-hang-reports notebooks/runs notebooks/.ipynb_checkpoints
 	find lightning_odc benchmarks tests notebooks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
