@@ -187,10 +187,10 @@ show(
 
 
 # %%
-def train(name, strategy, model, data):
+def train(name, strategy, model, data, device=DEVICE):
     """Train on four minibatches, and watch all of them but the first."""
     trainer = Trainer(
-        **ranks_on(DEVICE, strategy),
+        **ranks_on(device, strategy),
         max_epochs=1,
         use_distributed_sampler=False,  # the data module deals out the texts itself
         log_every_n_steps=1,
@@ -424,6 +424,7 @@ for skew in PLACES:
             ),
             AsleepModel(),
             data_at(skew),
+            device="cpu",  # sleeping needs no GPU
         )
 
 # %% Draw theory and measurement tags=["hide-input"]
