@@ -44,7 +44,7 @@ def read_log(directory: str | Path, name: str) -> list[float]:
 
     Args:
         directory: The logger's ``log_dir``.
-        name: The name of the value.
+        name: Name of the value.
 
     Raises:
         KeyError: Nothing of that name was logged.

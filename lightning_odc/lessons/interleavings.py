@@ -38,8 +38,8 @@ class State:
     """How far the ranks are, and what is in memory.
 
     Attributes:
-        places: The number of actions of its program that each rank has done.
-        windows: The windows; that of rank ``r`` and unit ``u`` at ``r * units + u``.
+        places: How many actions of its program each rank has done.
+        windows: Windows; that of rank ``r`` and unit ``u`` at ``r * units + u``.
         done: The last version that each rank is done with.
         held: The sum that each rank has loaded and not stored yet.
     """
@@ -184,7 +184,7 @@ class _Game:
     def __init__(self, programs: Sequence[Sequence[str]], steps: int, first_version: int, units: int) -> None:
         unknown = sorted({action for program in programs for action in program} - {*PROTOCOL, *WITH_LOCKS})
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no action: choose from {', '.join(PROTOCOL)}")
+            raise ValueError(f"{unknown[0]!r} is not an action: choose from {', '.join(PROTOCOL)}")
         self.ranks = range(len(programs))
         self.programs = [list(_expand(one, rank, len(programs), units)) for rank, one in enumerate(programs)]
         self.ends = tuple(len(program) * steps for program in self.programs)

@@ -70,8 +70,8 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
     """Replays one above the other on one time axis: a row per rank, a shade per microbatch, grey where it waits.
 
     Args:
-        replays: The replays by their title.
-        unit: The unit of time.
+        replays: Replays by their titles.
+        unit: Unit of the time.
         x: The label of the axis, by default the unit.
     """
     ranks = [1 + max(piece.rank for piece in pieces) for pieces in replays.values()]
@@ -211,11 +211,11 @@ def lines_figure(
 
     Args:
         curves: The lines.
-        title: The title of the picture.
+        title: Title of the picture.
         x: The label of the axis.
         y: The label of the axis.
         points: Values that are not joined by a line.
-        in_turns: The number of curves in a row that share a colour: the second is dashed, the third dotted.
+        in_turns: Number of curves in a row that share a colour: the second is dashed, the third dotted.
         percent: Whether y values are fractions, shown as percentages.
         log_x: Whether the axis is logarithmic, with a tick at every value.
     """

@@ -17,10 +17,10 @@ _DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
-    """The same lengths, less or more uneven, with the same sum but for rounding.
+    """Make lengths less or more uneven. Their sum stays the same, up to rounding.
 
     Args:
-        lengths: Tokens per sample.
+        lengths: Lengths of samples.
         skew: The power to which every length is raised, before all are scaled back to the same mean. 0 makes them
             equal, 1 changes nothing, above 1 the tail is longer.
     """

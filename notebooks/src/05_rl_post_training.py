@@ -59,7 +59,7 @@ for problem in strokes.problems(4, seed=1):
 
 # %% [markdown]
 # The reward is 1 for the right number of strokes, 1/2 if it is one off, 1/3 for two, and so on. It is 0 for
-# anything that is no answer.
+# anything that is not an answer.
 #
 # Reinforcement learning improves what a model can do already, so it needs a base model. Ours is a tiny Llama of
 # Hugging Face, built from a configuration. We train it on right answers for a few seconds, and stop early. For
