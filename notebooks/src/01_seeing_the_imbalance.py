@@ -402,8 +402,8 @@ for skew in PLACES:
 # takes much time.
 
 # %%
-# so long that the mean microbatch of our minibatches sleeps for 0.2 s
-UNIT = 0.2 / np.mean([costs_of(1, minibatch) for minibatch in few])
+# so long that the mean microbatch of our minibatches sleeps for 0.3 s
+UNIT = 0.3 / np.mean([costs_of(1, minibatch) for minibatch in few])
 
 
 class AsleepModel(SleepingModel):
