@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test bench test-gpu bench-gpu check format docs site-browser notebooks package address clean distclean
+.PHONY: help install demo test bench test-gpu bench-gpu check format docs site-browser lab notebooks package address clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ docs: $(STAMP) ## build the documentation into site/; a warning is an error
 site-browser: docs ## open every page of site/ in a headless Chromium, if there is one; ARGS="DIR" keeps screenshots
 	$(BIN)/python -m tests.docs.site_browser site $(ARGS)
 
+lab: $(STAMP) ## open the notebooks in JupyterLab; ARGS="--no-browser" prints the address
+	$(BIN)/jupyter lab notebooks $(ARGS)
+
 notebooks: $(STAMP) ## run the notebooks into build/notebooks; ARGS="--write NAME" replaces a committed one
 	$(BIN)/python notebooks/build.py $(ARGS)
 
@@ -68,11 +71,12 @@ package: $(STAMP) ## build the wheel and the sdist into dist/, and check what Py
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-address: $(STAMP) ## write the address in pyproject.toml into the badges of README.md and into CITATION.cff
+address: $(STAMP) ## write the address in pyproject.toml into the badges of README.md, CITATION.cff and the notebooks
 	$(BIN)/python -m docs.website.address
+	$(BIN)/python notebooks/build.py --text
 
 clean: ## remove what builds, tests and runs leave behind
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-bench odc-hang-reports notebooks/runs
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache lightning_logs checkpoints odc-demo odc-bench odc-hang-reports notebooks/runs notebooks/.ipynb_checkpoints
 	find lightning_odc benchmarks tests notebooks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv

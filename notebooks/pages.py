@@ -3,6 +3,8 @@
 A page is plain Markdown, so it looks like the others on a light and on a dark screen, is found by the search, has its
 links checked by the strict build, and asks no other host for anything. (Renderers that make HTML of notebooks load
 MathJax from elsewhere and bring style sheets of their own.)
+
+A folded cell of a notebook is folded here, too. An output that is HTML stays as it is.
 """
 
 from __future__ import annotations
@@ -20,38 +22,43 @@ from mkdocs.structure.files import File, Files
 HERE = Path(__file__).resolve().parent
 FOLDER = "tutorials"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_COLAB = re.compile(r"^\[!\[Open in Colab\]\([^)]*\)\]\(([^)]*)\)\n", re.MULTILINE)
 _FENCE = "````"  # longer than any in the text of a cell
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page, its pictures, and the notebook itself for every notebook."""
     for path in sorted(HERE.glob("*.ipynb")):
-        page, pictures = render(path.stem, json.loads(path.read_text()), config.repo_url or "")
+        page, pictures = render(path.stem, json.loads(path.read_text()))
         content = {f"{path.stem}.md": page, path.name: path.read_bytes(), **pictures}
         for name, data in content.items():
             files.append(File.generated(config, f"{FOLDER}/{name}", content=data))
     return files
 
 
-def render(name: str, notebook: dict[str, Any], repository: str = "") -> tuple[str, dict[str, bytes]]:
+def render(name: str, notebook: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
     """A notebook as Markdown, and its pictures by file name.
 
     Args:
-        name: of the notebook.
-        notebook: as it is in the file.
-        repository: address of the project, for a link to Colab if it is on GitHub.
+        name: The name of the notebook.
+        notebook: The notebook as it is in the file.
     """
     pictures: dict[str, bytes] = {}
     parts = []
+    colab = _COLAB.search("".join(notebook["cells"][0]["source"]))
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(_LINK.sub(_on_the_site, source))
+            text = _LINK.sub(_on_the_site, _COLAB.sub("", source))
+            parts.append(text.replace("<details>", '<details markdown="1">'))
             continue
-        parts.append(f"{_FENCE}python\n{source}\n{_FENCE}")
+        title = cell["metadata"].get("title")
+        code = source.removeprefix(f"# @title {title}\n")
+        block = f"{_FENCE}python\n{code}\n{_FENCE}"
+        parts.append(_folded(title, block) if title else block)
         parts += [_output(name, output, pictures) for output in cell["outputs"]]
     title, rest = parts[0].split("\n", 1)
-    head = f'---\ndescription: "{describe(rest)}"\n---\n\n{title}\n\n{_hint(name, repository)}\n{rest}'
+    head = f'---\ndescription: "{describe(rest)}"\n---\n\n{title}\n\n{_hint(name, colab)}\n{rest}'
     return "\n\n".join([head, *parts[1:]]) + "\n", pictures
 
 
@@ -61,12 +68,10 @@ def describe(first_cell: str) -> str:
     return f"You will learn {'; '.join(aims)}.".replace("`", "").replace("*", "").replace('"', "'")
 
 
-def _hint(name: str, repository: str) -> str:
+def _hint(name: str, colab: re.Match[str] | None) -> str:
     links = [f"[Download it]({name}.ipynb)"]
-    if repository.startswith("https://github.com/"):
-        where = repository.removeprefix("https://github.com/").strip("/")
-        address = f"https://colab.research.google.com/github/{where}/blob/main/notebooks/{name}.ipynb"
-        links.append(f"[open it in Colab]({address})")
+    if colab:
+        links.append(f"[open it in Colab]({colab[1]})")
     return f'!!! note ""\n    This page is a notebook, with the output of one run. {", or ".join(links)}.\n'
 
 
@@ -78,6 +83,10 @@ def _on_the_site(match: re.Match[str]) -> str:
     return f"]({re.sub(r'^[.][.]/docs/', '../', target)})"
 
 
+def _folded(title: str, markdown: str) -> str:
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{markdown}\n\n</details>'
+
+
 def _output(name: str, output: dict[str, Any], pictures: dict[str, bytes]) -> str:
     data = output.get("data", {})
     if "image/png" in data:
@@ -86,6 +95,8 @@ def _output(name: str, output: dict[str, Any], pictures: dict[str, bytes]) -> st
         alt = output["metadata"]["image/png"]["alt"]
         width, height = _size(pictures[file])
         return f"![{alt}]({file}){{ .notebook-picture loading=lazy width={width} height={height} }}"
+    if "text/html" in data:
+        return "".join(data["text/html"])
     text = "".join(output.get("text") or data.get("text/plain", ""))
     return f"{_FENCE}{{ .text .no-copy .notebook-output }}\n{text.rstrip()}\n{_FENCE}"
 

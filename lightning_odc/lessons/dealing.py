@@ -42,7 +42,7 @@ def deal_minibatches(
             order of the shuffle.
 
     Raises:
-        ValueError: there are fewer samples than one minibatch needs.
+        ValueError: There are fewer samples than one minibatch needs.
     """
     size = ranks * samples_per_rank
     if size > len(lengths):

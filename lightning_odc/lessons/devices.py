@@ -13,11 +13,11 @@ from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 
 def ranks_on(device: str, strategy: Any, ranks: int = 2) -> dict[str, Any]:
-    """What a ``Trainer`` is told so that ranks train there: ``Trainer(**ranks_on("cpu", "odc"), max_steps=5)``.
+    """Arguments for a ``Trainer`` whose ranks train there: ``Trainer(**ranks_on("cpu", "odc"), max_steps=5)``.
 
     On processors it is what you would write: ``{"accelerator": "cpu", "devices": 2, "strategy": "odc"}``. With a GPU
-    for each rank, ``"accelerator"`` is ``"gpu"``. Ranks that share a GPU are for trying things out, so Lightning, torch
-    and NCCL each refuse them by default: the strategy gets its devices by itself, and gloo instead of NCCL.
+    for each rank, ``"accelerator"`` is ``"gpu"``. Ranks that share a GPU are for trying things out. Lightning, torch
+    and NCCL each refuse them by default, so the strategy gets its devices by itself, and gloo instead of NCCL.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
@@ -25,7 +25,7 @@ def ranks_on(device: str, strategy: Any, ranks: int = 2) -> dict[str, Any]:
         ranks: The number of ranks.
 
     Raises:
-        ValueError: there is no GPU that torch can use.
+        ValueError: There is no GPU that torch can use.
     """
     placement = place(device, ranks)
     if not placement.shares:

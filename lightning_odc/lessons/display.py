@@ -6,12 +6,13 @@ import csv
 import io
 import logging
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+import transformers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,19 +36,18 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\.")
     warnings.filterwarnings("ignore", module=r"lightning_odc\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-    if "transformers" in sys.modules:
-        sys.modules["transformers"].logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()
 
 
 def read_log(directory: str | Path, name: str) -> list[float]:
     """The values of one name in a ``CSVLogger``'s file, in the order in which they were logged.
 
     Args:
-        directory: the logger's ``log_dir``.
-        name: of the value.
+        directory: The logger's ``log_dir``.
+        name: Name of the value.
 
     Raises:
-        KeyError: nothing of that name was logged.
+        KeyError: Nothing of that name was logged.
     """
     with (Path(directory) / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -59,7 +59,7 @@ def read_log(directory: str | Path, name: str) -> list[float]:
 def mean_of_log(directory: str | Path, name: str, skip: int = 0) -> float:
     """The mean of `read_log` without its first ``skip`` values, in which a training warms up.
 
-    NaN if nothing of that name was logged, as idle time is not where a device's waits are not seen.
+    NaN if nothing of that name was logged: idle time is not logged where waits are not seen.
     """
     try:
         return fmean(read_log(directory, name)[skip:])
@@ -71,8 +71,8 @@ def show(figure: Figure, description: str) -> None:
     """Show a picture below the cell.
 
     Args:
-        figure: it is drawn on white, so that it can be read on a dark page, too.
-        description: what can be seen, for those who cannot.
+        figure: The picture. Its background becomes white, so that it can be read on a dark page, too.
+        description: What can be seen, for those who cannot.
     """
     from IPython.display import Image, display
 

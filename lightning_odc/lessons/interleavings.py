@@ -1,4 +1,4 @@
-"""A protocol as a list of small actions, tried in every order in which the ranks can happen to run.
+"""A protocol as a list of small actions, tried in every order in which the ranks can run.
 
 This is a model of `lightning_odc.engine.protocol`, small enough to look at all of it: a shard has two halves, and a
 gradient is who added it, and of which version. The real protocol is tested by random interleavings of its real
@@ -38,10 +38,10 @@ class State:
     """How far the ranks are, and what is in memory.
 
     Attributes:
-        places: By rank, how many actions of its program are done.
-        windows: Of rank ``r`` and unit ``u`` at ``r * units + u``.
-        done: By rank, the last version that it is done with.
-        held: By rank, the sum that it has loaded and not stored yet.
+        places: How many actions of its program each rank has done.
+        windows: Windows; that of rank ``r`` and unit ``u`` at ``r * units + u``.
+        done: The last version that each rank is done with.
+        held: The sum that each rank has loaded and not stored yet.
     """
 
     places: tuple[int, ...]
@@ -55,9 +55,9 @@ class Outcome:
     """What trying all orders has shown.
 
     Attributes:
-        states: how many different situations there are.
-        violation: what can go wrong, or nothing.
-        trace: the shortest order of actions that leads there.
+        states: The number of different situations.
+        violation: The error that can happen, or nothing.
+        trace: The shortest order of actions that leads to it.
     """
 
     states: int
@@ -98,7 +98,7 @@ _ADDS = {"add to peer", "add to own", "store sum"}
 
 
 def microbatches(count: int, protocol: Sequence[str] = PROTOCOL) -> tuple[str, ...]:
-    """The protocol for a rank that runs ``count`` microbatches, or none at all, in every step."""
+    """The protocol for a rank that runs ``count`` microbatches, or zero, in every step."""
     begin, end = protocol.index("wait for version"), protocol.index("say done")
     return (*protocol[:begin], *(*protocol[begin:end],) * count, *protocol[end:])
 
@@ -123,7 +123,7 @@ def explore(*programs: Sequence[str], steps: int = 3, first_version: int = 1, un
         units: How many units every rank has.
 
     Raises:
-        ValueError: an action is unknown.
+        ValueError: An action is unknown.
     """
     game = _Game(programs if len(programs) > 1 else programs * 2, steps, first_version, units)
     first = game.start()
@@ -184,7 +184,7 @@ class _Game:
     def __init__(self, programs: Sequence[Sequence[str]], steps: int, first_version: int, units: int) -> None:
         unknown = sorted({action for program in programs for action in program} - {*PROTOCOL, *WITH_LOCKS})
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no action: choose from {', '.join(PROTOCOL)}")
+            raise ValueError(f"{unknown[0]!r} is not an action: choose from {', '.join(PROTOCOL)}")
         self.ranks = range(len(programs))
         self.programs = [list(_expand(one, rank, len(programs), units)) for rank, one in enumerate(programs)]
         self.ends = tuple(len(program) * steps for program in self.programs)

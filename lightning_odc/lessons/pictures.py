@@ -26,6 +26,7 @@ __all__ = [
     "lines_figure",
     "one_timeline_figure",
     "replays_figure",
+    "rows_figure",
     "timelines_figure",
 ]
 
@@ -69,9 +70,9 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
     """Replays one above the other on one time axis: a row per rank, a shade per microbatch, grey where it waits.
 
     Args:
-        replays: by the title to give them.
-        unit: of the time.
-        x: label of the axis, by default the unit.
+        replays: Replays by their titles.
+        unit: Unit of the time.
+        x: The label of the axis, by default the unit.
     """
     ranks = [1 + max(piece.rank for piece in pieces) for pieces in replays.values()]
     height = 0.9 + sum(0.5 + 0.42 * count for count in ranks)
@@ -108,6 +109,51 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
     return figure
 
 
+def rows_figure(lengths: Sequence[int], packed: Sequence[Sequence[int]]) -> Figure:
+    """The rows that a model computes, one above the other: texts padded to the longest, and the same texts packed.
+
+    Args:
+        lengths: Tokens per text.
+        packed: Those of the texts in each packed row.
+    """
+    longest = max(lengths)
+    panels = (
+        ("Padded", [[length] for length in lengths], [longest] * len(lengths)),
+        ("Packed", packed, [sum(row) for row in packed]),
+    )
+    figure = Figure(figsize=(_WIDTH, 4.6), layout="constrained")
+    both = figure.subplots(2, 1, sharex=True, height_ratios=[len(lengths), 2.5 * len(packed)])
+    for axes, (title, rows, widths) in zip(both, panels, strict=True):
+        axes.barh(range(len(rows)), widths, height=0.8, color=IDLE)
+        for number, row in enumerate(rows):
+            begins = np.cumsum([0, *row[:-1]])
+            axes.barh(
+                [number] * len(row),
+                row,
+                left=begins,
+                height=0.8,
+                color=[_SHADES[place % 2] for place in range(len(row))],
+            )
+        computed = f"{sum(widths):,} tokens in {len(rows)} rows"
+        padding = 1 - sum(lengths) / sum(widths)
+        axes.set_title(f"{title}: {computed}, {padding:.0%} of them padding", loc="left", fontsize=11)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    both[-1].set_xlabel("tokens in a row")
+    shades: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
+    figure.legend(
+        [shades, Patch(facecolor=IDLE)],
+        ["texts", "padding"],
+        handler_map={tuple: _side_by_side()},
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
 def one_timeline_figure(timeline: Timeline, title: str) -> Figure:
     """A timeline that has no minibatches to count, such as a piece of another one."""
     figure = timelines_figure({title: timeline})
@@ -119,11 +165,11 @@ def close_up(timeline: Timeline, kind: str = "forward") -> Timeline:
     """The pass in which ranks waited longest, from where the first rank begins it to where the last one ends it.
 
     Args:
-        timeline: of ranks that meet in every pass, so that the n-th pass of all of them is at the same time.
+        timeline: A timeline of ranks that meet in every pass, so that the n-th pass of all ranks is at the same time.
         kind: ``"forward"`` or ``"backward"``.
 
     Raises:
-        ValueError: there is no such pass.
+        ValueError: There is no such pass.
     """
     passes = list(zip(*(rank.of(kind) for rank in timeline.ranks), strict=False))
     if not passes:
@@ -161,17 +207,17 @@ def lines_figure(
     percent: bool = False,
     log_x: bool = False,
 ) -> Figure:
-    """Curves by their label, and single points; a label that is in both has one colour.
+    """Curves by their label, and single points; points labelled ``"curve: more"`` have the colour of that curve.
 
     Args:
-        curves: lines.
-        title: of the picture.
-        x: label of the axis.
-        y: label of the axis.
-        points: values that are not joined by a line.
-        in_turns: so many curves in a row share a colour, the second dashed, the third dotted.
-        percent: y values are fractions, shown as percentages.
-        log_x: a logarithmic axis with a tick at every value.
+        curves: The lines.
+        title: Title of the picture.
+        x: The label of the axis.
+        y: The label of the axis.
+        points: Values that are not joined by a line.
+        in_turns: Number of curves in a row that share a colour: the second is dashed, the third dotted.
+        percent: Whether y values are fractions, shown as percentages.
+        log_x: Whether the axis is logarithmic, with a tick at every value.
     """
     figure = Figure(figsize=(_WIDTH, 3.8), layout="constrained")
     axes = figure.add_subplot()
@@ -182,10 +228,11 @@ def lines_figure(
         look: Any = {"color": LINES[place % len(LINES)], "linestyle": ("-", "--", ":")[style]}
         axes.plot(xs, factor * np.asarray(ys), label=label, linewidth=2, **look)
     for label, (xs, ys) in (points or {}).items():
-        place = labels.index(label)
-        name = f"{label}, measured" if label in curves else label
-        look = {"color": LINES[place // in_turns % len(LINES)], "marker": _MARKERS[place], "linestyle": ""}
-        axes.plot(xs, factor * np.asarray(ys), label=name, markersize=8, **look)
+        curve = label.partition(": ")[0]
+        place = labels.index(curve if curve in curves else label)
+        marker = _MARKERS[labels.index(label)]
+        look = {"color": LINES[place // in_turns % len(LINES)], "marker": marker, "linestyle": ""}
+        axes.plot(xs, factor * np.asarray(ys), label=label, markersize=8, **look)
     if log_x:
         ticks = sorted({value for xs, _ in curves.values() for value in xs})
         axes.set_xscale("log", base=2)

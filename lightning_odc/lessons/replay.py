@@ -19,11 +19,11 @@ class Piece:
     """A stretch of time of one rank.
 
     Attributes:
-        rank: whose.
-        microbatch: number of the microbatch; the last one for the wait at the end.
-        begin: seconds from the beginning of the minibatch.
-        end: likewise.
-        idle: the rank waits for others.
+        rank: The number of the rank.
+        microbatch: The number of the microbatch; the last one for the wait at the end.
+        begin: Seconds from the beginning of the minibatch to that of the piece.
+        end: Seconds from the beginning of the minibatch to the end of the piece.
+        idle: Whether the rank waits for others.
     """
 
     rank: int
@@ -37,11 +37,11 @@ def replay(times: Times, meeting: SyncPoint) -> list[Piece]:
     """Let the ranks run their microbatches and meet after every layer, every microbatch, or once at the end.
 
     Args:
-        times: see `Times`; except for ``"minibatch"``, all ranks have equally many microbatches.
+        times: Seconds, see `Times`. Except for ``"minibatch"``, all ranks have equally many microbatches.
         meeting: Where every rank waits for all others.
 
     Raises:
-        ValueError: ranks that meet in every microbatch have different numbers of them.
+        ValueError: Ranks that meet in every microbatch have different numbers of them.
     """
     if meeting != "minibatch" and len({len(rank) for rank in times}) > 1:
         raise ValueError(f"ranks have {[len(rank) for rank in times]} microbatches and would wait forever")
@@ -73,8 +73,8 @@ def layered(costs: Sequence[Sequence[float]], layers: int, passes: int = 2) -> l
     """`Times` of microbatches of given costs.
 
     Args:
-        costs: ``costs[rank][microbatch]``.
-        layers: that share them evenly.
+        costs: Costs as ``costs[rank][microbatch]``.
+        layers: Number of layers that share the time evenly.
         passes: 2 for a forward pass, which takes a third, and a backward pass; 1 for both at once.
     """
     parts = [1 / 3] * layers + [2 / 3] * layers if passes == 2 else [1.0] * layers

@@ -17,12 +17,12 @@ _DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
-    """The same lengths, less or more uneven, with the same sum but for rounding.
+    """Make lengths less or more uneven. Their sum stays the same, up to rounding.
 
     Args:
-        lengths: of samples.
-        skew: 0 makes all of them equal, 1 leaves them as they are, above 1 the tail is longer: every length is raised
-            to this power, and all are divided by what keeps the mean.
+        lengths: Lengths of samples.
+        skew: The power to which every length is raised, before all are scaled back to the same mean. 0 makes them
+            equal, 1 changes nothing, above 1 the tail is longer.
     """
     powers = np.asarray(lengths, dtype=float) ** skew
     bent = powers * (np.mean(lengths) / powers.mean())
@@ -55,8 +55,8 @@ def read_prose(max_length: int, root: Path | None = None) -> list[bytes]:
     """Docstrings of modules, functions, classes and methods: English, of all lengths.
 
     Args:
-        max_length: the longest one, in tokens, that is bytes plus two.
-        root: folder of ``.py`` files; by default the running interpreter's standard library.
+        max_length: The most tokens of a text. Its tokens are its bytes and two more.
+        root: The folder of ``.py`` files; by default the running interpreter's standard library.
     """
     found: dict[bytes, None] = {}  # each text once, in order
     for path in source_files(root):

@@ -18,9 +18,9 @@ def open_ranks(units: Sequence[UnitSpec], ranks: int = 2, timeout: float = 1.0) 
     """Protocols of several ranks in this process, with their windows open.
 
     Args:
-        units: what every window holds.
-        ranks: how many.
-        timeout: seconds after which a wait gives up.
+        units: The units that every window holds.
+        ranks: The number of ranks.
+        timeout: Seconds after which a wait gives up.
     """
     hub = ThreadHub(ranks)
     protocols = [Protocol(hub.transport(rank), units, timeout=timeout) for rank in range(ranks)]
@@ -34,11 +34,11 @@ def together(
     """Call each function in a thread of its own, at the same time; returns their results, in order.
 
     Args:
-        functions: what to call.
-        catch: errors of these types are returned in place of results.
+        functions: The functions to call.
+        catch: Types of errors that are returned in place of results.
 
     Raises:
-        Exception: the first error of another type, when all have ended.
+        Exception: The first error of another type, when all have ended.
     """
     results: list[Any] = [None] * len(functions)
     errors: list[Exception] = []
@@ -65,7 +65,7 @@ class Recorded:
     """Ranks that are traced while the block runs; afterwards, `timeline` is what they did.
 
     Args:
-        ranks: as `open_ranks` returns them.
+        ranks: Ranks, from `open_ranks`.
     """
 
     def __init__(self, ranks: Sequence[Protocol]) -> None:

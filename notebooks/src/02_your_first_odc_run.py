@@ -8,10 +8,33 @@
 # - what DDP, FSDP and ODC do differently, as timelines of your own machine;
 # - the second line, which lets ranks have different amounts of work.
 #
-# **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
-# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. (On a machine with GPUs, set
-# `DEVICE = "cuda"` below.) You should have written a `LightningModule` before.
-# [Notebook 1](01_seeing_the_imbalance.ipynb) explains why ranks wait.
+# **It needs** Linux, two CPU cores and about a minute. No GPU, no network. In a clone of the repository,
+# `make lab` installs everything and opens the notebooks. (On a machine with GPUs, set `DEVICE = "cuda"` below.)
+# You should have written a `LightningModule` before. [Notebook 1](01_seeing_the_imbalance.ipynb) explains why ranks
+# wait.
+#
+# Some cells are folded. They import, print or draw. Click on one to read it.
+
+# %% Set up tags=["hide-input"]
+from importlib.util import find_spec
+
+if find_spec("lightning_odc") is None:  # in Colab, for example
+    # %pip install --quiet "lightning-odc[notebooks]"
+    print("installed")
+
+from lightning_odc.demo.corpus import VOCABULARY, encode, read_corpus
+from lightning_odc.lessons import pictures
+from lightning_odc.lessons.devices import ranks_on
+from lightning_odc.lessons.display import (
+    QUIET,
+    mean_of_log,
+    print_table,
+    quiet,
+    read_log,
+    show,
+)
+
+quiet()
 
 # %%
 import torch
@@ -28,19 +51,7 @@ from lightning_odc.callbacks import (
     load_timeline,
 )
 from lightning_odc.data.packing import pack_samples
-from lightning_odc.demo.corpus import VOCABULARY, encode, read_corpus
-from lightning_odc.lessons import pictures
-from lightning_odc.lessons.devices import ranks_on
-from lightning_odc.lessons.display import (
-    QUIET,
-    mean_of_log,
-    print_table,
-    quiet,
-    read_log,
-    show,
-)
 
-quiet()
 # DDP in a notebook forks this process: safe as long as torch has no threads in it
 torch.set_num_threads(1)
 
@@ -93,12 +104,12 @@ def loader(batch_size=1):
 
 
 # %% [markdown]
-# (`pack_samples` lays the texts of a batch into one row, without padding. With `batch_size=1` a row is one text.)
+# (`pack_samples` puts the texts of a batch into one row, without padding. With `batch_size=1` a row is one text.)
 #
-# The trainer: two processes, four texts per process and optimizer step, one after the other. The strategy is the
-# whole difference between the runs that follow. (`ranks_on("cpu", strategy)` stands for
-# `accelerator="cpu", devices=2, strategy=strategy`.) Two callbacks watch: `DeviceIdleMonitor` logs how long the
-# ranks wait, `TimelineRecorder` writes down who does what when.
+# The trainer starts two processes. Each runs four texts per optimizer step, one after the other. The runs that
+# follow differ in the strategy alone. (`ranks_on("cpu", strategy)` stands for `accelerator="cpu", devices=2,
+# strategy=strategy`.) Two callbacks watch: `DeviceIdleMonitor` logs how long the ranks wait, `TimelineRecorder`
+# writes down which rank does what when.
 
 
 # %%
@@ -122,19 +133,18 @@ def fit(name, strategy, batch_size=1, accumulate=4):
 # %% [markdown]
 # ## One line
 #
-# In a script you would write `strategy="ddp"`. A notebook has no script that could be started again for the
-# second process, so Lightning's DDP forks this process instead, and that variant is called `"ddp_notebook"`.
-# `"odc"` finds out by itself where it runs.
+# In a script you would write `strategy="ddp"`. A notebook has no script to start again for the second process, so
+# Lightning's DDP forks this process instead. Lightning calls that variant `"ddp_notebook"`. `"odc"` works in both.
 
 # %%
 fit("ddp", strategy="ddp_notebook")
 model = fit("odc", strategy="odc")
 
 # %% [markdown]
-# That was it. Was it the same training? Both began with the same weights and saw the same texts in the same
-# order, so their losses must be the same, up to the order in which numbers are summed.
+# Was it the same training? Both began with the same weights and saw the same texts in the same order. So their losses
+# must be the same, up to the order in which numbers are summed.
 
-# %%
+# %% Compare the losses tags=["hide-input"]
 ddp, odc = read_log("runs/ddp/log", "loss"), read_log("runs/odc/log", "loss")
 print_table(
     ["step", "ddp", "odc", "difference"],
@@ -164,22 +174,20 @@ with torch.no_grad():
 # | **FSDP** | one slice of every layer | at every layer of every microbatch |
 # | **ODC** | one slice of every layer | once per optimizer step |
 #
-# DDP needs all parameters, gradients and optimizer states on every device, which is why large models cannot use
-# it. FSDP shares them out, and pays with meetings. ODC shares them out as well, and meets as rarely as DDP.
+# DDP needs all parameters, gradients and optimizer states on every device, so large models cannot use it. FSDP
+# divides them among the ranks, and the price is meetings. ODC divides them as well, and meets as rarely as DDP.
 #
-# Let us see that. One thing first. Lightning itself makes ranks meet: before *every batch*, rank 0 sends the
-# others a small message (whether the job was told to stop). To be free inside a step, hand Lightning the whole
-# step as *one* batch. `balance=` does so. It takes eight texts at a time from your `DataLoader`, now with
-# `batch_size=4`, and deals them out to the ranks, one or more microbatches for each. `training_step` still gets
-# one microbatch at a time.
+# One thing first. Lightning itself makes ranks meet: before *every batch*, rank 0 sends the others a small message
+# (whether the job shall stop). To avoid that inside a step, give Lightning the whole step as *one* batch. `balance=`
+# does so. It takes eight texts at a time from your `DataLoader`, now with `batch_size=4`, and deals them out to the
+# ranks, one or more microbatches for each. `training_step` still gets one microbatch at a time.
 #
-# Three runs on the same texts:
+# We run the same texts three times:
 #
 # 1. `communication="collective"`: the same sharding over PyTorch's own collectives, as under FSDP. (FSDP itself
 #    refuses to run in notebooks.) `balance="local_sort"` gives each rank four texts, the longest first.
-# 2. the same texts on the same ranks, on demand.
-# 3. on demand, and with `balance="lb_mini"`: each rank gets as many texts as make its work as much as the
-#    other's.
+# 2. On demand, with the same texts on the same ranks.
+# 3. On demand, and with `balance="lb_mini"`: each rank gets so many texts that all ranks have equal work.
 
 # %%
 dense = balance.transformer(Reader().model.config, dense=True)
@@ -197,6 +205,7 @@ models = {
     for name, strategy in runs.items()
 }
 
+# %% Draw the timelines tags=["hide-input"]
 show(
     pictures.timelines_figure(
         {name: load_timeline(f"runs/{name}/timeline.json") for name in runs}
@@ -210,38 +219,39 @@ show(
 # %% [markdown]
 # The black lines are optimizer steps. Blue is computing, grey is waiting, and the numbers are tokens.
 #
-# - **Collectives**: the ranks go through their microbatches side by side. Next to a longer text the other rank
-#   waits, layer by layer.
-# - **On demand**: each rank goes at its own pace. The grey has moved to the end of the step: one rank had *more
-#   to do*.
-# - **Balanced**: now the work itself is dealt out. That is possible *because* ranks no longer meet inside a step,
-#   so they may have different numbers of microbatches. With collectives that would hang.
+# - **Collectives**: the ranks run their microbatches side by side. Beside a longer text the other rank waits, layer by
+#   layer.
+# - **On demand**: each rank runs at its own speed. The grey has moved to the end of the step: one rank had *more to
+#   do*.
+# - **Balanced**: now the planner levels the work itself. That is possible *because* ranks no longer meet inside a
+#   step, so they may have different numbers of microbatches. With collectives that would hang.
 #
-# The same in numbers, as `DeviceIdleMonitor` has logged them, and DDP beside them:
+# Here are the numbers that `DeviceIdleMonitor` has logged, with DDP beside them:
 
-# %%
+# %% Print idle time tags=["hide-input"]
 rows = []
 for name in ("ddp", *runs):
     idle = mean_of_log(f"runs/{name}/log", "idle/fraction", skip=1)
     seconds = mean_of_log(f"runs/{name}/log", "step_seconds", skip=1)
-    rows.append([name, f"{idle:.0%}", f"{seconds:.2f} s"])
-print_table(["", "idle", "step"], rows)
+    rows.append(
+        [name, f"{idle * seconds:.2f} s", f"{seconds:.2f} s", f"{idle:.0%}"]
+    )
+print_table(["per step", "idle", "of", "idle part"], rows)
 
 # %% [markdown]
-# Idle is measured, not estimated: the part of all ranks' time in which they waited for each other, for data, or
-# for that small message. The numbers are those of one short run on one machine; on a laptop that does other
-# things as well, they jump about. Run it again before you believe them. `communication="lockstep"` tells how much
-# of a faster step is due to cheaper bytes, and how much to fewer waits: see [Communication
-# modes](../docs/communication.md).
+# Idle time is measured, not estimated: the seconds of a step in which a rank waited for the other one, for data, or
+# for that small message. These are numbers of one short run on one machine. On a laptop that runs other programs
+# they vary. Run it again before you believe them. `communication="lockstep"` shows how much of a faster step comes
+# from cheaper bytes, and how much from fewer waits: see [Communication modes](../docs/communication.md).
 #
-# (A model as small as this one fits on every device, and then DDP is a good choice. Sharding is for those that do
-# not.)
+# (A model as small as this one fits on every device, and then DDP is a good choice. Sharding is for models that do
+# not fit.)
 #
-# `cost` says what a text costs: so many operations as the model's configuration implies, on a CPU, where
-# attention is dense. `weighting` says what a microbatch counts in the gradient: as many tokens as it predicts. So
-# with `balance=` each *token* counts the same, not each text as in the first two runs. That is usually what you
-# want with texts of different lengths; [Minibatches and loss weighting](../docs/minibatches.md) says why, and how
-# to have it otherwise. The three models have learnt the same, wherever the texts were computed:
+# `cost` says what a text costs: the number of operations that follows from the model's configuration, on a CPU,
+# where attention is dense. `weighting` says what a microbatch counts in the gradient: the number of tokens that it
+# predicts. So with `balance=` each *token* counts the same, not each text as in the first two runs. With texts of
+# different lengths that is usually right. [Minibatches and loss weighting](../docs/minibatches.md) says why, and how
+# to change it. The three models have learnt the same, wherever the texts were computed:
 
 # %%
 with torch.no_grad():
@@ -257,14 +267,14 @@ with torch.no_grad():
 # trainer = Trainer(strategy="odc", accelerator="cpu", devices=2)
 # ```
 #
-# Everything else stays. [Get started](../docs/get-started.md) has a complete one, and how to switch a project
+# Everything else stays the same. [Get started](../docs/get-started.md) has a complete one, and how to switch a project
 # that uses `FSDPStrategy`.
 #
 # ## What you have seen
 #
-# - One line switches a training; the losses stay the same.
+# - One line switches a training. The losses stay the same.
 # - ODC keeps slices like FSDP, and meets as rarely as DDP.
-# - What waiting is left is uneven work. A second line deals it out.
+# - The waiting that is left comes from uneven work. A second line levels the work.
 #
 # ## Exercises
 #
@@ -276,5 +286,46 @@ with torch.no_grad():
 #    stretch. For whom did that rank wait?
 # 4. Add `self.log("memory", ...)` with the number of parameters that `self.parameters()` really holds on a rank
 #    (`p.to_local().numel()` for a `DTensor`), under DDP and under ODC.
+#
+# <details>
+# <summary>Answer to 1</summary>
+#
+# With `deterministic=True` all digits are equal, in the losses and in the weights. Without it they may differ in the
+# last digits: a rank adds its gradient when it is done, so the order of the sums depends on timing.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# Little. Each rank has one microbatch in a step, so "meet at every layer" and "meet once" wait equally long: the rank
+# with the longer text is last at every layer. Only the place of the grey differs, and the cost of moving bytes.
+# Balancing has nothing to deal out, with one text for each rank.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# The field `peer` of a grey stretch is the rank that it waited for, and `cause` says what for. With two ranks it is
+# always the other one.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# ```python
+# def held(self):
+#     return sum(
+#         (p.to_local() if hasattr(p, "to_local") else p).numel() for p in self.parameters()
+#     )
+# ```
+#
+# Log `float(self.held())` at the beginning of `training_step`. Under DDP it is the number of all parameters. Under ODC
+# it is about half: the slices of one of two ranks. Log it again after the forward pass, and it is more. Layers that
+# a rank has gathered stay whole until the backward pass, as long as memory allows.
+#
+# </details>
 #
 # Next: [Balancing a minibatch](03_balancing_a_minibatch.ipynb).

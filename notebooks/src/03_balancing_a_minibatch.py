@@ -3,14 +3,30 @@
 #
 # **You will learn**
 #
-# - four ways to deal out a minibatch, and which of them collectives can live with;
-# - what a sample *costs*, and what happens if you get that wrong;
+# - four ways to deal out a minibatch, and which of them work with collectives;
+# - what a sample *costs*, and what a wrong cost does;
 # - how a cost is learnt while training, also when one device is slower than the others;
 # - what no planner can level: the longest sample.
 #
-# **It needs** Linux, two CPU cores, less than a minute, and the package: until its first release,
-# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network.
-# [Notebook 1](01_seeing_the_imbalance.ipynb) has the words: rank, minibatch, microbatch, idle.
+# **It needs** Linux, two CPU cores and less than a minute. No GPU, no network. In a clone of the repository,
+# `make lab` installs everything and opens the notebooks. [Notebook 1](01_seeing_the_imbalance.ipynb) explains the
+# words: rank, minibatch, microbatch, idle.
+#
+# Some cells are folded. They import, print or draw. Click on one to read it.
+
+# %% Set up tags=["hide-input"]
+from importlib.util import find_spec
+
+if find_spec("lightning_odc") is None:  # in Colab, for example
+    # %pip install --quiet "lightning-odc[notebooks]"
+    print("installed")
+
+from lightning_odc.bench.models import CausalModel, byte_llama
+from lightning_odc.demo.corpus import encode, read_corpus
+from lightning_odc.lessons import pictures, replay
+from lightning_odc.lessons.display import QUIET, print_table, quiet, show
+
+quiet()
 
 # %%
 import random
@@ -19,21 +35,15 @@ import numpy as np
 from lightning.pytorch import Trainer
 
 from lightning_odc import BalancedDataLoader, ODCStrategy, balance
-from lightning_odc.bench.models import CausalModel, byte_llama
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.data.packing import pack_samples
-from lightning_odc.demo.corpus import encode, read_corpus
-from lightning_odc.lessons import pictures, replay
-from lightning_odc.lessons.display import QUIET, print_table, quiet, show
-
-quiet()
 
 # %% [markdown]
 # ## One minibatch, four ranks
 #
 # Our texts are again functions and classes of the Python standard library, this time up to 4,096 tokens long.
-# Sixteen of them make a minibatch for four ranks. (This one was picked among some hundred, because the
-# differences are easy to see in it. Averages follow.)
+# Sixteen of them make a minibatch for four ranks. (We picked this one among some hundred, because it shows the
+# differences well. Averages follow.)
 
 # %%
 lengths = np.array(read_corpus(max_length=4096).lengths)
@@ -41,10 +51,9 @@ minibatch = lengths[balance.epoch_order(len(lengths), seed=314, epoch=0)[:16]]
 print("lengths:", *minibatch)
 
 # %% [markdown]
-# A planner gets these lengths and nothing else. Its answer is a list per rank: the microbatches of this rank,
-# each a list of samples. Samples that share a microbatch are **packed**: laid one after another in a row, without
-# padding, and kept from seeing each other. A microbatch holds at most `max_tokens` tokens, since memory is
-# limited.
+# A planner gets these lengths and nothing else. It returns a list per rank: the microbatches of this rank, each a
+# list of samples. Samples that share a microbatch are **packed**: they stand one after another in a row, without
+# padding, and do not see each other. A microbatch holds at most `max_tokens` tokens, since memory is limited.
 
 # %%
 MAX_TOKENS = int(minibatch.max())
@@ -61,20 +70,20 @@ for rank, microbatches in enumerate(plan):
     )
 
 # %% [markdown]
-# Every rank makes this plan for itself. It is a pure function of the lengths, so all ranks come to the same one,
-# bit by bit, and no message is needed.
+# Every rank makes this plan for itself. It is a pure function of the lengths, so all ranks make the same plan, bit by
+# bit, without a message.
 #
 # ## Four policies
 #
 # | policy | a rank gets | microbatches per rank |
 # |---|---|---|
-# | `local_sort` | every fourth sample, the longest first, one per microbatch | equal |
+# | `local_sort` | every fourth sample, one per microbatch, longest first | equal |
 # | `lb_micro` | equally many samples, costs levelled, packed | **equal** |
 # | `lb_mini` | any number of samples, *total* cost levelled, packed | **may differ** |
-# | `steal` | as `lb_mini`; who runs dry takes work from others | may differ |
+# | `steal` | the plan of `lb_mini`, and a rank without work takes some from others | may differ |
 #
-# The third column decides. With collectives, every rank must enter every all-gather. A rank with three
-# microbatches beside one with five means a hang. So `lb_mini` is out of reach for them:
+# The third column decides. With collectives, every rank must enter every all-gather. A rank with three microbatches
+# beside one with five would hang. So collectives cannot use `lb_mini`:
 
 # %%
 try:
@@ -83,8 +92,8 @@ except ValueError as error:
     print("ValueError:", error)
 
 # %% [markdown]
-# Now see what each of them takes. With collectives the ranks meet in every microbatch (really at every layer,
-# which changes nothing here); on demand they meet once.
+# How long does each policy take? With collectives the ranks meet in every microbatch. (Really at every layer, which
+# changes nothing here.) On demand they meet once.
 
 
 # %%
@@ -94,6 +103,7 @@ def as_replay(policy, meeting):
     return replay.replay(replay.layered(costs, layers=1, passes=1), meeting)
 
 
+# %% Draw four ways tags=["hide-input"]
 show(
     pictures.replays_figure(
         {
@@ -114,15 +124,15 @@ show(
 # %% [markdown]
 # From top to bottom:
 #
-# - **`local_sort`** lines up long with long, and short with short. Simple, and it needs no planner. But the
-#   longest samples of four ranks are seldom equally long.
+# - **`local_sort`** runs long samples beside long ones, and short beside short. It is simple and needs no planner.
+#   But the longest samples of four ranks are seldom equally long.
 # - **`lb_micro`** levels the ranks *and* makes the m-th microbatches of all ranks alike. It is the best that
-#   collectives can do, and the constraint costs something: a sample of maximum length has no equal to run beside.
-# - the same plan **on demand**: nobody waits between microbatches any more.
-# - **`lb_mini`** drops the constraint. It has only one aim: that all ranks are done at the same time.
+#   collectives can do. The constraint has a price: no other sample is as long as one of maximum length.
+# - **The same plan on demand**: no rank waits between microbatches.
+# - **`lb_mini`** drops the constraint. It has only one aim: all ranks finish at the same time.
 #
-# One minibatch proves little, and a picked one less. Here are many, for several numbers of ranks, with four
-# samples per rank.
+# One minibatch proves little, and a picked one less. Here are averages over many minibatches, for several numbers of
+# ranks, with four samples per rank.
 
 
 # %%
@@ -177,8 +187,8 @@ for policy, meeting, way in (
 print_table(["idle", "2 ranks", "4 ranks", "8 ranks"], rows)
 
 # %% [markdown]
-# These are costs, not measured times. The page [Measurements](../docs/measurements.md) has measured ones, and
-# says where they differ.
+# These are costs, not measured times. The page [Measurements](../docs/measurements.md) has measured times, and says
+# where they differ.
 #
 # ## What no planner can level
 #
@@ -188,6 +198,12 @@ print_table(["idle", "2 ranks", "4 ranks", "8 ranks"], rows)
 giant = [30_000, 900, 700, 600, 500, 400, 300, 200]
 plan = balance.plan_minibatch(giant, 4)
 costs = balance.microbatch_costs(plan, giant)
+print("the best that any plan could do:", round(balance.least_cost(giant, 4)))
+print(
+    "this plan:                      ", round(balance.on_demand_cost(plan, giant))
+)
+
+# %% Draw the giant tags=["hide-input"]
 show(
     pictures.replays_figure(
         {
@@ -201,19 +217,14 @@ show(
     "One rank computes a single giant sample for the whole time. The three other "
     "ranks share seven small samples, are done almost at once, and wait in grey.",
 )
-print("the best that any plan could do:", round(balance.least_cost(giant, 4)))
-print(
-    "this plan:                      ", round(balance.on_demand_cost(plan, giant))
-)
 
 # %% [markdown]
-# A sample runs on one rank. So a minibatch takes at least as long as its largest sample, however many ranks help.
+# A sample runs on one rank. So a minibatch takes at least as long as its largest sample, with any number of ranks.
 # The planner has reached that limit here, and three ranks are idle for nearly all of it.
 #
-# What helps is *more samples per minibatch*: then there is enough other work to fill the time. Or let giants
-# meet: if one rank has a giant to run, the others may as well run theirs. `regroup` does that. It exchanges
-# samples between the minibatches of a window (so which samples share an optimizer step then depends on their
-# lengths).
+# Two things help. *More samples per minibatch* give the other ranks enough work to fill the time. Or `regroup` puts
+# giants together: while one rank runs a giant, the others run theirs. It exchanges samples between the minibatches
+# of a window. (So which samples share an optimizer step then depends on their lengths.)
 
 # %%
 PER_RANK = [1, 2, 4, 8, 16]
@@ -233,6 +244,8 @@ for regroup, title in (
         for per_rank in PER_RANK
     ]
     curves[title] = (PER_RANK, left)
+
+# %% Draw what balancing leaves tags=["hide-input"]
 show(
     pictures.lines_figure(
         curves,
@@ -247,15 +260,15 @@ show(
 )
 
 # %% [markdown]
-# With one sample per rank there is nothing to balance. This is where the idle time of reinforcement learning with
-# tiny minibatches comes from, and no communication scheme changes it.
+# With one sample per rank there is nothing to balance. Reinforcement learning with tiny minibatches has its idle time
+# from this, and no communication scheme changes it.
 
 # %% [markdown]
 # ## What does a sample cost?
 #
-# The planner levels *costs*. By default a sample of `s` tokens costs `s + s² / 42166`: linear work, and
-# attention. (The number is that of the paper's 1.5B model.) What if you plan with another cost than the true one?
-# Plan with each of three, and look at the idle time under each of three truths.
+# The planner levels *costs*. By default a sample of `s` tokens costs `s + s² / 42166`: linear work, and attention.
+# (The number belongs to the paper's 1.5B model.) What if you plan with a wrong cost? We plan with each of three
+# costs, and compute the idle time for each of three true costs.
 
 # %%
 COSTS = {
@@ -286,13 +299,13 @@ for planned, cost in COSTS.items():
 print_table(["idle, if the truth is ...", *COSTS], rows)
 
 # %% [markdown]
-# Read a column from top to bottom: one truth, three plans. The smallest number is where the plan knew the truth.
-# Counting tokens only is fine for short samples, and wrong for long ones. For a Hugging Face model,
+# Read a column from top to bottom: one true cost, three plans. The smallest number is where the plan used the true
+# cost. Counting tokens alone is fine for short samples, and wrong for long ones. For a Hugging Face model,
 # `balance.transformer(model.config)` takes the cost from the configuration.
 #
-# **Dense attention.** One more trap. Attention kernels made for packed rows (flash attention) compute each
-# sample's square. Without them, as on every CPU, the whole *row* is squared: packing two long samples makes them
-# dearer. A dense cost tells the planner so, and it packs less. On eight short samples and on eight long ones:
+# **Dense attention.** Attention kernels for packed rows (flash attention) compute the square of each sample. Without
+# them, as on every CPU, the whole *row* is squared: packing two long samples makes them more expensive. With a dense
+# cost the planner knows, and packs less. Here are eight short samples and eight long ones:
 
 # %%
 for own in ([60, 50, 40, 30, 60, 50, 40, 30], [6_000, 5_000, 4_000, 3_000] * 2):
@@ -308,13 +321,13 @@ for own in ([60, 50, 40, 30, 60, 50, 40, 30], [6_000, 5_000, 4_000, 3_000] * 2):
 # (The numbers are samples per microbatch, rank by rank.) Short samples are packed either way, since a microbatch
 # costs something by itself. Long ones are packed only where that is free.
 #
-# ## Let it be learnt
+# ## Let it learn the cost
 #
-# The surest cost is a measured one. `cost="fitted"` times every microbatch, on every rank, and fits `a s² + b s +
-# c` for each of them. A slow device is then known as slow, and gets less.
+# The best cost is a measured one. `cost="fitted"` times every microbatch, on every rank, and fits `a s² + b s + c`
+# for each rank. So the planner knows a slow device, and gives it less.
 #
-# A simulation first. The truth that the planner does not know: rank 3 is only 0.6 times as fast as the others.
-# Times are measured with 5 percent of noise.
+# A simulation first. Rank 3 is only 0.6 times as fast as the others, and the planner does not know it. Times are
+# measured with 5 percent of noise.
 
 # %%
 truth = balance.with_speeds(
@@ -337,6 +350,12 @@ for own in np.split(balance.epoch_order(len(lengths), 1, 0)[: 40 * 24], 24):
         for rank, (microbatches, row) in enumerate(zip(plan, costs, strict=True))
         for microbatch, seconds in zip(microbatches, row, strict=True)
     )
+print(
+    "fitted speed of rank 3:",
+    round(fitted.predict(0, [5000]) / fitted.predict(3, [5000]), 2),
+)
+
+# %% Draw idle time by minibatch tags=["hide-input"]
 show(
     pictures.lines_figure(
         {name: (range(1, 25), values) for name, values in left.items()},
@@ -348,22 +367,17 @@ show(
     "Idle time per minibatch. Planned as if all ranks were alike, it stays high. "
     "With the fitted cost it falls after the first minibatch and stays low.",
 )
-print(
-    "fitted speed of rank 3:",
-    round(fitted.predict(0, [5000]) / fitted.predict(3, [5000]), 2),
-)
 
 # %% [markdown]
 # ## Or steal
 #
-# Fitting helps where a device *is* slow. It does not help where a device is slow *today*: a noisy neighbour, a
-# hot machine, a swapping host. For that there is `policy="steal"`: it begins with the plan of `lb_mini`, and a
-# rank that has run dry takes a microbatch that a busy rank has not begun. No meeting is needed for it: the list
-# of who does what lies in the windows, too. The gradient stays the same, since a microbatch keeps its weight
-# wherever it runs.
+# Fitting helps where a device is always slow. It does not help where a device is slow *for a moment*: another program
+# runs on it, it is hot, its host swaps. For that there is `policy="steal"`. It begins with the plan of `lb_mini`. A
+# rank that has no work left takes a microbatch that a busy rank has not begun. This needs no meeting: the list of who
+# does what is in the windows, too. The gradient stays the same, since a microbatch keeps its weight wherever it runs.
 #
-# Now really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). Three ways
-# to handle that; the timelines show the last two of four minibatches.
+# Now we really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). We try three
+# ways. The timelines show the last two of four minibatches.
 
 # %%
 corpus = read_corpus(max_length=1024)
@@ -405,6 +419,8 @@ recorded = {
     "steal": train("steal", "steal", dense),
     "lb_mini with a fitted cost": train("fitted", "lb_mini", "fitted"),
 }
+
+# %% Draw the timelines tags=["hide-input"]
 show(
     pictures.timelines_figure(recorded),
     "Three timelines of two ranks of which rank 1 is slow. With lb_mini rank 0 "
@@ -412,20 +428,20 @@ show(
     "the microbatches and waits less.",
 )
 print_table(
-    ["", "seconds", "idle"],
+    ["two minibatches", "seconds", "idle seconds of rank 0", "of rank 1"],
     [
-        [n, f"{t.seconds:.2f}", f"{t.idle_fraction:.0%}"]
+        [n, f"{t.seconds:.2f}", *(f"{rank.idle_seconds:.2f}" for rank in t.ranks)]
         for n, t in recorded.items()
     ],
 )
 
 # %% [markdown]
-# Count the numbers in the bars: with stealing and with a fitted cost, rank 0 runs more microbatches. Stealing
-# cannot divide a microbatch that has begun, so a little waiting stays at the end.
+# Count the numbers in the bars: with stealing and with a fitted cost, rank 0 runs more microbatches. Stealing cannot
+# divide a microbatch that has begun, so a little waiting stays at the end.
 #
 # ## In your own training
 #
-# All of this is one argument, and your `DataLoader` stays as it is:
+# You need one argument. Your `DataLoader` stays as it is:
 #
 # ```python
 # ODCStrategy(balance="lb_mini", max_tokens=16384, cost="fitted")
@@ -436,7 +452,7 @@ print_table(
 #
 # ## What you have seen
 #
-# - Collectives need equal counts; on demand, the planner is free to level the total.
+# - Collectives need equal counts. On demand, the planner can level the total.
 # - A wrong cost makes a wrong plan. `fitted` learns the cost, and the speed of every device.
 # - Stealing corrects what no plan could know.
 # - The longest sample is the limit. More samples per minibatch, or regrouping, move it.
@@ -450,5 +466,71 @@ print_table(
 # 4. Let rank 3 of the simulation become fast again after minibatch 12. How many minibatches does the fitted cost
 #    need?
 # 5. Write a cost function for a model with a sliding window of 1,000 tokens, and plan with `cost=your_function`.
+#
+# <details>
+# <summary>Answer to 1</summary>
+#
+# `lb_micro` with collectives. With room for more tokens it packs the same samples into fewer microbatches, so the
+# ranks meet less often. On demand the number of microbatches does not matter here, and neither policy gains.
+# `local_sort` does not pack, so nothing changes.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# About as many as fill three ranks for as long as the giant takes. Let the planner tell:
+#
+# ```python
+# for copies in range(1, 60):
+#     more = giant[:1] + giant[1:] * copies
+#     costs = balance.microbatch_costs(balance.plan_minibatch(more, 4), more)
+#     if replay.average_idle([costs], "minibatch") < 0.005:
+#         break
+# print(copies)
+# ```
+#
+# It prints a number between 40 and 45. A minibatch with one such giant needs some 300 other samples.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# The flat order of a plan is rank by rank, microbatch by microbatch.
+#
+# ```python
+# plan = balance.plan_minibatch(minibatch, 4, MAX_TOKENS)
+# results = np.array([minibatch[s] for rank in plan for microbatch in rank for s in microbatch])
+# print(results[balance.permutation(plan)].tolist() == minibatch.tolist())
+# ```
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# Use `truth` for the first 12 of 24 minibatches, and `balance.quadratic(crossover=2_000, constant=64)` for the
+# others. Idle time jumps at minibatch 13 and is small again two or three minibatches later. The planner forgets: with
+# `forgetting=0.98` a measurement counts two percent less after each further one of the same rank.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# Beyond the window the work of attention grows linearly.
+#
+# ```python
+# def sliding(lengths, window=1_000, crossover=42_166):
+#     seen = np.where(lengths < window, lengths**2, window * (2 * lengths - window))
+#     return lengths + seen / crossover
+#
+# balance.plan_minibatch(minibatch, 4, MAX_TOKENS, cost=sliding)
+# ```
+#
+# Below the window this is the quadratic cost. At the window both branches are equal, and so are their slopes.
+#
+# </details>
 #
 # Next: [Fine-tuning a Hugging Face model with LoRA](04_fine_tuning_with_lora.ipynb).

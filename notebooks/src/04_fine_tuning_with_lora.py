@@ -8,10 +8,30 @@
 # - how to train LoRA adapters with sharded, frozen base weights;
 # - how to move checkpoints between a sharded training and a single process, and how to resume to the last bit.
 #
-# **It needs** Linux, two CPU cores, about a minute, and the package: until its first release,
-# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network: the model has random weights
-# and is taught here. With a model from the Hub, replace one line. [Notebook 2](02_your_first_odc_run.ipynb) is
-# a good beginning.
+# **It needs** Linux, two CPU cores and about a minute. No GPU, no network: the model begins with random weights and
+# is taught here. With a model from the Hub, replace one line. In a clone of the repository, `make lab` installs
+# everything and opens the notebooks. [Notebook 2](02_your_first_odc_run.ipynb) is a good beginning.
+#
+# Some cells are folded. They import, print or draw. Click on one to read it.
+
+# %% Set up tags=["hide-input"]
+from importlib.util import find_spec
+
+if find_spec("lightning_odc") is None:  # in Colab, for example
+    # %pip install --quiet "lightning-odc[notebooks]"
+    print("installed")
+
+from lightning_odc.demo.corpus import BOS, EOS, VOCABULARY, encode, read_corpus
+from lightning_odc.lessons import pictures, texts
+from lightning_odc.lessons.display import (
+    QUIET,
+    print_table,
+    quiet,
+    read_log,
+    show,
+)
+
+quiet()
 
 # %%
 from pathlib import Path
@@ -19,6 +39,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -26,11 +47,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_odc import ODCStrategy, balance
 from lightning_odc.data.packing import IGNORE_INDEX, pack_samples
-from lightning_odc.demo.corpus import BOS, EOS, VOCABULARY, encode, read_corpus
-from lightning_odc.lessons import texts
-from lightning_odc.lessons.display import QUIET, print_table, quiet
 
-quiet()
 # for tensors as small as these, more threads would only get in each other's way
 torch.set_num_threads(1)
 
@@ -65,23 +82,38 @@ base = LlamaForCausalLM(config)  # or LlamaForCausalLM.from_pretrained("...")
 # %% [markdown]
 # ## Packing, and a silent trap
 #
-# Docstrings are short. Padding them to equal lengths wastes most of the work, so we **pack** them: one after
-# another in a single row. `pack_samples` is a `collate_fn` that does so.
+# Docstrings are short, and a few are long. A batch that is padded computes as many tokens as its longest text has,
+# for each of its texts. So we **pack** texts instead: one after another in a single row. The planner fills rows of
+# up to 1,024 tokens. Here are 24 docstrings both ways.
+
+# %%
+some = [len(text) for text in prose[:24]]
+(rows,) = balance.plan_minibatch(some, num_ranks=1, max_tokens=1024)
+
+# %% Draw padded against packed tags=["hide-input"]
+show(
+    pictures.rows_figure(some, [[some[text] for text in row] for row in rows]),
+    "Two panels on one axis. Padded: a row for each text, most of it grey padding. Packed: a few rows in which "
+    "texts follow each other without padding.",
+)
+
+# %% [markdown]
+# `pack_samples` is a `collate_fn` that makes such a row.
 
 # %%
 batch = pack_samples(prose[:3])
 for name, values in batch.items():
     print(f"{name:13} {list(values.shape)}")
 print(
-    "positions begin anew at",
+    "positions start again at",
     (batch["position_ids"][0] == 0).nonzero().flatten().tolist(),
 )
 
 # %% [markdown]
-# But a language model that reads a row from left to right would let the second text see the first. Hugging Face
-# models keep the texts apart when two things hold: each text's `position_ids` begin at 0, **and** the model runs
-# with `use_cache=False`. With the cache on, which is the default, the positions are not looked at. There is no
-# warning. So test it: what the model says about a text must not depend on what else is in the row.
+# A language model that reads a row from left to right would let the second text see the first. Hugging Face models
+# keep the texts apart when two things hold: each text's `position_ids` begin at 0, **and** the model runs with
+# `use_cache=False`. With the cache on, which is the default, the model ignores the positions. There is no warning.
+# So test it: what the model says about a text must not depend on what else is in the row.
 
 # %%
 row = {name: batch[name] for name in ("input_ids", "position_ids")}
@@ -101,11 +133,10 @@ with torch.no_grad():
 #
 # A microbatch with 40 tokens and one with 900: what should their losses weigh? The usual `loss = mean over the
 # microbatch`, averaged over microbatches, makes a token of the small one count more than twenty times as much as
-# a token of the large one. What counts more then depends on how texts were packed and dealt out. That was never
-# meant.
+# a token of the large one. Then the weight of a token depends on how texts were packed and dealt out.
 #
-# The cure is to return the **sum** of the losses and the **number** of tokens in it. The strategy adds up both
-# over all microbatches of all ranks, and divides once.
+# Return the **sum** of the losses and the **number** of tokens in it instead. The strategy adds up both over all
+# microbatches of all ranks, and divides once.
 
 
 # %%
@@ -152,9 +183,9 @@ def loss_on(model, samples):
 # %% [markdown]
 # ## Teach the base model
 #
-# Two processes, and the balancing of [notebook 3](03_balancing_a_minibatch.ipynb) in one argument. The cost of a
-# text is taken from the model's configuration. `deterministic=True` fixes the order in which gradients are
-# summed. We will want that for resuming.
+# We train in two processes. `balance="lb_mini"` is the balancing of [notebook
+# 3](03_balancing_a_minibatch.ipynb). The cost of a text comes from the model's configuration.
+# `deterministic=True` fixes the order in which gradients are summed. We need that for resuming.
 
 
 # %%
@@ -178,7 +209,14 @@ def loader(samples, **options):
     return DataLoader(samples, batch_size=8, collate_fn=pack_samples, **options)
 
 
-make_trainer(60).fit(Language(base), loader(code, shuffle=True))
+def logger(name):
+    return {
+        "logger": CSVLogger("runs", name=name, version="log"),
+        "log_every_n_steps": 1,
+    }
+
+
+make_trainer(60, **logger("base")).fit(Language(base), loader(code, shuffle=True))
 print(
     f"base model: {loss_on(base, code[:24]):.2f} on code, {loss_on(base, held_out):.2f} on prose"
 )
@@ -201,22 +239,46 @@ print(
 
 # %% [markdown]
 # Nothing else changes. Each layer is still one unit, with base weights and adapters together. The frozen base
-# weights are sharded and read on demand like all others; gradients travel for the adapters only.
+# weights are sharded and read on demand like all others. Only the adapters have gradients, so only those are sent.
 
 # %%
 checkpoints = ModelCheckpoint(
     "runs/lora", filename="{step}", every_n_train_steps=8, save_top_k=-1
 )
-trainer = make_trainer(16, callbacks=[checkpoints], enable_checkpointing=True)
+trainer = make_trainer(
+    16, callbacks=[checkpoints], enable_checkpointing=True, **logger("adapters")
+)
 trainer.fit(Language(model, learning_rate=5e-3), loader(prose, shuffle=True))
 
 print(
     "checkpoints:", sorted(path.name for path in Path("runs/lora").glob("*.ckpt"))
 )
 
+# %% Draw the losses tags=["hide-input"]
+curves, begin = {}, 1
+for name, title in (
+    ("base", "all weights, on code"),
+    ("adapters", "adapters only, on prose"),
+):
+    losses = read_log(f"runs/{name}/log", "train_loss")
+    curves[title] = (range(begin, begin + len(losses)), losses)
+    begin += len(losses)
+show(
+    pictures.lines_figure(
+        curves,
+        title="Loss of both trainings",
+        x="optimizer step",
+        y="loss per token",
+    ),
+    "The training loss over the optimizer steps. It falls while the base model learns code. It jumps up where "
+    "the text changes to prose, and falls again while only the adapters learn.",
+)
+
 # %% [markdown]
-# The trained adapters are back in this process. Do they help with prose? And is the base model underneath
-# untouched?
+# The loss jumps where the text changes from code to prose. Then the adapters bring it down again.
+#
+# The trained adapters are back in this process. Do they help with prose that they have not seen? And is the base
+# model underneath untouched?
 
 # %%
 rows = [
@@ -239,8 +301,8 @@ print_table(["loss", "prose", "code"], rows)
 # %% [markdown]
 # ## Checkpoints without shards
 #
-# Each rank holds half of every parameter, but a checkpoint holds whole ones: the same file that a single process
-# would have written. So plain PyTorch can read it, without a process group and without this package.
+# Each rank holds half of every parameter, but a checkpoint holds whole ones. It is the same file that a single
+# process would have written. So plain PyTorch can read it, without a process group and without this package.
 
 # %%
 torch.manual_seed(1)
@@ -250,8 +312,8 @@ fresh.load_state_dict(state)
 print(f"read from the file: {loss_on(fresh.model, held_out):.3f} on prose")
 
 # %% [markdown]
-# And the other way round: a checkpoint of an ordinary training in this process (no strategy of ours) is loaded by
-# the sharded one, for example to validate it on two ranks.
+# The other direction works, too. Train in this process with plain Lightning, save a checkpoint, and validate it on
+# two ranks.
 
 # %%
 single = Trainer(accelerator="cpu", devices=1, max_steps=2, **QUIET)
@@ -271,9 +333,9 @@ print(f"in this process, on one:      {loss_on(fresh.model, held_out):.4f}")
 # %% [markdown]
 # ## Resume, to the last bit
 #
-# The training above went through 16 steps without a stop, and left a checkpoint after 8. Take a new model, go on
-# from step 8, and compare the end. The data go on with the very next minibatch, too: the loader's position is in
-# the checkpoint.
+# The training above went through 16 steps without a stop, and left a checkpoint after 8. Take a new model, resume at
+# step 8, and compare the end. The data resume with the next minibatch, too: the loader's position is in the
+# checkpoint.
 
 # %%
 checkpoints = ModelCheckpoint(
@@ -309,10 +371,9 @@ print(sorted(path.name for path in Path("runs/merged").iterdir()))
 # %% [markdown]
 # ## What you have seen
 #
-# - Packing saves the padding; `use_cache=False` and fresh positions keep texts apart, and one small test proves
-#   it.
+# - Packing saves the padding. `use_cache=False` and positions from 0 keep texts apart, and one small test proves it.
 # - Sums and counts make every token count the same, wherever it was computed.
-# - LoRA needs nothing special. Frozen weights are read on demand, gradients exist for the adapters only.
+# - LoRA needs nothing special. Frozen weights are read on demand, and only the adapters have gradients.
 # - Checkpoints are whole: from two ranks to one process and back. A resumed run can be equal to the last bit.
 #
 # ## Exercises
@@ -321,10 +382,61 @@ print(sorted(path.name for path in Path("runs/merged").iterdir()))
 #    `weighting="next_token"`. Is the validation loss the same? What if the prompt's labels are set to
 #    `IGNORE_INDEX`?
 # 2. Resume the run with another number of ranks (`devices=1`). What does the loader say, and how far apart are
-#    the results?
+#    the results? (Call `warnings.resetwarnings()` first: `quiet()` hides warnings.)
 # 3. Resume without `deterministic=True`. How large are the differences?
 # 4. Unfreeze the layer norms as well (`modules_to_save` of `LoraConfig`), and count what is trained.
 # 5. Have a model in your cache? Replace `LlamaForCausalLM(config)` by `from_pretrained`, encode with its
 #    tokenizer, and run the packing test first.
+#
+# <details>
+# <summary>Answer to 1</summary>
+#
+# Yes, it is the same. `weighting="next_token"` weights a mean by the number of tokens that it predicts, which is the
+# count in `{"loss": total, "num_items": count}`. With masked prompts it is not: `"next_token"` counts lengths, and so
+# counts prompts, too. The default, `weighting="auto"`, counts labels and is right in both cases. So is returning sum
+# and count.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# It warns that the state was saved with 16 samples per minibatch on all ranks, and now there are 8. It goes on where
+# no sample repeats. The results differ by far more than rounding: every later step sees other texts, and half as
+# many.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# Differences in the last digits, in most tensors. With three microbatches or more, the order in which gradients are
+# added changes the rounding.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# `modules_to_save=["input_layernorm", "post_attention_layernorm"]` trains 768 parameters more: two norms of 128
+# weights in each of three layers. Add `"norm"` for the last one.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# ```python
+# from transformers import AutoModelForCausalLM, AutoTokenizer
+#
+# base = AutoModelForCausalLM.from_pretrained(name)
+# tokenizer = AutoTokenizer.from_pretrained(name)
+# prose = [tokenizer(text.decode())["input_ids"] for text in texts.read_prose(max_length=512)]
+# ```
+#
+# Use `base.config` where the notebook uses `config`. If the packing test shows a large difference with
+# `use_cache=False`, the model does not keep packed texts apart. Then train it with one text per microbatch.
+#
+# </details>
 #
 # Next: [RL post-training](05_rl_post_training.ipynb).

@@ -9,9 +9,29 @@
 #   wrong;
 # - what ranks do in such a step with collectives and on demand, side by side.
 #
-# **It needs** Linux, two CPU cores, about a minute and a half, and the package: until its first release,
-# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network.
-# [Notebook 3](03_balancing_a_minibatch.ipynb) explains the planner that is used here.
+# **It needs** Linux, two CPU cores and about a minute and a half. No GPU, no network. In a clone of the repository,
+# `make lab` installs everything and opens the notebooks. [Notebook 3](03_balancing_a_minibatch.ipynb) explains the
+# planner that is used here.
+#
+# Some cells are folded. They import, print or draw. Click on one to read it.
+
+# %% Set up tags=["hide-input"]
+from importlib.util import find_spec
+
+if find_spec("lightning_odc") is None:  # in Colab, for example
+    # %pip install --quiet "lightning-odc[notebooks]"
+    print("installed")
+
+from lightning_odc.lessons import pictures, strokes
+from lightning_odc.lessons.display import (
+    QUIET,
+    print_table,
+    quiet,
+    read_log,
+    show,
+)
+
+quiet()
 
 # %%
 import torch
@@ -21,17 +41,8 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy, rl
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
-from lightning_odc.lessons import pictures, strokes
-from lightning_odc.lessons.display import (
-    QUIET,
-    print_table,
-    quiet,
-    read_log,
-    show,
-)
 from lightning_odc.rl.ranks import Ranks
 
-quiet()
 # for tensors as small as these, more threads would only get in each other's way
 torch.set_num_threads(1)
 
@@ -48,12 +59,11 @@ for problem in strokes.problems(4, seed=1):
 
 # %% [markdown]
 # The reward is 1 for the right number of strokes, 1/2 if it is one off, 1/3 for two, and so on. It is 0 for
-# anything that is no answer.
+# anything that is not an answer.
 #
 # Reinforcement learning improves what a model can do already, so it needs a base model. Ours is a tiny Llama of
-# Hugging Face, built from a configuration. It has seen right answers for a few seconds, as in any supervised
-# training, and we stop early. For comparison: the reward of a model that has learnt the form of an answer, but
-# cannot add. It gives the right answer to some other problem.
+# Hugging Face, built from a configuration. We train it on right answers for a few seconds, and stop early. For
+# comparison we print the reward of guesses: answers that have the right form, but belong to other problems.
 
 # %%
 base = strokes.make_model()
@@ -117,7 +127,7 @@ for one in rollouts[:GROUP]:
 # One group. The answers have different lengths although the prompt is the same. Over all prompts of the step it
 # looks like this:
 
-# %%
+# %% Draw the lengths of the answers tags=["hide-input"]
 show(
     pictures.histogram_figure(
         [one.response_length for one in rollouts],
@@ -144,7 +154,7 @@ show(
 #
 # ## The gradient does not care where it is computed
 #
-# Now the answers of a step have to be dealt out to ranks and microbatches. The gradient that we want depends on
+# Now the planner deals out the answers of a step to ranks and microbatches. The gradient that we want depends on
 # neither:
 #
 # ```text
@@ -160,9 +170,9 @@ show(
 #    known, and travels with the answer. From then on answers of one group may go to different ranks.
 # 2. **Sum, and divide once.** Microbatches contribute sums. The number of tokens is that of the whole step.
 #
-# Let us check that, and break it. Three ways to place the same 128 answers; for each, the gradient with both
-# rules, and the gradient of two shortcuts that one finds in real code: dividing each microbatch by its own number
-# of tokens, and normalising rewards over whatever answers happen to be in the microbatch.
+# Let us check that, and break it. We place the same 128 answers in three ways. For each way we compute the gradient
+# with both rules, and with two shortcuts that exist in real code: dividing each microbatch by its own number of
+# tokens, and normalising rewards over the answers of a microbatch.
 
 
 # %%
@@ -208,14 +218,14 @@ for name, (ranks, max_tokens) in placements.items():
 print_table(["relative error of the gradient", *RULES], rows)
 
 # %% [markdown]
-# The first column is rounding. The others are real errors, and they depend on the placement: two runs that differ
-# in nothing but the number of GPUs would learn different things.
+# The first column is rounding. The others are real errors, and they depend on the placement: two runs with different
+# numbers of GPUs would learn different things.
 #
 # ## The loop in Lightning
 #
 # The module below does this on every rank. It uses **manual optimisation**, since one `training_step` samples,
-# exchanges, scores and updates. It updates twice, on one half of the answers each. For the second update the model
-# is not the one that sampled any more: the loss corrects for that with the scores, and clips the correction.
+# exchanges, scores and updates. It updates twice, on one half of the answers each. Before the second update the model
+# has changed since it sampled. The loss corrects for that with the scores, and clips the correction.
 
 
 # %%
@@ -317,16 +327,16 @@ for communication in ("collective", "on_demand"):
 print_table(["", "reward", "prompts by rank", "forward passes by rank"], rows)
 
 # %% [markdown]
-# The rewards are the same. So the answers are: the random numbers of a prompt do not depend on the rank that
-# samples it, and the gradient does not depend on the rank that computes it. (Sampling is a lottery that reacts to
-# the last digit. Sooner or later a token falls differently, and from then on two runs differ as two seeds do. With
+# The rewards are the same, so the answers are the same. The random numbers of a prompt do not depend on the rank that
+# samples it, and the gradient does not depend on the rank that computes it. (Sampling reacts to the last digit of a
+# probability. In a longer run some token will differ, and from then on two runs differ as two seeds do. With
 # `ODCStrategy(deterministic=True)` an on-demand run repeats bit by bit.)
 #
 # The forward passes differ. With collectives both ranks run equally many: as many as the longer answer of the two
-# needs, for each pair of prompts. On demand each rank runs those of its own answers. And a rank that is done takes
-# a prompt of the other.
+# needs, for each pair of prompts. On demand each rank runs those of its own answers, and a rank that is done takes a
+# prompt of the other.
 
-# %%
+# %% Draw the timelines tags=["hide-input"]
 show(
     pictures.timelines_figure(timelines),
     "Timelines of two ranks in one step, with collectives above and on demand below: one bar for each prompt that "
@@ -348,6 +358,8 @@ smooth = [
     for i in range(len(rewards))
 ]
 steps = range(len(rewards))
+
+# %% Draw the rewards tags=["hide-input"]
 show(
     pictures.lines_figure(
         {
@@ -364,7 +376,7 @@ show(
     "guesses.",
 )
 
-# %%
+# %% Print the exam tags=["hide-input"]
 print_table(
     ["", "mean reward in the exam"],
     [
@@ -408,5 +420,50 @@ print(
 # 4. Give rank 1 all the hard problems (large sums). Which rank samples them?
 # 5. Replace `rl.claim_prompts(self, problems)` by `enumerate(problems)`. What do you have to do about the groups,
 #    and what happens to the forward passes by rank?
+#
+# <details>
+# <summary>Answer to 1</summary>
+#
+# `"grpo"` gives every answer the same weight, so a token of a long answer counts less than a token of a short one. A
+# long wrong answer is then discouraged less per token than a short wrong one, and answers can get longer without
+# getting better. `"dapo"`, the default, gives every token the same weight. Log the mean of `one.response_length` over
+# the roll-outs and compare.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# For groups whose rewards hardly differ. Their standard deviation is small, so dividing by it turns a tiny difference
+# into a large advantage. Without scaling, such a group hardly moves the model. A group whose rewards are all equal
+# has advantage 0 either way.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# Give the trainer `max_steps=4 * steps`, since every `training_step` then makes four updates, and sum
+# `int(policy_loss(...).clipped)` by `update.epoch`. In the first pass no token is clipped: the model is still the one
+# that sampled, so every ratio is 1. In later passes the model has changed, and some ratios leave the range.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# Both. Rank 0 has the short answers, is done first, and takes prompts of rank 1: "prompts of rank 0" rises above 8.
+# With collectives each rank samples its own prompts.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# Groups need numbers that are unique over all ranks: `index + 8 * self.global_rank`. Otherwise two problems share a
+# group, and `normalize_advantages` compares answers to different problems. No rank helps the other, so each runs the
+# forward passes of its own answers, and the rank with the longer answers decides how long a step takes.
+#
+# </details>
 #
 # Next: [How it works inside](06_how_it_works.ipynb).

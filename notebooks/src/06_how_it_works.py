@@ -3,15 +3,43 @@
 #
 # **You will learn**
 #
-# - how a rank reads a parameter shard and adds a gradient while its owner does something else, by doing it by
-#   hand;
+# - how a rank reads a parameter shard and adds a gradient while its owner does something else, by hand;
+# - how to predict what a training takes, in six lines that you write;
 # - which single number replaces the barriers, and why that is enough;
 # - what goes wrong, step by step, when a rule of the protocol is left out;
 # - how to read the errors that you get when ranks disagree.
 #
-# **It needs** Linux, half a minute on one core, and the package: until its first release,
-# `pip install ".[notebooks]"` in a clone of the repository. No GPU, no network. You should have seen
-# [notebook 1](01_seeing_the_imbalance.ipynb), or know what FSDP does at a layer.
+# **It needs** Linux and half a minute on one core. No GPU, no network. In a clone of the repository, `make lab`
+# installs everything and opens the notebooks. You should have seen [notebook 1](01_seeing_the_imbalance.ipynb), or
+# know what FSDP does at a layer.
+#
+# Some cells are folded. They import, draw, or hold an answer. Click on one to read it.
+
+# %% Set up tags=["hide-input"]
+from importlib.util import find_spec
+
+if find_spec("lightning_odc") is None:  # in Colab, for example
+    # %pip install --quiet "lightning-odc[notebooks]"
+    print("installed")
+
+from lightning_odc.lessons import pictures
+from lightning_odc.lessons.display import (
+    QUIET,
+    last_line,
+    print_table,
+    quiet,
+    show,
+)
+from lightning_odc.lessons.interleavings import (
+    PROTOCOL,
+    explore,
+    microbatches,
+    swapped,
+    without,
+)
+from lightning_odc.lessons.windows import Recorded, open_ranks, together
+
+quiet()
 
 # %%
 import time
@@ -23,34 +51,23 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_odc import ODCStrategy
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.errors import ODCError
-from lightning_odc.lessons import pictures
-from lightning_odc.lessons.display import QUIET, last_line, quiet, show
-from lightning_odc.lessons.interleavings import (
-    PROTOCOL,
-    explore,
-    microbatches,
-    swapped,
-    without,
-)
-from lightning_odc.lessons.windows import Recorded, open_ranks, together
 
-quiet()
 torch.set_printoptions(precision=3, sci_mode=False)
 
 # %% [markdown]
 # ## Four numbers, two owners
 #
-# The smallest model that can be sharded: a weight vector of four numbers. Rank 0 **owns** the first two, rank 1
-# the last two. To *own* a shard means: I keep it, I run the optimizer on it, I am the only one who may change it.
+# Our model is the smallest that can be sharded: a weight vector of four numbers. Rank 0 **owns** the first two,
+# rank 1 the last two. The owner of a shard keeps it and runs the optimizer on it. No other rank may change it.
 #
 # Every rank opens a **window**, a piece of memory that the others can reach. For each *unit* of the model
-# (usually one transformer layer; here the whole vector) there are three things in it:
+# (usually one transformer layer, here the whole vector) it holds three things:
 #
 # | in the window | who writes | who reads |
 # |---|---|---|
-# | a copy of the rank's **shard** | its owner | everybody |
-# | a **version** number of that copy | its owner | everybody |
-# | an **accumulator** for the shard's gradient | everybody adds, under a lock | its owner |
+# | a copy of the rank's **shard** | its owner | all ranks |
+# | a **version** number of that copy | its owner | all ranks |
+# | an **accumulator** for the shard's gradient | all ranks add, under a lock | its owner |
 #
 # With processes the window is shared memory. Here both ranks live in this notebook's process, so that you can
 # drive them by hand. The protocol code is the real one: the same class that `strategy="odc"` uses.
@@ -74,8 +91,8 @@ for rank, shard in zip((rank0, rank1), weights, strict=True):
 # %% [markdown]
 # ## Reading without asking
 #
-# Rank 1 wants to compute. It needs the whole vector. Watch what rank 0 does in the next cell: *nothing*. No line
-# of it runs. Its shard is read anyway.
+# Rank 1 has to compute, and needs the whole vector. Watch what rank 0 does in the next cell: *nothing*. Rank 1 reads
+# its shard anyway.
 
 # %%
 full = torch.zeros(2, 2)
@@ -84,12 +101,11 @@ rank1.windows[0].gather(full.view(-1))  # fill in what the peers have published
 print("rank 1 sees", full.flatten().tolist())
 
 # %% [markdown]
-# That is the difference to an all-gather. An all-gather is a conversation: both sides have to be there. This is a
-# look at a notice board.
+# An all-gather would need both ranks at the same time. Reading a window needs one.
 #
 # ## Adding without asking
 #
-# Rank 1 runs three microbatches, one after the other. Each leaves a gradient for all four numbers. The first two
+# Rank 1 runs three microbatches, one after the other. Each makes a gradient for all four numbers. The first two
 # belong to rank 0, so rank 1 adds them to *rank 0's accumulator*. Rank 0 still does nothing.
 
 # %%
@@ -104,16 +120,16 @@ for rank in (rank0, rank1):
 
 # %% [markdown]
 # With a reduce-scatter, three microbatches on rank 1 would have needed three on rank 0, or the job would hang.
-# Here rank 0 may run one, or five, or none. The sum is the same, in whatever order the gradients come. (In
-# floating point, up to rounding. `ODCStrategy(deterministic=True)` fixes the order, too.)
+# Here rank 0 may run one, or five, or zero. The sum is the same in any order of the gradients. (In floating point, up
+# to rounding. `ODCStrategy(deterministic=True)` fixes the order, too.)
 #
 # ## The one meeting
 #
-# Rank 0 must not run its optimizer before *all* gradients are there. So there is one meeting per minibatch: each
-# rank says "I am done with version 1", and waits until everybody has said so. The message carries what else the
-# ranks must know of each other, for example how many items their losses are sums over.
+# Rank 0 must not run its optimizer before *all* gradients are there. So there is one meeting per minibatch. Each
+# rank says "I am done with version 1", and waits until all ranks have said so. The message also carries numbers
+# that the other ranks need, for example how many items a rank's losses are sums over.
 #
-# A meeting needs both, so now each rank gets a thread. Rank 0 comes half a second late.
+# A meeting needs both ranks, so now each gets a thread. Rank 0 comes half a second late.
 
 
 # %%
@@ -152,9 +168,9 @@ rank0.windows[0].publish()
 print("rank 0's shard, version 2:", weights[0].tolist())
 
 # %% [markdown]
-# Rank 0 goes on to the next minibatch. It wants to read rank 1's shard, version 2, which is not there yet. It
-# *waits*; it does not take the old one. (Every wait has a deadline. Ours is one second.) Read the error: it says
-# who waits for whom, for what, and where everybody is.
+# Rank 0 goes on to the next minibatch. It has to read version 2 of rank 1's shard, which is not there yet. It does
+# not take the old version. It *waits*. (Every wait has a deadline. Ours is one second.) Read the error: it says who
+# waits for whom, for what, and where all ranks are.
 
 # %%
 try:
@@ -243,7 +259,7 @@ assert torch.allclose(torch.cat(shards), alone, rtol=1e-5)
 # The same numbers, although the ranks ran different numbers of microbatches and never agreed on an order. This is
 # what they did:
 
-# %%
+# %% Draw what the ranks did tags=["hide-input"]
 show(
     pictures.one_timeline_figure(recorded.timeline, "eight steps by hand"),
     "Timeline of the training by hand. Rank 1 computes three microbatches per "
@@ -256,24 +272,102 @@ show(
 # more work is the planner's job, see [notebook 3](03_balancing_a_minibatch.ipynb).
 
 # %% [markdown]
+# ## Write it yourself: what will it take?
+#
+# Six lines predict how long such a training takes. Keep a clock for each rank. Add to it what the rank does. Where
+# ranks meet, set all clocks to the latest one. Write the six lines in the next cell. (The notebook also runs if
+# you do not: the answer is in the folded cell below the check.)
+
+
+# %%
+def replay(times, meet):
+    """When the last rank is done.
+
+    times[rank] lists how long each of the rank's pieces of work takes, equally many for
+    all ranks. meet: whether all ranks meet after every piece, or only at the end.
+    """
+    # your six lines
+
+
+# %%
+example = [[8, 1, 1], [1, 1, 8]]
+print("meet after every piece: ", replay(example, meet=True), "(17 is right)")
+print("meet once, at the end:  ", replay(example, meet=False), "(10 is right)")
+
+
+# %% The answer tags=["hide-input"]
+def answer(times, meet):
+    clocks = [0.0] * len(times)
+    for pieces in zip(*times, strict=True):
+        clocks = [
+            clock + piece for clock, piece in zip(clocks, pieces, strict=True)
+        ]
+        if meet:
+            clocks = [max(clocks)] * len(clocks)
+    return max(clocks)
+
+
+if [replay(example, meet=True), replay(example, meet=False)] != [17, 10]:
+    replay = answer
+    print("from here on, the answer is used")
+
+# %% [markdown]
+# Now predict the training by hand. A piece is the whole share of a rank in one step, and the ranks meet after every
+# step. For comparison, two predictions for two microbatches on each rank: on demand, and with collectives, where the
+# ranks meet after every microbatch.
+
+
+# %%
+def predict(shares, every_microbatch):
+    """Seconds of the training, if rank r runs the microbatches shares[r] of every step."""
+    times = []
+    for mine in shares.values():
+        pauses = PAUSES[:, mine]  # by step and microbatch
+        pieces = pauses.flatten() if every_microbatch else pauses.sum(1)
+        times.append(pieces.tolist())
+    return replay(times, meet=True)
+
+
+# %% Compare with the measurement tags=["hide-input"]
+predicted = predict(SHARES, every_microbatch=False)
+measured = recorded.timeline.seconds
+halves = {0: [0, 1], 1: [2, 3]}
+print_table(
+    ["seconds", "predicted", "measured", "off by"],
+    [
+        [
+            "one microbatch and three, on demand",
+            f"{predicted:.2f}",
+            f"{measured:.2f}",
+            f"{measured / predicted - 1:+.1%}",
+        ],
+        ["two and two, on demand", f"{predict(halves, False):.2f}", "", ""],
+        ["two and two, collectives", f"{predict(halves, True):.2f}", "", ""],
+    ],
+)
+
+# %% [markdown]
+# The arithmetic of [notebook 1](01_seeing_the_imbalance.ipynb) and of its pictures is this function. There, a piece
+# is one layer of one microbatch.
+
+# %% [markdown]
 # ## Why is no barrier needed?
 #
-# You may have an uneasy feeling by now. Ranks write into each other's memory and nobody keeps them in order. What
-# if somebody reads a shard while it is being overwritten? What if a gradient comes too late, or too early?
+# Ranks write into each other's memory, and no barrier keeps them in order. What if a rank reads a shard while its
+# owner overwrites it? What if a gradient comes too late, or too early?
 #
 # There are two dangers between one step and the next.
 #
-# *A shard could be overwritten while a peer still reads it.* It cannot: the owner writes only after the meeting,
+# *An owner could overwrite a shard while a peer still reads it.* It cannot: the owner writes only after the meeting,
 # and a peer comes to the meeting only after its last read.
 #
 # *A gradient of step 2 could fall into an accumulator that still holds step 1.* It cannot: to have a gradient of
-# step 2, a rank must have read version 2 of that owner's shard, and the owner publishes it only after it has
+# step 2, a rank must have read version 2 of that owner's shard. The owner publishes version 2 only after it has
 # emptied the accumulator.
 #
-# Do not believe arguments about concurrency. Try all orders! Below, a rank is a list of small actions. The
-# protocol is one such list, repeated for every step. `explore` lets two ranks run it in *every* order that two
-# ranks can possibly run it in, for three steps, and looks for a rank that reads what it should not, or a sum that
-# is not complete.
+# Do not believe arguments about concurrency. Try all orders. Below, a rank is a list of small actions. The
+# protocol is one such list, repeated for every step. `explore` lets two ranks run it in *every* order that is
+# possible, for three steps. It looks for a rank that reads what it should not, and for a sum that is not complete.
 
 # %%
 print("\n".join(PROTOCOL))
@@ -281,58 +375,55 @@ print("\n".join(PROTOCOL))
 # %%
 print("one microbatch each:   ", explore(PROTOCOL))
 print("one against three:     ", explore(microbatches(1), microbatches(3)))
-print("two against none:      ", explore(microbatches(2), microbatches(0)))
+print("two against zero:      ", explore(microbatches(2), microbatches(0)))
 
 # %% [markdown]
 # ## Break it on purpose
 #
-# Now leave something out. The explorer prints the shortest way into the disaster: rank 0 on the left, rank 1 on
-# the right, time runs down.
+# Now leave something out. The explorer prints the shortest way to the error: rank 0 on the left, rank 1 on the right,
+# time runs down.
 #
-# **Nobody waits for the others at the end.** The sum is taken before it is complete:
+# **No rank waits for the others at the end.** The owner takes the sum before it is complete:
 
 # %%
 print(explore(without(PROTOCOL, "wait for done")))
 
 # %% [markdown]
-# **Nobody looks at the version.** The first read comes before anything was written:
+# **No rank looks at the version.** The first read comes before the first write:
 
 # %%
 print(explore(without(PROTOCOL, "wait for version")))
 
 # %% [markdown]
-# **The version is set before the bytes are there.** Half of the shard is new, half of it was never written. This
-# is called a *torn read*:
+# **The owner sets the version before it has written the bytes.** Half of the shard is new, half of it was never
+# written. This is called a *torn read*:
 
 # %%
 print(explore(swapped(PROTOCOL, "write second half", "announce version")))
 
 # %% [markdown]
-# **Publish first, clean up later.** It seems harmless to publish the new shard before the accumulator is emptied.
-# But whoever sees the new version may add at once, and then the owner wipes that gradient away:
+# **Publish first, clean up later.** It seems harmless to publish the new shard before emptying the accumulator. But a
+# rank that sees the new version may add at once, and then the owner deletes that gradient:
 
 # %%
 late_zero = (*PROTOCOL[:3], "zero sum", *PROTOCOL[3:-1])
 print(explore(late_zero))
 
 # %% [markdown]
-# **Count from zero.** Control words are zero in the beginning. If the first version is 0 as well, then everything
-# looks published before anybody has written. An early prototype of this package had exactly this hole. The loss
-# looked fine.
+# **Count from zero.** Control words are zero in the beginning. If the first version is 0 as well, everything looks
+# published before the first write. An early prototype of this package had this error. Its loss looked fine.
 
 # %%
 print(explore(PROTOCOL, first_version=0))
 
 # %% [markdown]
-# Such mistakes are silent. Nothing crashes; the model learns a little worse, on some days. This is why the
-# package's tests run the real protocol in many random orders as well, and check that this *finds* broken
-# protocols.
+# Such mistakes are silent. Nothing crashes. The model learns a little worse, in some runs. So the package's tests run
+# the real protocol in many random orders as well, and check that this *finds* broken protocols.
 
 # %% [markdown]
 # ## Read the errors
 #
-# A user can break the rules, too. The engine checks what it can and says what to do. Four errors that you may
-# meet.
+# A user can break the rules, too. The engine checks what it can and says what to do. You may see these four errors.
 #
 # **The ranks run different programs.** One is at the end of a step, the other one has gone to validation:
 
@@ -360,7 +451,7 @@ except ODCError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# **Another rank has failed.** Whoever waits for it stops, and shows the error of the one that failed first:
+# **Another rank has failed.** A rank that waits for it stops, and shows the error of the rank that failed first:
 
 # %%
 rank0, rank1 = open_ranks([vector])
@@ -371,7 +462,7 @@ except ODCError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# **Somebody has changed a parameter by hand.** Peers would read the old value. This one in a real training with
+# **Your code has changed a parameter by hand.** Peers would read the old value. Here it is in a real training with
 # two processes:
 
 
@@ -397,23 +488,23 @@ except ODCError as error:
     print(last_line(error))
 
 # %% [markdown]
-# The check compares, bit by bit, what a rank has published with what it holds: when it first reads a unit in a
-# step, and after the last backward pass. The message shows the line to write.
+# The check compares, bit by bit, what a rank has published with what it holds. It runs when a rank first reads a
+# unit in a step, and after the last backward pass. The message shows the line to write.
 #
 # ## What you have seen
 #
 # - Reading and adding need no partner. A rank that is busy, or asleep, does not hold up the others.
 # - One number per shard, its version, says when it may be read. One meeting per step says when it may be changed.
+# - Six lines of arithmetic predict how long ranks take, and where they wait.
 # - Leave out any rule, and an exhaustive search finds the order of events that breaks training.
 # - Every wait is measured, has a deadline, and says who waits for whom.
 #
 # [How it works](../docs/how-it-works.md) goes on from here: who divides the gradient, what it costs in memory,
-# and how windows are shared between processes. The protocol itself is in `lightning_odc/engine/protocol.py`; its
-# Notes are worth reading now.
+# and how processes share windows. The protocol itself is in `lightning_odc/engine/protocol.py`. Read its Notes next.
 #
 # ## Exercises
 #
-# 1. `explore(without(PROTOCOL, "zero sum"))`: in which step is it found out, and why not earlier?
+# 1. `explore(without(PROTOCOL, "zero sum"))`: in which step is the error found, and why not earlier?
 # 2. Find two actions of `PROTOCOL` that can be swapped without harm, and two whose swap makes both ranks wait
 #    forever.
 # 3. Leave out both `"wait for done"` and `"take sum"`. Now the explorer finds another mistake than before. Which
@@ -422,3 +513,51 @@ except ODCError as error:
 #    long? What does it say if rank 0 calls `rank.fail("...")` first?
 # 5. Give rank 0 no microbatches at all (`SHARES = {0: [], 1: [0, 1, 2, 3]}`). Are the weights still those of one
 #    process?
+#
+# <details>
+# <summary>Answer to 1</summary>
+#
+# In step 2, when a rank takes its sum: the sum still holds gradients of step 1. In step 1 the accumulators are empty
+# from the beginning, so leaving out `"zero sum"` changes nothing there.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 2</summary>
+#
+# Without harm: `"read first half"` and `"read second half"`, or `"add to peer"` and `"add to own"`. Both ranks wait
+# forever if you swap `"say done"` and `"wait for done"`: each waits for the other to say so first. There are more of
+# both kinds. Try all pairs:
+#
+# ```python
+# from itertools import combinations
+#
+# for one, other in combinations(PROTOCOL, 2):
+#     print(one, "|", other, "|", explore(swapped(PROTOCOL, one, other)).violation or "no harm")
+# ```
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 3</summary>
+#
+# The first one. A rank that does not wait at the end goes on to the next step, and overwrites its shard while a peer
+# still has to read the old version: "works on version 1 and has read version 2".
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 4</summary>
+#
+# Rank 1 says that it gave up waiting for version 4 of rank 0's shard, after 10 seconds: the deadline of
+# `open_ranks(..., timeout=10)`. With `rank.fail("...")` rank 1 stops at once, and its error has the message of rank
+# 0. The strategies of this package call `fail` for you.
+#
+# </details>
+#
+# <details>
+# <summary>Answer to 5</summary>
+#
+# Yes. The sum does not depend on which rank adds. Rank 0 reads nothing, adds nothing, and waits at every meeting.
+#
+# </details>

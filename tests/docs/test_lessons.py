@@ -1,7 +1,10 @@
 """What the notebooks use besides the package does what they say it does."""
 
+import json
 import math
 import os
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
-from lightning_odc.lessons import devices, pictures, strokes, texts
+from lightning_odc.lessons import devices, pictures, sliders, strokes, texts
 from lightning_odc.lessons.dealing import deal_minibatches
 from lightning_odc.lessons.display import mean_of_log, read_log
 from lightning_odc.lessons.interleavings import (
@@ -59,6 +62,48 @@ def test_a_picture_of_a_replay_says_how_long_it_is_in_plain_digits(scale, writte
     times = [[[scale * layer for layer in microbatch] for microbatch in rank] for rank in TIMES]
     figure = pictures.replays_figure({"one": replay(times, "minibatch")}, "tokens")
     assert figure.axes[0].get_title(loc="left").startswith(f"one: {written}, idle")
+
+
+def test_a_picture_of_rows_says_how_much_is_padding():
+    figure = pictures.rows_figure([10, 30, 20], [[10, 20], [30]])
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == [
+        "Padded: 90 tokens in 3 rows, 33% of them padding",
+        "Packed: 60 tokens in 2 rows, 0% of them padding",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node here to run the JavaScript of the sliders")
+@pytest.mark.parametrize(("sigma", "ranks"), [(0.0, 2), (0.9, 4), (1.6, 16)])
+def test_the_sliders_compute_what_the_replay_computes(sigma, ranks, tmp_path):
+    program = tmp_path / "sliders.js"
+    program.write_text(sliders.script())
+    asked = (
+        f"const m = require({json.dumps(str(program))}), times = m.lengths({sigma}, {ranks});"
+        f"const runs = [true, false].map((all) => m.totals(m.replay(times, all), {ranks}));"
+        "console.log(JSON.stringify({ times, runs }))"
+    )
+    said = subprocess.run(["node", "-e", asked], capture_output=True, text=True, check=True)
+    found = json.loads(said.stdout)
+    lengths = [length for rank in found["times"] for length in rank]
+    assert [len(rank) for rank in found["times"]] == [4] * ranks
+    assert sum(lengths) / len(lengths) == pytest.approx(1)
+    assert (max(lengths) - min(lengths) > 1) == (sigma > 0)
+    for run, meeting in zip(found["runs"], ("layer", "minibatch"), strict=True):
+        pieces = replay(layered(found["times"], layers=4), meeting)
+        waiting = sum(piece.end - piece.begin for piece in pieces if piece.idle) / ranks
+        assert run["time"] == pytest.approx(duration(pieces))
+        assert run["idle"] == pytest.approx(waiting, abs=1e-9)
+        assert run["fraction"] == pytest.approx(idle_fraction(pieces), abs=1e-9)
+
+
+def test_the_sliders_ask_no_other_host_and_have_words():
+    page = sliders.script()
+    assert "PALETTE" not in page
+    assert [word for word in ("fetch", "import(", "src=", "XMLHttp", "innerHTML") if word in page] == []
+    assert page.count("\n") < 150
+    for word in ('"label"', "aria-label", '"status"'):
+        assert word in page
 
 
 def test_bent_lengths_keep_their_mean():
@@ -159,7 +204,7 @@ def test_a_first_version_that_words_begin_with_is_found():
 
 
 def test_an_action_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="'pray' is no action"):
+    with pytest.raises(ValueError, match="'pray' is not an action"):
         explore((*PROTOCOL, "pray"))
 
 

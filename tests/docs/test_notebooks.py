@@ -3,11 +3,18 @@
 import copy
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+from lightning_odc.lessons import sliders
+from lightning_odc.lessons.replay import duration, layered, replay
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
@@ -52,7 +59,11 @@ def test_a_notebook_tells_its_reader_what_to_expect_and_ends_with_exercises(name
     assert "**You will learn**" in texts[0]
     assert "**It needs**" in texts[0]
     exercises = texts[-1].split("## Exercises")[1]
-    assert len(re.findall(r"^\d\. ", exercises, re.MULTILINE)) >= 3
+    asked = re.findall(r"^(\d)\. ", exercises.split("<details>")[0], re.MULTILINE)
+    answered = re.findall(r"^<details>\n<summary>Answer to (\d)</summary>\n\n\S", exercises, re.MULTILINE)
+    assert len(asked) >= 3
+    assert answered == asked
+    assert exercises.count("</details>") == len(asked)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,12 +84,63 @@ def test_text_has_no_percentages_that_a_run_could_change(name):
             assert not re.search(r"\d ?(%|ms\b)", re.sub(r"`[^`]*`", "", cell.source)), cell.source
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_first_cell_installs_the_package_only_where_it_is_missing(name, installed, monkeypatch):
+    cell = next(cell for cell in build.from_source(name).cells if cell.cell_type == "code")
+    assert cell.metadata["jupyter"] == {"source_hidden": True}
+    check, imports = cell.source.split("\n\nfrom lightning_odc", 1)
+    assert imports
+    ran = []
+
+    class Shell:
+        def run_line_magic(self, *said):
+            ran.append(said)
+
+    found = importlib.util.find_spec("lightning_odc") if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: {"lightning_odc": found}[name])
+    exec(TransformerManager().transform_cell(check), {"get_ipython": Shell})
+    assert ran == ([] if installed else [("pip", 'install --quiet "lightning-odc[notebooks]"')])
+
+
+def test_the_extra_brings_jupyter_and_make_opens_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "jupyter" in project["optional-dependencies"]["notebooks"]
+    if shutil.which("make"):
+        said = subprocess.run(["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert said.stdout.rstrip().endswith("/jupyter lab notebooks")
+
+
+def test_the_answer_is_the_replay_of_the_first_lesson_and_gives_way_to_the_readers():
+    cells = [cell for cell in build.from_source(NAMES[5]).cells if cell.cell_type == "code"]
+    place = next(i for i, cell in enumerate(cells) if cell.metadata.get("title") == "The answer")
+    names: dict = {}
+    for cell in cells[place - 2 : place + 1]:
+        exec(cell.source, names)
+    assert names["replay"] is names["answer"], "the stub is not an answer"
+    times = [[1.0, 5.0, 2.0], [3.0, 1.0, 4.0], [2.0, 2.0, 2.0]]
+    for meet, meeting in ((True, "microbatch"), (False, "minibatch")):
+        pieces = replay(layered(times, layers=1, passes=1), meeting)
+        assert names["replay"](times, meet) == pytest.approx(duration(pieces))
+
+    def readers(times, meet):
+        return names["answer"](times, meet)
+
+    names["replay"] = readers
+    exec(cells[place].source, names)
+    assert names["replay"] is readers
+
+
 def _stream(name, text):
     return nbformat.v4.new_output("stream", name=name, text=text)
 
 
 def _picture(metadata):
     return nbformat.v4.new_output("display_data", data={"image/png": "aGk="}, metadata=metadata)
+
+
+def _html(page):
+    return nbformat.v4.new_output("display_data", data={"text/html": page, "text/plain": "a figure"})
 
 
 @pytest.mark.parametrize(
@@ -89,8 +151,11 @@ def _picture(metadata):
         (_stream("stdout", "see /home/me/x.py"), "a path of this machine: /home/me/x.py"),
         (nbformat.v4.new_output("execute_result", data={"text/plain": "'/tmp/x'"}), "a path of this machine"),
         (_picture({}), "a picture without alternative text"),
+        (_html('<script src="x.js"></script>'), "asks other hosts"),
+        (_html("<script>fetch('/x')</script>"), "asks other hosts"),
+        (_html("<p>https://example.org</p>"), "asks other hosts"),
     ],
-    ids=["error", "warning", "path", "path in a value", "no alt"],
+    ids=["error", "warning", "path", "path in a value", "no alt", "script", "request", "address"],
 )
 def test_what_a_reader_should_not_find_is_found(output, problem):
     notebook = read(NAMES[0])
@@ -115,18 +180,76 @@ def test_the_page_shows_everything_and_asks_nobody(name):
     assert len(pictures) == sum("image/png" in output.get("data", {}) for output in outputs)
     for output in outputs:
         assert output.get("text", "").rstrip() in page
+    folded = [cell for cell in notebook.cells if "tags" in cell.metadata]
+    for cell in folded:
+        summary = f"<summary>{cell.metadata['title']}</summary>"
+        title, code = cell.source.split("\n", 1)
+        assert title == f"# @title {cell.metadata['title']}"  # what Colab and JupyterLab show of it
+        assert f'<details markdown="1">\n{summary}\n\n````python\n{code}\n' in page
+    assert page.count('<details markdown="1">') == page.count("</details>") > len(folded) > 0
     assert ".ipynb)" not in page.replace(f"[Download it]({name}.ipynb)", "")
     assert "../docs/" not in page
-    assert "<script" not in page
+    figures = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert all(figure in page for figure in figures)
+    assert page.count("<script") == sum(figure.count("<script>") for figure in figures)
     description = re.search(r'^description: "(.+)"$', page, re.MULTILINE)[1]
     assert description.startswith("You will learn ")
 
 
-def test_the_page_links_to_colab_where_the_project_is_on_github():
-    notebook = read(NAMES[0])
+def test_the_figure_with_sliders_is_the_present_one():
+    outputs = [output for cell in read(NAMES[0]).cells for output in cell.get("outputs", [])]
+    (figure,) = [output.data for output in outputs if "text/html" in output.get("data", {})]
+    assert figure["text/html"] == sliders.page(figure["text/plain"]), (
+        f"run: make notebooks ARGS='--write {NAMES[0]}'"
+    )
+
+
+def test_with_an_address_a_notebook_opens_in_colab_and_installs_from_there():
+    notebook = build.from_source(NAMES[0], "https://github.com/me/it")
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
     address = f"https://colab.research.google.com/github/me/it/blob/main/notebooks/{NAMES[0]}.ipynb"
-    assert address in pages.render(NAMES[0], notebook, "https://github.com/me/it/")[0]
-    assert "colab" not in pages.render(NAMES[0], notebook)[0]
+    title, badge = notebook.cells[0].source.split("\n\n")[:2]
+    assert title == "# 1. Seeing the imbalance problem"
+    assert badge.startswith("[![Open in Colab](https://")
+    assert badge.endswith(f"]({address})")
+    assert (
+        'install --quiet "lightning-odc[notebooks] @ git+https://github.com/me/it"'
+        in notebook.cells[1].source
+    )
+    page, _ = pages.render(NAMES[0], notebook)
+    assert f"[open it in Colab]({address})" in page
+    assert "badge.svg" not in page, "the site asks no other host"
+
+
+def test_without_an_address_there_is_no_link_to_colab():
+    notebook = build.from_source(NAMES[0], "")
+    assert "colab" not in notebook.cells[0].source
+    assert 'install --quiet "lightning-odc[notebooks]"' in notebook.cells[1].source
+
+
+def test_texts_are_renewed_without_a_run_and_code_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "notebook_path", lambda name: tmp_path / f"{name}.ipynb")
+    source = tmp_path / "x.py"
+    code = '# %% [markdown]\n# # {}\n#\n# aims\n\n# %%\n# {}pip install "lightning-odc[notebooks]"\nx = {}\n'
+    source.write_text(code.format("old", "%", 1))
+    notebook = build.from_source("x")
+    notebook.cells[1].outputs = [_stream("stdout", "1\n")]
+    nbformat.write(notebook, tmp_path / "x.ipynb")
+
+    source.write_text(code.format("new", "%", 1))
+    monkeypatch.setattr(build, "address", lambda: "https://github.com/me/it")
+    build.renew_text("x")
+    after = nbformat.read(tmp_path / "x.ipynb", as_version=4)
+    assert after.cells[0].source.startswith("# new\n\n[![Open in Colab]")
+    assert "git+https://github.com/me/it" in after.cells[1].source
+    assert after.cells[1].outputs[0].text == "1\n"
+
+    source.write_text(code.format("new", "%", 2))
+    with pytest.raises(build.NotebookError, match="its code has changed"):
+        build.renew_text("x")
 
 
 @pytest.mark.parametrize("index", [FOLDER / "README.md", ROOT / "docs" / "tutorials.md", ROOT / "mkdocs.yml"])

@@ -1,0 +1,34 @@
+"""The figure with sliders: skew and ranks change, timelines follow. Plain JavaScript that asks no other host.
+
+The arithmetic is that of `lightning_odc.lessons.replay`, with a sample's length as its time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lightning_odc.callbacks.timeline.palette import BLUE, IDLE, LIGHT_BLUE
+
+_SOURCE = Path(__file__).with_suffix(".js")
+
+
+def script() -> str:
+    """The JavaScript, in the colours of all pictures."""
+    return _SOURCE.read_text().replace("PALETTE", json.dumps({"idle": IDLE, "shades": [LIGHT_BLUE, BLUE]}))
+
+
+def page(description: str) -> str:
+    """The figure as HTML, with the description in its place where there is no JavaScript."""
+    return f'<div class="odc-sliders">\n<p>{description}</p>\n</div>\n<script>\n{script()}</script>'
+
+
+def show_sliders(description: str) -> None:
+    """Show the figure below the cell.
+
+    Args:
+        description: What can be seen, for those who have no JavaScript.
+    """
+    from IPython.display import display
+
+    display({"text/html": page(description), "text/plain": description}, raw=True)
