@@ -27,23 +27,32 @@ STALL = 1.5
 
 
 class Stalls(TokenModule):
-    """Rank 1 sleeps in the second microbatch of its second share, rank 0 does not."""
+    """Rank 1 sleeps in the second microbatch of its second share, rank 0 does not.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: of this process.
+        until: A file that ends the sleep.
+    """
+
+    def __init__(self, rank: int, until: Path | None = None) -> None:
         super().__init__("items")
         self.stalling = rank == 1
+        self.until = until
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         if self.stalling and len(self.seen) == 3:
             time.sleep(STALL)
+            end = time.monotonic() + 60
+            while self.until is not None and not self.until.exists() and time.monotonic() < end:
+                time.sleep(0.05)
         return super().training_step(batch, batch_idx)
 
 
-def _stalls(rank: int, root: str, **options: Any) -> str:
+def _stalls(rank: int, root: str, until: Path | None = None, **options: Any) -> str:
     sys.stderr = io.StringIO()
     options = {"hang_report_after": SOON, **options}
     shares = [Minibatch(token_batches([5, 9])) for _ in range(3)]
-    trainer(2, default_root_dir=root, **options).fit(Stalls(rank), loader(shares))
+    trainer(2, default_root_dir=root, **options).fit(Stalls(rank, until), loader(shares))
     assert not [thread for thread in threading.enumerate() if "hang report" in thread.name]
     return sys.stderr.getvalue()
 
@@ -77,17 +86,18 @@ def test_an_unwritable_directory_is_said_once_and_hurts_nobody(tmp_path):
 def _gives_up(rank: int, root: str) -> str:
     if rank == 0:
         with pytest.raises(WaitTimeoutError) as caught:
-            _stalls(rank, root, timeout=timedelta(seconds=0.5), hang_report_after=timedelta(seconds=60))
+            _stalls(rank, root, timeout=timedelta(seconds=4), hang_report_after=timedelta(seconds=60))
         return str(caught.value)
+    until = Path(root) / "odc-hang-reports" / "rank0.txt"
     with pytest.raises(Exception, match="Gave up after"):  # the other one's error
-        _stalls(rank, root, timeout=timedelta(seconds=20), hang_report_after=None)
+        _stalls(rank, root, until, timeout=timedelta(seconds=60), hang_report_after=None)
     return ""
 
 
 def test_the_deadline_is_reported_too(tmp_path):
     message = try_ranks(_gives_up, str(tmp_path))[0].result
     written = (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
-    assert message.startswith("Gave up after 0.5 s of waiting for rank 1")
+    assert message.startswith("Gave up after 4 s of waiting for rank 1")
     assert message in written
     assert "Python stack of this rank" in written
     assert not (tmp_path / "odc-hang-reports" / "rank1.txt").exists()
