@@ -44,7 +44,7 @@ class Hosts:
         _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
     def limit(self, mbit: float | None, queue: str = "2mb") -> None:
-        """Let each host send no more than so many megabits per second; ``None`` ends that.
+        """Limit the megabits per second that each host sends; ``None`` ends the limit.
 
         Args:
             mbit: The speed.

@@ -53,7 +53,7 @@ class Model(pl.LightningModule):
     """Some blocks; every second step runs out of memory, if asked to.
 
     Args:
-        width: Of the blocks.
+        width: Width of the blocks.
         fails: Whether one does.
     """
 
@@ -130,7 +130,7 @@ def rows(runs: dict[str, list[list[float]]]) -> list[list[str]]:
     """Of every variant: steps in which nothing runs out, the ratio to ``"raise"``, what a retry adds.
 
     Args:
-        runs: For each variant and repetition, the seconds of its steps.
+        runs: Seconds of the steps, for each variant and repetition.
     """
     found = []
     for name, own in runs.items():

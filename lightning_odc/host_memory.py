@@ -116,7 +116,7 @@ def rooms(root: Path | None = None, environment: Mapping[str, str] = os.environ)
 
 
 def available(processes: int = 1) -> int:
-    """Bytes that each of so many processes may still take, if all of them take as much."""
+    """Bytes that each of the processes may still take, if all of them take as much."""
     return min((room.size // (processes if room.is_shared else 1) for room in rooms()), default=_UNLIMITED)
 
 

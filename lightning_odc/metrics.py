@@ -29,7 +29,7 @@ class IdleFraction(Metric):
     updated adds no time.
 
     Args:
-        **kwargs: as in `torchmetrics.Metric`.
+        **kwargs: Arguments of `torchmetrics.Metric`.
 
     Attributes:
         busy: Seconds counted as busy so far, on this rank.
@@ -86,7 +86,7 @@ class LoadImbalance(Metric):
     one works, and ``nan`` as long as no rank was busy.
 
     Args:
-        **kwargs: as in `torchmetrics.Metric`.
+        **kwargs: Arguments of `torchmetrics.Metric`.
 
     Attributes:
         steps: Seconds by update: on one rank ``[S]``, and while synchronised ``[ranks, S]``; 8 bytes each, so

@@ -46,7 +46,7 @@ def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) ->
     """What is compared with the targets, from the slowest rank of each job; bytes are those of the sums, in fp32.
 
     Args:
-        entry: of one size, of any rank.
+        entry: Entry of one size and any rank.
         by_rank: the entries of all ranks for that size.
         how: ``"together"`` or ``"alone"``.
     """

@@ -96,9 +96,9 @@ class Job:
 
     Args:
         variant: One of `VARIANTS`.
-        layout: Of all ranks.
-        address: Of the host of rank 0.
-        width: Of the model.
+        layout: Layout of all ranks.
+        address: Address of the host of rank 0.
+        width: Width of the model.
     """
 
     def __init__(self, variant: str, layout: Layout, address: str, width: int) -> None:

@@ -298,7 +298,7 @@ def table(results: list[Result]) -> str:
 def _cell(result: Result | None) -> str:
     if result is None:
         return ""
-    everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is nobody to be named
+    everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is no rank to name
     return f"{result.seconds:.1f} s" + (
         "" if everybody or result.named == result.survivors else " (not named)"
     )

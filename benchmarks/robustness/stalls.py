@@ -18,7 +18,7 @@ from benchmarks.robustness.faults import PLACES, WORLD_SIZE, train, victim_of
 from lightning_odc.bench.tables import markdown
 from tests.support.ranks import run_ranks, try_ranks
 
-#: With deterministic sums nobody takes a lock, so here the sums are in arrival order.
+#: Deterministic sums take no lock, so here the sums are in arrival order.
 LOCKED = "adding, lock held"
 SOFT = 0.3  # seconds until ranks report
 PAUSE = 1.5  # seconds for which the victim is stopped

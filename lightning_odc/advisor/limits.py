@@ -53,7 +53,7 @@ def ratio(answer: Answer, question: Question, works: tuple[Work, Work]) -> float
     """The time by collectives over that on demand.
 
     Args:
-        answer: Which two settings are compared.
+        answer: The two settings to compare.
         question: The cluster and the model.
         works: The planned steps of both.
     """

@@ -126,7 +126,7 @@ class Sizes:
         """Devices, nodes and samples per device, with these where nothing was said.
 
         Args:
-            devices: Of all nodes; `None`: 8 per node.
+            devices: Number of devices, all nodes together; `None`: 8 per node.
             nodes: The number of nodes.
             minibatch_size: Samples per device and optimizer step.
 
@@ -288,7 +288,7 @@ def _named(name: str) -> tuple[Any, str]:
 
 
 def _shape_of(parameters: float) -> Mapping[str, Any]:
-    """A decoder with so many parameters whose width is 128 times its number of layers, as is usual.
+    """A decoder with that many parameters. As usual, its width is 128 times its number of layers.
 
     3e9 parameters: ``(3e9 / 196608) ** (1/3)`` is 25 layers, 3200 wide; they have 12 * 25 * 3200^2 = 3.07e9.
     """
@@ -349,7 +349,7 @@ def cluster_of(device: Any, devices: int, nodes: int) -> Cluster:
 
     Args:
         device: A preset of `lightning_odc.simulate`, ``"cpu"`` for this machine's processor, or a `Cluster`.
-        devices: Of all nodes together.
+        devices: Number of devices, all nodes together.
         nodes: The number of nodes.
 
     Raises:

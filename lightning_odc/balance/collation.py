@@ -40,7 +40,7 @@ class Collation:
         fixed: a padded row always has this number of tokens; longer samples are cut.
 
     Raises:
-        ValueError: a value that is none of those above, or ``multiple`` or ``fixed`` without a table.
+        ValueError: An invalid value, or ``multiple`` or ``fixed`` without a table.
 
     Example:
         >>> Collation("padded", multiple=8).rows([100, 90, 10])

@@ -66,7 +66,7 @@ class Descent:
     Args:
         loads: the true loads.
         estimate: what it packs by.
-        groups: For every rank its samples.
+        groups: Samples of every rank.
         pairs_too: Ranks of few samples exchange two at once.
     """
 

@@ -66,7 +66,7 @@ class Others:
         return all(sum(number) <= cap for number, cap in zip(together, self.caps, strict=False))
 
     def rooms(self, count: int) -> Rooms:
-        """So many empty microbatches."""
+        """That many empty microbatches."""
         return Rooms(self.numbers, [self.caps] * count)
 
     def fewest(self) -> int:

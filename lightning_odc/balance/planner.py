@@ -54,19 +54,19 @@ class Planner:
               at the end of others' lists.
 
         cost: what samples cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
-        allow_empty: under ``"local_sort"`` and ``"lb_micro"``, which give ranks equally many samples, take also
-            numbers of samples that ``num_ranks`` does not divide: counts of samples then differ by one, and a rank
-            that has fewer samples than others have microbatches ends with empty ones, which the caller must run with
-            weight zero; see `pairing` for when ``"lb_micro"`` can do without.
-        align: under ``"lb_micro"``, pack each rank along the others, see `aligning`; without, as in the paper, each
-            rank spreads its cost evenly over its microbatches.
+        allow_empty: Whether ``"local_sort"`` and ``"lb_micro"`` accept numbers of samples that ``num_ranks`` does not
+            divide. Counts of samples then differ by one. A rank with fewer samples than others have microbatches
+            ends with empty ones, which the caller must run with weight zero. See `pairing` for when ``"lb_micro"``
+            needs none.
+        align: Whether ``"lb_micro"`` packs each rank along the others, see `aligning`. Otherwise each rank spreads its
+            cost evenly over its microbatches, as in the paper.
         starts: how hard to search where the first result can still be better; 0 is about three times as fast and a
             few tenths of a percent worse for small minibatches.
         collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see
             `Collation`.
 
     Raises:
-        ValueError: a value that is none of those above.
+        ValueError: An invalid value.
     """
 
     num_ranks: int

@@ -195,8 +195,8 @@ class Ranks:
         """Call ``function(rank, world_size, *arguments)`` on every rank; returns what they returned, by rank.
 
         Args:
-            function: of a module, not a closure.
-            *arguments: for it, picklable.
+            function: Function of a module, not a closure.
+            *arguments: Picklable arguments of the function.
             heard: given to the function as ``tell=...``: called here with rank and item for every ``tell(item)`` there.
 
         Raises:

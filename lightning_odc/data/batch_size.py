@@ -113,7 +113,7 @@ def _parts(batch: Any) -> Iterable[Any]:
     return ()
 
 
-_ROUNDED_UP = 64  # collators pad to a multiple of so many tokens at most
+_ROUNDED_UP = 64  # collators pad to a multiple of at most this many tokens
 
 
 class PaddingWatch:

@@ -92,7 +92,7 @@ def check_unroll(recipe: Recipe) -> None:
         )
     if recipe.learns:
         raise ValueError(
-            "A cost that learns needs to be told how long microbatches took, and with unroll=True nobody does. Write "
+            "A cost that learns needs the times of microbatches, and with unroll=True it does not get them. Write "
             'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
         )
 

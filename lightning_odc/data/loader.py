@@ -97,7 +97,7 @@ class BalancedDataLoader:
         regroup: let the minibatches of a window exchange samples, so that large ones meet and ranks wait less for
             them; see :func:`lightning_odc.balance.regroup`. For map-style data sets, too.
         num_replicas: how many ranks share the data; by default those of the process group.
-        rank: which of them this is.
+        rank: Number of this rank.
         cache_dir: The folder for lengths that took a look at every sample; ``False``: they are not remembered.
         **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.

@@ -128,7 +128,7 @@ class MemoryCap:
 
         Args:
             by_rank: What each rank measured, if it ran anything.
-            ran_out: By rank, the microbatches that ran out of memory.
+            ran_out: Microbatches that ran out of memory, by rank.
         """
         failed = [(rank, one) for rank, own in enumerate(ran_out) for one in own]
         too_full = [(rank, one) for rank, one in failed if one.samples != 1]

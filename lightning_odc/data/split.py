@@ -36,7 +36,7 @@ def parts_of(task: Task, shifts_labels: bool) -> list[Task]:
 
     Args:
         task: The microbatch.
-        shifts_labels: As in `label_count`.
+        shifts_labels: Whether the model shifts labels, see `label_count`.
     """
     samples = None if task.detail is None else task.detail.samples
     if samples is not None:

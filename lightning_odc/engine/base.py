@@ -180,8 +180,8 @@ def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> fl
     """The global sum of weights, after checking that the ranks ran the same kind of batches by the same plan.
 
     Args:
-        records: of all ranks, in rank order.
-        weight_unit: of the engine.
+        records: Records of all ranks, in rank order.
+        weight_unit: Weight unit of the engine.
 
     Returns:
         What sums of gradients are divided by.
@@ -335,7 +335,7 @@ class Engine(Traced, ABC):
 
         Args:
             rank: This rank.
-            costs: By rank, the cost that every item is expected to have, in any unit.
+            costs: Expected cost of every item, by rank, in any unit.
 
         Raises:
             PeerFailedError: while it iterates, another rank has failed or died.

@@ -35,7 +35,7 @@ class Dropping:
     """Drops gradients of one rank; see Note [Who drops a gradient].
 
     Args:
-        placeholders: Of this rank.
+        placeholders: Placeholders of this rank.
         units: Returns the units of the model.
         protocol: Returns the open protocol.
     """

@@ -29,8 +29,8 @@ class HangReport:
 
     Args:
         after: seconds of waiting after which ranks report; after a reported wait that ended well, twice that wait.
-        directory: of the file, made when it is needed; ``None`` to write to stderr alone.
-        rank: of this process.
+        directory: Directory of the file, made when it is needed; ``None`` to write to stderr alone.
+        rank: Rank of this process.
         place: where this process is in the program, for people.
 
     Attributes:
@@ -123,7 +123,7 @@ class HangReport:
 def _append(path: Path, text: str) -> None:
     """Write to the end of a plain file in a plain directory, made if missing; links and pipes there are errors.
 
-    A pipe that nobody reads would keep the rank here for ever.
+    Without a reader, a pipe would keep the rank here for ever.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -56,7 +56,7 @@ from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
 from lightning_odc.engine.units import Unit
 
-#: Copying so many bytes takes as long as asking for them.
+#: Copying this many bytes takes as long as asking for them.
 _BYTES_OF_A_CALL = 64 * 1024
 #: Of the room, how much may be kept; the rest is for what comes suddenly. A host has other processes.
 _DEVICE_SHARE, _HOST_SHARE = 0.9, 0.5
@@ -86,7 +86,7 @@ class Memory(Protocol):
         ...
 
     def peak(self) -> int:
-        """The most that it held so far, or since somebody began to count anew."""
+        """The most bytes held so far, or since the count was reset."""
         ...
 
 
@@ -94,7 +94,7 @@ class HostMemory:
     """Memory of the host, which is divided among its ranks.
 
     Args:
-        ranks: of this host.
+        ranks: Ranks of this host.
     """
 
     share = _HOST_SHARE
@@ -119,7 +119,7 @@ class CudaMemory:
     """Memory of a CUDA device, by torch's allocator. It knows what was asked for without waiting for the device.
 
     Args:
-        device: of this rank.
+        device: Device of this rank.
     """
 
     share = _DEVICE_SHARE
@@ -210,7 +210,7 @@ class Keeping:
 
     Args:
         budget: Bytes that may be kept, or ``"auto"``: what is left beside training, with a margin.
-        memory: Of this rank.
+        memory: Memory of this rank.
     """
 
     def __init__(self, budget: KeepGathered, memory: Memory) -> None:

@@ -63,7 +63,7 @@ class OnDemandEngine(Engine):
         timeout: seconds after which any wait gives up.
         deterministic: sum gradients in rank order (bit-equal from run to run); one accumulator per source rank.
         lockstep: a barrier at every unit, the control experiment.
-        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        accumulator_dtype: Dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         hang_report: says where this rank is when ranks have waited for long.
         keeping: decides what stays gathered until a minibatch ends; by default nothing does.
     """

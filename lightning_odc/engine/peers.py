@@ -115,8 +115,8 @@ class Peers:
     """What this rank tells the others about itself, and knows of them.
 
     Args:
-        transport: with `Word.COUNT` control words, and a mailbox for failures.
-        units: for their names.
+        transport: Transport with `Word.COUNT` control words, and a mailbox for failures.
+        units: Units, whose names messages use.
 
     Attributes:
         beyond: tells of trouble with ranks that share no windows with this one; empty if there is none.
@@ -136,7 +136,7 @@ class Peers:
         self._transport.store(_DOING, Doing.word(activity, unit, time.monotonic_ns()))
 
     def come_to_end(self, ends: int) -> None:
-        """This rank has come to so many ends of batches and epochs. See Note [Who has left]."""
+        """Say how many ends of batches and epochs this rank has reached. See Note [Who has left]."""
         self._transport.store(Word.ENDS, ends)
 
     def fail(self, message: bytes) -> None:

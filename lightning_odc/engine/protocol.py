@@ -40,9 +40,9 @@ mailboxes are written by the host. So wherever Note [Versions instead of barrier
    and takes its sums out as soon as it has my record. This is where the host waits, once per minibatch. It would wait
    here anyway, for its peers, and everything that it wants to know of the step (losses, counts, comparisons of
    contents) can be read then.
-2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. Nobody here needs to
-   wait for that: an event is recorded behind the writes, and a thread writes the word when the event has happened,
-   while the host prepares the next minibatch.
+2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. The host does not
+   wait for that. It records an event behind the writes, and prepares the next minibatch. A thread writes the word when
+   the event has happened.
 
 The other direction needs nothing: a peer's word is read by the host before it asks its device for anything that
 depends on it, and what the word announces was done on the other device before it was written. Between an own read of a
@@ -343,5 +343,5 @@ class Protocol(RankState):
 
 
 def _times(unit: UnitSpec, count: int) -> UnitSpec:
-    """What a window holds of a unit: the shards and the sums of so many ranks, one behind the other."""
+    """What a window holds of a unit: the shards and the sums of all ranks of a column, one behind the other."""
     return replace(unit, shard_numel=count * unit.shard_numel, grad_numel=count * unit.grad_numel)

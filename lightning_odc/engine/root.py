@@ -29,7 +29,7 @@ class RootUnit:
     """Keeps the root unit gathered where it is needed.
 
     Args:
-        units: of a model; the root unit is the first one, if the root module has parameters of its own.
+        units: Units of a model. The root unit is the first one, if the root module has parameters of its own.
         model: the root module.
     """
 

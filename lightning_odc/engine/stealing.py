@@ -61,9 +61,9 @@ class WorkQueues:
     """All ranks' queues of the current minibatch, or of the prompts to be sampled.
 
     Args:
-        protocol: of this rank.
-        number: of these queues, counted from 1 on every rank.
-        costs: by rank, the planned cost of every microbatch or prompt, in any unit.
+        protocol: Protocol of this rank.
+        number: Number of these queues, counted from 1 on every rank.
+        costs: Planned cost of every microbatch or prompt, by rank, in any unit.
 
     Raises:
         ValueError: a rank has more items than a queue can count.
@@ -207,8 +207,8 @@ def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tup
     Its queue is open when this returns, so that peers can help a rank that takes nothing itself.
 
     Args:
-        protocol: of this rank.
-        costs: by rank of the job, the cost that every item is expected to have, in any unit.
+        protocol: Protocol of this rank.
+        costs: Expected cost of every item, by rank of the job, in any unit.
 
     Raises:
         ValueError: a rank has more items than a queue can count.
@@ -231,7 +231,7 @@ class Stealing:
     """Iterates over the microbatches that this rank runs: its own, then those of loaded peers.
 
     Args:
-        protocol: of this rank.
+        protocol: Protocol of this rank.
         own: this rank's microbatches.
         everybody: all ranks' microbatches.
 

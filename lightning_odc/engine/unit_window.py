@@ -15,7 +15,7 @@ from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitS
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError, StaleShardError
 
-#: Up to so many bytes a unit is read by one call, own shard included: calls take longer than copying.
+#: A unit of at most this many bytes is read by one call, own shard included: calls take longer than copying.
 _SMALL = 64 * 1024
 
 
@@ -164,7 +164,7 @@ class UnitWindow:
     """One unit as this rank sees it in the windows of all ranks, which must be open.
 
     Args:
-        state: of this rank.
+        state: State of this rank.
         index: the number of the unit.
         spec: its sizes.
         sources: accumulators per owner: 1, or one for every rank.
@@ -293,7 +293,7 @@ class UnitWindow:
 
         Args:
             chunks: 1-D, ``owners * numel`` elements: one chunk for every owner, in rank order.
-            segments: which elements of a chunk go where in the accumulator.
+            segments: Where each element of a chunk goes in the accumulator.
 
         Raises:
             StaleShardError: between the end of a version and the next one.

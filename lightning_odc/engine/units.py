@@ -252,7 +252,8 @@ class Unit:
 
         Args:
             accumulator: Shape ``[column.size, grad_numel]``.
-            gradients: By parameter name, of all ranks of the column, padded: shape ``[column.size, padded_numel]``.
+            gradients: Padded gradients of all ranks of the column, by parameter name. Shape ``[column.size,
+                padded_numel]``.
         """
         for slot in self.trainable:
             if slot.name in gradients:
@@ -285,7 +286,7 @@ class Unit:
         Args:
             total: 1-D, ``grad_numel`` elements, on the device of the shards; see `at_home`.
             scale: A factor.
-            used: By position in `slots`, which parameters received a gradient on any rank.
+            used: Whether a parameter received a gradient on any rank, by position in `slots`.
         """
         empty: list[tuple[DTensor, Tensor]] = []
         kept: list[tuple[DTensor, Tensor]] = []

@@ -100,9 +100,9 @@ class Waiter(Traced):
         """Enter the time inside as a wait. `until` does it; so does a rank in a collective, which has its own end.
 
         Args:
-            cause: As in `until`.
-            what: As in `until`.
-            peer: As in `until`.
+            cause: See `until`.
+            what: See `until`.
+            peer: See `until`.
         """
         if cause is not None and self.tracer is not None:
             self.tracer.begin_wait(str(cause))

@@ -44,7 +44,7 @@ def read_log(directory: str | Path, name: str) -> list[float]:
 
     Args:
         directory: the logger's ``log_dir``.
-        name: of the value.
+        name: Name of the value.
 
     Raises:
         KeyError: nothing of that name was logged.

@@ -69,8 +69,8 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
     """Replays one above the other on one time axis: a row per rank, a shade per microbatch, grey where it waits.
 
     Args:
-        replays: by the title to give them.
-        unit: of the time.
+        replays: Replays by their titles.
+        unit: Unit of the time.
         x: label of the axis, by default the unit.
     """
     ranks = [1 + max(piece.rank for piece in pieces) for pieces in replays.values()]
@@ -119,7 +119,7 @@ def close_up(timeline: Timeline, kind: str = "forward") -> Timeline:
     """The pass in which ranks waited longest, from where the first rank begins it to where the last one ends it.
 
     Args:
-        timeline: of ranks that meet in every pass, so that the n-th pass of all of them is at the same time.
+        timeline: Timeline of ranks that meet in every pass, so that the n-th pass of all of them is at the same time.
         kind: ``"forward"`` or ``"backward"``.
 
     Raises:
@@ -165,11 +165,11 @@ def lines_figure(
 
     Args:
         curves: lines.
-        title: of the picture.
+        title: Title of the picture.
         x: label of the axis.
         y: label of the axis.
         points: values that are not joined by a line.
-        in_turns: so many curves in a row share a colour, the second dashed, the third dotted.
+        in_turns: Number of curves in a row that share a colour: the second is dashed, the third dotted.
         percent: y values are fractions, shown as percentages.
         log_x: a logarithmic axis with a tick at every value.
     """

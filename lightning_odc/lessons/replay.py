@@ -74,7 +74,7 @@ def layered(costs: Sequence[Sequence[float]], layers: int, passes: int = 2) -> l
 
     Args:
         costs: ``costs[rank][microbatch]``.
-        layers: that share them evenly.
+        layers: Number of layers that share the time evenly.
         passes: 2 for a forward pass, which takes a third, and a backward pass; 1 for both at once.
     """
     parts = [1 / 3] * layers + [2 / 3] * layers if passes == 2 else [1.0] * layers

@@ -20,7 +20,7 @@ def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
     """The same lengths, less or more uneven, with the same sum but for rounding.
 
     Args:
-        lengths: of samples.
+        lengths: Lengths of samples.
         skew: 0 makes all of them equal, 1 leaves them as they are, above 1 the tail is longer: every length is raised
             to this power, and all are divided by what keeps the mean.
     """

@@ -65,7 +65,7 @@ class Recorded:
     """Ranks that are traced while the block runs; afterwards, `timeline` is what they did.
 
     Args:
-        ranks: as `open_ranks` returns them.
+        ranks: Ranks, from `open_ranks`.
     """
 
     def __init__(self, ranks: Sequence[Protocol]) -> None:

@@ -125,7 +125,7 @@ def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     unfreeze it only in one epoch, which may be over.
 
     Args:
-        trainer: With callbacks that have loaded their states.
+        trainer: Trainer whose callbacks have loaded their states.
         module: The sharded model.
     """
     before = _held(trainer.optimizers)

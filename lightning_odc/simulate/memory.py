@@ -63,7 +63,7 @@ def memory_of(
 
     Args:
         model: What is trained.
-        cluster: On what.
+        cluster: Cluster to run on.
         max_tokens: The most tokens that a microbatch computes.
         communication: See `simulate`.
         sharding: See `simulate`.

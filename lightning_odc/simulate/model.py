@@ -137,7 +137,7 @@ class Model:
             parameters: How many.
             layers: The number of units, all alike.
             precision: See `from_config`.
-            activation_bytes: Per token.
+            activation_bytes: Bytes of activations per token.
             dense: See `from_config`.
 
         Raises:

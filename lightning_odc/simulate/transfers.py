@@ -83,7 +83,7 @@ class Transfers:
 
     Args:
         model: What is moved.
-        cluster: Over what.
+        cluster: Cluster to run on.
         communication: One of `COMMUNICATIONS`.
         sharding: One of `SHARDINGS`.
         kept: Part of the gathered bytes that stay gathered until the minibatch ends; only on demand.
@@ -131,7 +131,7 @@ class Transfers:
         return UnitTransfers(gather, gather * (1 - self.kept), add + over, over)
 
     def seconds(self, size: float) -> float:
-        """Of a gather or a sum of so many bytes; see Note [Seconds of bytes]."""
+        """Seconds of a gather or a sum of ``bytes``; see Note [Seconds of bytes]."""
         device, row, nodes = self.cluster.device, self.cluster.row, self.cluster.nodes
         everybody = self.cluster.devices
         if not self._is_flat:
@@ -195,7 +195,7 @@ class Transfers:
         """Bytes that a rank moves on average.
 
         Args:
-            microbatches: Of a rank, on average.
+            microbatches: Mean number of microbatches of a rank.
         """
         gathered = sum(self._gathered(unit, microbatches) * unit.count for unit in self.model.units)
         added = microbatches * self.model.trained * self._sum_width

@@ -118,7 +118,7 @@ def keeps_apart(model: nn.Module, device: torch.device) -> bool:
     model.
 
     Args:
-        model: That of `causal_model`.
+        model: Model that `causal_model` returned.
         device: The device to run it on.
     """
     attention = _compat.attention_of(model.config)
@@ -233,7 +233,7 @@ def watch_packed_calls(model: nn.Module) -> RemovableHandle:
     apart, and nothing else would tell.
 
     Args:
-        model: That of `causal_model`.
+        model: Model that `causal_model` returned.
 
     Returns:
         A handle to remove the watch by; it removes itself after the first call that trains.

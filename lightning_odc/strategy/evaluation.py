@@ -195,7 +195,7 @@ def set_value(results: Any, total: Total, metric: Metric | None, device: torch.d
     """Make a total (or what its metric computes now) the value of the epoch; all ranks together if it is a metric.
 
     Args:
-        results: As in `totals_in`.
+        results: Results, see `totals_in`.
         total: The total over all ranks.
         metric: Its torchmetrics object on this rank, if it is one.
         device: The device for the value.

@@ -49,7 +49,7 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-#: So many samples in a row are left out, and then it is no accident.
+#: After this many samples in a row that were left out, the step raises: it is no accident.
 _MOST_LEFT_OUT = 16
 _MAKE_ROOM = (
     "Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
@@ -184,7 +184,7 @@ class Attempt:
 
     Args:
         task: The microbatch.
-        index: Which of this rank's minibatch it is.
+        index: Position in this rank's minibatch.
         device: The device whose random numbers belong to it.
         is_part: Whether it is a part of a microbatch.
         is_last_try: It ran out of memory before, and cannot be cut.
@@ -255,7 +255,7 @@ class Rescue:
         engine: The engine of the model.
         steps: What runs them.
         device: The device of this rank.
-        shifts_labels: As in `label_count`.
+        shifts_labels: Whether the model shifts labels, see `label_count`.
 
     Attributes:
         reliefs: What was done.

@@ -42,7 +42,7 @@ class DeviceIdleMonitor(Callback):
     message that anybody waits for in a step: the values of a step are logged one step later, under its own number.
 
     Args:
-        every_n_steps: log the mean over so many optimizer steps; by default ``Trainer(log_every_n_steps=...)``.
+        every_n_steps: Number of optimizer steps whose mean is logged; by default ``Trainer(log_every_n_steps=...)``.
         per_rank: also log the single ranks' values, under names that end in ``_rank0``, ``_rank1``, ...
         progress_bar: show ``idle/fraction`` (or data waits where that is not measured) in the progress bar.
 

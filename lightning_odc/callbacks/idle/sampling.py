@@ -239,7 +239,7 @@ class SampledWatch(Watch):
     Args:
         sampler: Profiles single steps.
         waits: What the host has waited for, on the same stream.
-        channel: Through which the sampler's ranks agree; it is closed with this.
+        channel: Channel over which the sampler's ranks agree. It is closed with this object.
     """
 
     samples = True

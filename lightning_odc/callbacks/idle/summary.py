@@ -133,7 +133,7 @@ def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | N
     """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock.
 
     Args:
-        by_rank: as in `waits_in_meetings`.
+        by_rank: Records of every rank, see `waits_in_meetings`.
     """
     if len({len(broadcasts) for broadcasts in by_rank}) > 1:
         return None

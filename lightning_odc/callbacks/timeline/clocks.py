@@ -68,8 +68,8 @@ def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequenc
     """The arithmetic of `measure_clocks`: see Note [Bounds of a clock's offset].
 
     Args:
-        machines: by rank, the host's name and what tells machines apart.
-        passages: by rank, one per round.
+        machines: Host's name and identity of the machine, by rank.
+        passages: Passages of every rank, one per round.
     """
     bounds: dict[str, list[tuple[int, int]]] = {}
     for (_, machine), mine in zip(machines, passages, strict=True):

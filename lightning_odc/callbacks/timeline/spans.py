@@ -107,7 +107,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     """One timeline from those of single ranks, with the waits inside collectives as spans of their own.
 
     Args:
-        timelines: At least one, all of the same run.
+        timelines: One or more timelines of the same run.
     """
     ranks = sorted((rank for one in timelines for rank in one.ranks), key=lambda rank: rank.rank)
     notes = list(dict.fromkeys(note for one in timelines for note in one.notes))

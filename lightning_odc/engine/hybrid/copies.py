@@ -57,13 +57,13 @@ class CopiesProtocol(SpanningProtocol):
     """`SpanningProtocol` over a model that is sharded over all ranks; see Note [A copy per node].
 
     Args:
-        transport: as in `SpanningProtocol`.
-        units: as in `Protocol`; sizes are those of one rank of the job.
-        layout: of all ranks; ranks ascend from row to row.
-        group: of this rank's column, opened.
+        transport: Transport, see `SpanningProtocol`.
+        units: Units, see `Protocol`. Sizes are those of one rank of the job.
+        layout: Layout of all ranks. Ranks ascend from row to row.
+        group: Process group of this rank's column, opened.
         sharing: not yet opened.
-        trained: by unit, the parts of a shard that every optimizer step changes.
-        **options: as in `SpanningProtocol`.
+        trained: Parts of a shard that every optimizer step changes, by unit.
+        **options: Options of `SpanningProtocol`.
     """
 
     def __init__(

@@ -33,10 +33,10 @@ class HybridProtocol(SpanningProtocol):
     """`SpanningProtocol` that sums gradients over replicas.
 
     Args:
-        transport: as in `SpanningProtocol`.
-        units: as in `Protocol`.
-        group: of this rank's column, opened.
-        **options: as in `SpanningProtocol`.
+        transport: Transport, see `SpanningProtocol`.
+        units: Units, see `Protocol`.
+        group: Process group of this rank's column, opened.
+        **options: Options of `SpanningProtocol`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class HybridEngine(SpanningEngine):
     """`SpanningEngine` of nodes with a replica of the model each.
 
     Args:
-        make_transport: as in `SpanningEngine`.
-        rendezvous: as in `SpanningEngine`.
-        group: of this rank's column, not yet opened.
-        **options: as in `SpanningEngine`.
+        make_transport: See `SpanningEngine`.
+        rendezvous: See `SpanningEngine`.
+        group: Process group of this rank's column, not yet opened.
+        **options: Options of `SpanningEngine`.
     """
 
     def __init__(

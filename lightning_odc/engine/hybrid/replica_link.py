@@ -43,10 +43,10 @@ class ReplicaLink:
     """This rank's connections to the others of its column. `open` connects, on all ranks together.
 
     Args:
-        rank: of this process.
-        ranks: of the column, in ascending order.
+        rank: Rank of this process.
+        ranks: Ranks of the column, in ascending order.
         rendezvous: gives every rank's object to every rank of the job; used only while opening.
-        main_address: of the host of rank 0, as all ranks know it.
+        main_address: Address of the host of rank 0, which all ranks know.
         main_ranks: the ranks on that host.
         silence: see `Connection`.
     """
@@ -197,9 +197,9 @@ class ReplicaLink:
     # -- how the others are -------------------------------------------------------------------------------
 
     def missing(self) -> str:
-        """For whom this rank waits, for messages; also for those of other threads."""
+        """The ranks that this rank waits for, other threads included, as messages name them."""
         return (
-            ", ".join(f"rank {peer.name}" for peer in self._peers.values() if not peer.has_come) or "nobody"
+            ", ".join(f"rank {peer.name}" for peer in self._peers.values() if not peer.has_come) or "no rank"
         )
 
     def trouble(self) -> str:

@@ -44,7 +44,7 @@ class Replicas(ColumnGroup):
         """`level` the shards whose `checksums` differ within the column, and say so.
 
         Args:
-            shards: of this rank.
+            shards: Shards of this rank.
             sums_by_rank: the `checksums` of every rank of the job.
         """
         column = [sums_by_rank[rank] for rank in self._layout.column]

@@ -50,8 +50,8 @@ class Sharing:
     column has published, as ranks do at meetings. Only then does it begin collectives, which may so give up early.
 
     Args:
-        link: To this rank's column, for this thread alone; not yet opened.
-        group: Of the column.
+        link: Link to this rank's column, not yet opened. This thread alone uses it.
+        group: Process group of the column.
 
     Attributes:
         trouble: What ended the thread, for the message of an error; empty as long as nothing did.
@@ -79,9 +79,9 @@ class Sharing:
         """Start the thread.
 
         Args:
-            state: Of this rank, for what was moved.
-            windows: By unit, what this rank's window holds.
-            trained: By unit, what is shared in every version; the rest of a shard is shared when it was edited.
+            state: State of this rank; it counts what was moved.
+            windows: Contents of this rank's window, by unit.
+            trained: Parts that are shared in every version, by unit. The rest of a shard is shared after an edit.
         """
         self._state = state
         self._units = list(zip(windows, trained, strict=True))

@@ -41,12 +41,12 @@ class SpanningProtocol(Protocol):
     """`Protocol` within a row, whose meetings span all nodes; see Note [Two levels].
 
     Args:
-        transport: between the ranks of this row, not yet opened.
-        units: as in `Protocol`.
-        layout: of all ranks.
-        link: to this rank's column, not yet opened.
-        group: of this rank's column, opened.
-        **options: as in `Protocol`.
+        transport: Transport between the ranks of this row, not yet opened.
+        units: Units, see `Protocol`.
+        layout: Layout of all ranks.
+        link: Link to this rank's column, not yet opened.
+        group: Process group of this rank's column, opened.
+        **options: Options of `Protocol`.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class SpanningEngine(OnDemandEngine):
     """`OnDemandEngine` over the ranks of several nodes.
 
     Args:
-        make_transport: as in `OnDemandEngine`, between the ranks of this row.
+        make_transport: Makes the transport between the ranks of this row, see `OnDemandEngine`.
         rendezvous: gives every rank's object to every rank of the job; used at `attach` only.
-        layout: of all ranks.
+        layout: Layout of all ranks.
         make_link: makes a fresh, unopened link to this rank's column.
-        group: of this rank's column, not yet opened.
-        **options: as in `OnDemandEngine`.
+        group: Process group of this rank's column, not yet opened.
+        **options: Options of `OnDemandEngine`.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ def make_transport(
     """A fresh, unopened transport for ranks on such devices.
 
     Args:
-        device: of this rank.
-        rank: in the group.
-        world_size: of the group.
+        device: Device of this rank.
+        rank: Rank in the group.
+        world_size: World size of the group.
         rendezvous: exchanges small objects between all ranks of the group.
         group: process group of the ranks.
         job_ranks: where these are a part of the job, their ranks in it, for messages.

@@ -34,7 +34,7 @@ class CudaTransport(Transport):
         rank: this rank.
         world_size: number of ranks.
         rendezvous: exchanges small objects between all ranks; used only while opening.
-        device: that holds this rank's window.
+        device: Device that holds this rank's window.
         job_ranks: where these are a part of the job, their ranks in it, for messages.
     """
 

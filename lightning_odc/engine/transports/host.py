@@ -103,7 +103,7 @@ def make_fence(machine: str = "") -> Fence | None:
     """The fence of this machine. Every process that shares memory must make one before any of them uses it.
 
     Args:
-        machine: as ``platform.machine()`` says, which is the default.
+        machine: Name of the machine type; by default ``platform.machine()``.
 
     Raises:
         WindowError: nothing is known to order memory here.

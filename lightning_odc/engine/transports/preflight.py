@@ -24,8 +24,8 @@ def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
     """Refuse before anything is allocated. Every rank comes to the same answer.
 
     Args:
-        facts: of all ranks, in rank order.
-        spec: of one window.
+        facts: Facts of all ranks, in rank order.
+        spec: Spec of one window.
 
     Raises:
         WindowError: with the first reason found.
@@ -45,8 +45,8 @@ def _backends(facts: Sequence[DeviceFacts]) -> Iterator[str]:
     for rank, own in enumerate(facts):
         if own.is_rocm:
             yield (
-                f"rank {rank} has an AMD GPU ({own.name}), and nobody has tried this transport there: it needs an "
-                "NVIDIA GPU."
+                f"rank {rank} has an AMD GPU ({own.name}). This transport needs an NVIDIA GPU: it was never tried on "
+                "an AMD GPU."
             )
         if own.backend is None:
             yield (
@@ -171,7 +171,7 @@ def explain(error: Exception, own: DeviceFacts) -> str:
     """What may stand behind an error of the driver while windows were made or mapped.
 
     Args:
-        error: as torch raised it.
+        error: Error that torch raised.
         own: facts of this rank.
     """
     first = str(error).strip().split("\n")[0]

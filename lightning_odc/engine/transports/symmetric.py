@@ -33,7 +33,7 @@ class SymmetricDevice(Device):
     """A GPU whose memory the others of the group map.
 
     Args:
-        device: of this rank.
+        device: Device of this rank.
         group: process group of the ranks that share windows.
     """
 

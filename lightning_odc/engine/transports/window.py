@@ -21,7 +21,7 @@ HEADER_BYTES = 4096
 _HEADER = struct.Struct("<32sqq")  # secret, rank, total bytes
 #: Looked up by name: other systems, where this module is imported but not used, do not have them.
 _SEALS = sum(getattr(fcntl, name, 0) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL"))
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
 _PAGE = 4096
 
 
@@ -41,8 +41,8 @@ class Region:
     The descriptor carries the locks, so nothing else in this process may keep a copy of it. Forked processes have one.
 
     Args:
-        fd: of the window; from now on the region's.
-        size: of the window in bytes.
+        fd: File descriptor of the window. The region owns it from now on.
+        size: Size of the window in bytes.
 
     Attributes:
         memory: all of it, as bytes (1-D, ``uint8``).
@@ -124,8 +124,8 @@ class RangeLock:
     """The lock of one byte of a region, which excludes all other descriptions of it that somebody opened.
 
     Args:
-        fd: of the region.
-        byte: which one.
+        fd: File descriptor of the region.
+        byte: Number of the byte to lock.
         fence: orders what is done under the lock, where the machine needs that.
     """
 
