@@ -343,5 +343,5 @@ class Protocol(RankState):
 
 
 def _times(unit: UnitSpec, count: int) -> UnitSpec:
-    """What a window holds of a unit: the shards and the sums of all ranks of a column, one behind the other."""
+    """What a window holds of a unit: the shards and the sums of ``count`` ranks, one behind the other."""
     return replace(unit, shard_numel=count * unit.shard_numel, grad_numel=count * unit.grad_numel)

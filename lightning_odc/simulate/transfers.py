@@ -131,7 +131,7 @@ class Transfers:
         return UnitTransfers(gather, gather * (1 - self.kept), add + over, over)
 
     def seconds(self, size: float) -> float:
-        """Seconds of a gather or a sum of ``bytes``; see Note [Seconds of bytes]."""
+        """Seconds of a gather or a sum of ``size`` bytes; see Note [Seconds of bytes]."""
         device, row, nodes = self.cluster.device, self.cluster.row, self.cluster.nodes
         everybody = self.cluster.devices
         if not self._is_flat:
@@ -148,13 +148,13 @@ class Transfers:
         return moved + (row - 1) * device.link_latency + (everybody - row) * device.network_latency
 
     def _column(self, size: float) -> float:
-        """A reduce-scatter, or an all-gather, of a node's copy of so many bytes, over all nodes."""
+        """A reduce-scatter, or an all-gather, of a node's copy of ``size`` bytes, over all nodes."""
         device, nodes = self.cluster.device, self.cluster.nodes
         moved = size / self.cluster.row * (nodes - 1) / nodes / device.network
         return moved + (nodes - 1) * device.network_latency / 2
 
     def _columns(self, width: int) -> float:
-        """`_column` of all units' trained parameters, of so many bytes each."""
+        """`_column` of all units' trained parameters, ``width`` bytes each."""
         sizes = ((unit.parameters * unit.trained * width, unit.count) for unit in self.model.units)
         return sum(self._column(size) * count for size, count in sizes)
 
