@@ -1,4 +1,4 @@
-"""What ``lightning-odc bench`` can be told, and the checks that need no process and no heavy import."""
+"""The options of ``lightning-odc bench``, and the checks that need no process and no heavy import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAPERS_OWN = "lb_micro_paper"
 SHUFFLED = "shuffled"
 """``local_sort`` without the sorting: samples in the order in which a shuffling loader delivers them."""
 AUTO = "auto"
-"""All that ``strategy="odc_balanced"`` chooses by itself, from an ordinary ``DataLoader``."""
+"""The choice of ``strategy="odc_balanced"``, from an ordinary ``DataLoader``."""
 POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED, AUTO)
 EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN, SHUFFLED)
 COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted", "auto")
@@ -30,7 +30,7 @@ KIB = 1024
 
 
 class Combination(NamedTuple):
-    """What is compared: how ranks communicate, who places the samples, and by which cost (none: ``--cost``)."""
+    """One run of a comparison: how ranks communicate, the policy, and the cost (empty: ``--cost``)."""
 
     communication: str
     policy: str
@@ -41,7 +41,7 @@ class Combination(NamedTuple):
 
     @property
     def changes_plans(self) -> bool:
-        """Whether ranks run other plans than those that were made: they take from each other."""
+        """Whether ranks change their plans while they run, because they take work from each other."""
         return self.policy in ("steal", AUTO)
 
     @classmethod
@@ -139,7 +139,7 @@ class TrainOptions:
         self._check_model()
 
     def _check_device(self) -> None:
-        """What waits by the clock of the processor says nothing about a GPU."""
+        """Refuse options that measure the processor when ranks compute on GPUs."""
         if self.device not in DEVICES:
             raise OptionError(f"--device {self.device!r} is unknown: choose from {', '.join(DEVICES)}")
         if self.device == "cuda" and self.emulate:
@@ -169,7 +169,7 @@ class TrainOptions:
             raise OptionError(f"--ranks {self.ranks} is too many{hint}: the most is {most}")
 
     def _check_model(self) -> None:
-        """Of a model only its name: whether transformers knows a type is found out by importing it, later."""
+        """Check only the name of a model. Importing transformers shows later whether it knows a type."""
         if self.model in PAPER_MODELS and not self.emulate:
             raise OptionError(
                 f"--model {self.model} can only be emulated: write --emulate, or one of {', '.join(MODELS)}"
@@ -279,5 +279,5 @@ def parse_size(text: str) -> int:
     units = {"K": KIB, "M": KIB**2, "G": KIB**3}
     number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
     if not number.isdecimal():
-        raise OptionError(f"--sizes {text!r} is no size: write 4K, 1M or 256M")
+        raise OptionError(f"--sizes {text!r} is not a size: write 4K, 1M or 256M")
     return int(number) * unit
