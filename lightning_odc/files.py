@@ -68,7 +68,7 @@ def replacing(path: Path, *, mode: int = 0o666, to_disk: bool = True) -> Iterato
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        error.add_note(f"{path} was not written. If there was one before, it is as it was.")
+        error.add_note(f"{path} was not written. An earlier file of that name is unchanged.")
         raise
 
 

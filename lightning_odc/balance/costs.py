@@ -68,7 +68,7 @@ def terms_of(cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = P
         collation: what becomes of samples that share a microbatch.
 
     Raises:
-        ValueError: a shape that does not fit, or a value that is no cost.
+        ValueError: A shape that does not fit, or a value that is not a valid cost.
     """
     rows = collation.row_lengths(lengths)
     samples = _samples(cost, rows, num_ranks)
@@ -206,7 +206,7 @@ class PolynomialCost:
         terms = (self.quadratic, self.linear, self.constant)
         if not all(0 <= term < float("inf") for term in terms) or self.quadratic + self.linear <= 0:
             raise ValueError(
-                f"{self} is no cost: the terms must be finite and not negative, and quadratic or linear positive: "
+                f"{self} is not a cost: the terms must be finite and not negative, and quadratic or linear positive: "
                 "PolynomialCost(quadratic=2e-5, linear=1.0)."
             )
 
@@ -339,7 +339,7 @@ def resolve_cost(cost: Any) -> Cost:
         return cost
     if callable(cost):
         return FunctionCost(cost)
-    raise ValueError(f"cost={cost!r} is no cost; write cost='quadratic', or a function of lengths.")
+    raise ValueError(f"cost={cost!r} is not a cost; write cost='quadratic', or a function of lengths.")
 
 
 def pair_of(cost: Cost) -> Floats:

@@ -148,7 +148,7 @@ class PaddingWatch:
         warnings.warn(
             f"The collate_fn pads: {rows} samples of {planned} tokens together became a microbatch of {found}, more "
             f"than max_tokens={most}. Balancing counts the samples' own tokens, so such microbatches take more memory "
-            "and time than planned: what the collate_fn does with two samples at the beginning did not show it. Pack "
+            "and time than planned: the trial of the collate_fn with two samples did not show it. Pack "
             'them, packing=True, or run one sample per microbatch: policy (or balance) "local_sort".',
             stacklevel=4,
         )

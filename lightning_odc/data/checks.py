@@ -200,8 +200,8 @@ def check_single(loaders: Any, balance: str | None) -> None:
     members = list(loaders.values()) if isinstance(loaders, dict) else list(loaders)
     if any(getattr(loader, "yields_minibatches", False) for loader in members):
         raise ValueError(
-            f"Balancing (balance={balance!r}, BalancedDataLoader) levels one training loader, and here are "
-            f"{len(members)} at once, whose batches come together. Put the data into one: "
+            f"Balancing (balance={balance!r}, BalancedDataLoader) works with one training loader, but here are "
+            f"{len(members)}, whose batches are combined. Put the data into one: "
             "DataLoader(torch.utils.data.ConcatDataset([a, b]), batch_size=8), or leave balancing out: "
             "ODCStrategy(balance=None)."
         )

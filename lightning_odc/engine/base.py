@@ -214,7 +214,7 @@ def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> fl
             )
         if record.plans != first.plans:
             raise DisagreementError(
-                f"Rank {rank} follows another minibatch plan than rank 0: {record.plans} against {first.plans}. "
+                f"Rank {rank} follows a different minibatch plan from rank 0: {record.plans} against {first.plans}. "
                 "Every rank must plan the same global minibatch: same seed, epoch, lengths and options."
             )
         if not (record.least >= 0 and math.isfinite(record.weight)):
@@ -360,7 +360,7 @@ class Engine(Traced, ABC):
     def why_no_retry(self) -> str:
         """Why a microbatch that broke off cannot run again on this rank alone; empty if it can."""
         if self.is_behind:
-            return "its gradient had been added, and memory ran out behind its backward pass"
+            return "its gradient had been added, and memory ran out after its backward pass"
         return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
 
     def let_go(self) -> Added | None:

@@ -184,7 +184,7 @@ class _Game:
     def __init__(self, programs: Sequence[Sequence[str]], steps: int, first_version: int, units: int) -> None:
         unknown = sorted({action for program in programs for action in program} - {*PROTOCOL, *WITH_LOCKS})
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no action: choose from {', '.join(PROTOCOL)}")
+            raise ValueError(f"{unknown[0]!r} is not an action: choose from {', '.join(PROTOCOL)}")
         self.ranks = range(len(programs))
         self.programs = [list(_expand(one, rank, len(programs), units)) for rank, one in enumerate(programs)]
         self.ends = tuple(len(program) * steps for program in self.programs)

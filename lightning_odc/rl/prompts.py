@@ -114,7 +114,7 @@ def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
     """What this rank tells the others."""
     if isinstance(prompts, str | Mapping):
         raise TypeError(
-            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, and shares out the items of a list. "
+            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, but needs a list. "
             "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
         )
     texts = [_encode(prompt) for prompt in prompts]

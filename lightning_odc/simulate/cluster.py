@@ -90,7 +90,7 @@ class Cluster:
         parts = {field.name for field in fields(Device)}
         if unknown := set(others) - own - parts:
             raise ValueError(
-                f"{sorted(unknown)[0]!r} is no field of a cluster; there are {', '.join(sorted(own | parts))}."
+                f"{sorted(unknown)[0]!r} is not a field of a cluster; its fields are {', '.join(sorted(own | parts))}."
             )
         device = replace(others.pop("device", self.device), **{k: v for k, v in others.items() if k in parts})
         return replace(self, device=device, **{k: v for k, v in others.items() if k in own})

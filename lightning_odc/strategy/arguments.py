@@ -106,7 +106,7 @@ def memory_size(value: int | str) -> int | Literal["auto"]:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
     if found is None or isinstance(value, bool):
         raise ValueError(
-            f'ODCStrategy(keep_gathered={value!r}) is no amount of memory: write "auto", 0 to keep nothing, or the '
+            f'ODCStrategy(keep_gathered={value!r}) is not an amount of memory: write "auto", 0 to keep nothing, or the '
             'most that a rank may keep, such as "4GiB".'
         )
     number, prefix, is_binary = found.groups()
@@ -243,7 +243,7 @@ def _check_mesh(device_mesh: Any) -> None:
         )
     if not is_right:
         raise ValueError(
-            f"ODCStrategy(device_mesh={device_mesh!r}) is no mesh of nodes: write device_mesh=(nodes, ranks per node), "
+            f"ODCStrategy(device_mesh={device_mesh!r}) is not a mesh of nodes: write device_mesh=(nodes, ranks per node), "
             "or pass a 2-D DeviceMesh."
         )
 
@@ -267,7 +267,7 @@ def _check_wrapping(argument: str, policy: Any) -> None:
 def _check_time(argument: str, value: Any, example: str) -> None:
     """Reject a value that is not a duration."""
     if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
-        raise ValueError(f"ODCStrategy({argument}={value!r}) is no time to wait: write {example}.")
+        raise ValueError(f"ODCStrategy({argument}={value!r}) is not a duration: write {example}.")
 
 
 def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
@@ -280,7 +280,7 @@ def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
         )
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
         raise TypeError(
-            f'ODCStrategy(mixed_precision={mixed_precision!r}) is no policy: write Trainer(precision="bf16-mixed"), or '
+            f'ODCStrategy(mixed_precision={mixed_precision!r}) is not a policy: write Trainer(precision="bf16-mixed"), or '
             "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
         )
 
@@ -309,7 +309,7 @@ def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
     if names:
         rank_zero_warn(
             f"ODCStrategy({names}) has no effect without a policy: write "
-            f'ODCStrategy(balance="auto", {names}). What a BalancedDataLoader needs to know, it is told itself.'
+            f'ODCStrategy(balance="auto", {names}). Pass arguments of your own BalancedDataLoader to the loader.'
         )
 
 

@@ -101,7 +101,7 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
     model = causal_model(module)
     if model is None:
         return (
-            f"{_name(module)} has no causal model of Hugging Face's to pack for: write packing=False, or "
+            f"{_name(module)} has no Hugging Face causal model to pack for: write packing=False, or "
             "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
         )
     engine.refresh()

@@ -96,7 +96,7 @@ class MemoryMeter:
         ran_out = [(max(one[2])[0], rank) for rank, one in enumerate(by_rank) if one is not None and one[2]]
         if ran_out and after != before:
             tokens, rank = max(ran_out)
-            begin = "" if self._cap.measures else f" To begin with it, write max_tokens={after}."
+            begin = "" if self._cap.measures else f" To start with it, write max_tokens={after}."
             rank_zero_warn(
                 f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
                 f"tokens ran out of memory on rank {rank}.{begin}"

@@ -335,7 +335,7 @@ class ODCStrategy(ShardedStrategy):
                 batch cannot run again: under ``communication="collective"``, or with torch before 2.13.
         """
         if self._training is None:
-            raise RuntimeError(f"retrying() belongs into a training step:\n{TRY}")
+            raise RuntimeError(f"Call retrying() inside a training step:\n{TRY}")
         with self._training.retrying():
             yield
 
@@ -349,7 +349,7 @@ class ODCStrategy(ShardedStrategy):
             RuntimeError: outside ``trainer.fit``.
         """
         if self._training is None:
-            raise RuntimeError("settle_gradients() belongs into a training step, behind its backward pass.")
+            raise RuntimeError("Call settle_gradients() inside a training step, after its backward pass.")
         self._training.settle()
 
     def publish_parameters(self) -> None:

@@ -104,7 +104,7 @@ class Reliefs:
             self._has_warned = True
             warnings.warn(
                 f"{what} ran out of memory, and runs again in parts. The gradient stays the same if the loss is a mean "
-                "or a sum over samples. This is said once.",
+                "or a sum over samples. This message appears once.",
                 stacklevel=2,
             )
 
@@ -419,8 +419,8 @@ class Rescue:
         self._steps.break_off(None)
         if not is_taken_back:
             error.add_note(
-                f"It cannot be left out: some units have added its gradient, and to take it back they would have to "
-                f"run as far again, which failed. {self._advice()}"
+                f"It cannot be left out: some units have added its gradient. Taking it back needs a second run up to "
+                f"the same point, and that run failed. {self._advice()}"
             )
             raise error
 
@@ -444,4 +444,6 @@ class Rescue:
                 "something else takes the memory. That may be tensors that are kept from step to step with their "
                 "graph, such as `self.losses.append(loss)` without `.detach()`."
             )
-        return f"It cannot be cut any smaller. What ran out, one after the other: {tried}.{instead}"
+        return (
+            f"It cannot be cut any smaller. These ran out of memory, one after the other: {tried}.{instead}"
+        )

@@ -132,7 +132,7 @@ class OwnSampler(SequentialSampler):
         ({"batch_size": None}, "batches already cannot be balanced"),
         (
             {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(ROWS), 2, False)},
-            r"DataLoader\(batch_sampler=BatchSampler\(...\)\) says itself which samples go together",
+            r"DataLoader\(batch_sampler=BatchSampler\(...\)\) chooses which samples go together",
         ),
         ({"sampler": WeightedRandomSampler([1.0] * 13, 13)}, "would ignore .*WeightedRandomSampler"),
         ({"sampler": RandomSampler(ROWS, replacement=True)}, "would ignore .*RandomSampler"),

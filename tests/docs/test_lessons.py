@@ -159,7 +159,7 @@ def test_a_first_version_that_words_begin_with_is_found():
 
 
 def test_an_action_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="'pray' is no action"):
+    with pytest.raises(ValueError, match="'pray' is not an action"):
         explore((*PROTOCOL, "pray"))
 
 
