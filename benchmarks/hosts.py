@@ -58,13 +58,13 @@ class Hosts:
                 _run(*place, "add", "dev", "eth0", "root", *shaper)
 
     def packets_lost(self) -> int:
-        """By the links of all hosts, since they were limited."""
+        """Packets lost by the links of all hosts since they were limited."""
         shown = [_run("tc", "-n", name, "-s", "-j", "qdisc", "show", "dev", "eth0") for name in self.names]
         return sum(one["drops"] for text in shown for one in json.loads(text))
 
 
 def bytes_sent() -> int:
-    """By the host that the calling thread is on: what the counter of its interface says."""
+    """Bytes that the calling thread's host has sent, by the counter of its interface."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "eth0":

@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def rows(runs: dict[str, list[list[float]]]) -> list[list[str]]:
-    """Of every variant: steps in which nothing runs out, the ratio to ``"raise"``, what a retry adds.
+    """Rows of every variant: steps in which nothing runs out, the ratio to ``"raise"``, and the time of a retry.
 
     Args:
         runs: Seconds of the steps, for each variant and repetition.

@@ -46,7 +46,7 @@ _RAISE_GROUP = (
 
 
 class _GroupFiles(NamedTuple):
-    """Where a control group says what."""
+    """Names of the files of a control group."""
 
     limits: tuple[str, ...]
     use: str
@@ -148,7 +148,7 @@ def gib(size: int) -> str:
 
 
 class Kills:
-    """Whom the kernel's out-of-memory killer has ended since this object was made; see Note [Whom the kernel ended].
+    """Processes that the out-of-memory killer ended since this object was made; see Note [Whom the kernel ended].
 
     Args:
         root: The folder of ``proc`` and ``sys``.

@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     results: dict[str, Any] = {"machine": machine(), "finished": False, "runs": []}
 
     def keep() -> None:
-        """After every part, since whoever ends this early wants to know it, too."""
+        """Write results after every part, so that an early end keeps them."""
         if options.json:
             write(options.json, results, bench_tables(results))
 

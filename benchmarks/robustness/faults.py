@@ -93,13 +93,13 @@ def strike(fault: str, folder: Path) -> None:
 
 
 def terminate_all(folder: Path) -> None:
-    """As schedulers and launchers do."""
+    """Terminate all ranks, like schedulers and launchers."""
     for note in folder.glob("*.pid"):
         os.kill(int(note.read_text()), signal.SIGTERM)
 
 
 def use_up_memory() -> None:
-    """As much as this process may have, and more."""
+    """Use up all the memory that this process may have."""
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
     torch.empty(1 << 34, dtype=torch.uint8)
 

@@ -185,7 +185,7 @@ def trial(crashes: int, seed: int, kind: Kind = "full") -> Trial:
 
 
 def every_sample_once(folder: Path) -> bool:
-    """By the journals. A step that was run again after a crash counts once; its samples must be the same ones."""
+    """Check the journals. A step that was run again after a crash counts once; its samples must be the same ones."""
     epochs: dict[int, Counter[int]] = {}
     for journal in folder.glob("journal*.jsonl"):
         steps: dict[int, tuple[int, list[int]]] = {}

@@ -27,7 +27,7 @@ PAUSE = 1.5  # seconds for which the victim is stopped
 def watched(
     rank: int, fault: str, place: str, folder: str, timeout: float, soft: float = SOFT
 ) -> tuple[str, float]:
-    """As `train`, deterministic and with reports; returns the digest, and when the rank was done."""
+    """Run `train` deterministically and with reports; returns the digest, and when the rank was done."""
     options = {"deterministic": place != LOCKED, "hang_report_after": timedelta(seconds=soft)}
     return train(rank, fault, place, folder, timeout, **options), time.time()
 

@@ -1,4 +1,4 @@
-"""Where on-demand communication stops scaling, by the simulator: 8 to 16,384 devices, and what would help."""
+"""The limits of on-demand communication by the simulator: 8 to 16,384 devices, and what would help."""
 
 from __future__ import annotations
 

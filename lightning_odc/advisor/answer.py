@@ -1,4 +1,4 @@
-"""From a question to an answer: every setting simulated with the same minibatches, and the best one of those that fit.
+"""Simulate every setting with the same minibatches, and choose the best of those that fit into memory.
 
 Note [Sampled minibatches]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -66,7 +66,7 @@ class Setting:
 
     @property
     def seconds(self) -> float:
-        """Of an average optimizer step."""
+        """Seconds of an average optimizer step."""
         return self.simulation.mean_seconds
 
 
@@ -137,7 +137,7 @@ class Answer:
 
     @property
     def recommended(self) -> Setting:
-        """On demand if that helps; else the simplest setting that is as fast as collectives can be."""
+        """The setting to use: on demand if that helps, else the simplest one that is as fast as collectives can be."""
         if self.helps:
             return self.on_demand
         is_close = self.speed_up(self.baseline, self.by_collectives)[1] < WORTH

@@ -1,4 +1,4 @@
-"""Where on-demand communication starts to lose: the bandwidth, the length and the minibatch at which nothing is gained.
+"""The bandwidth, length and minibatch below which on-demand communication gains nothing.
 
 Note [Break-even]
 ~~~~~~~~~~~~~~~~~
@@ -29,7 +29,7 @@ _MOST_LENGTHS = 16384
 
 @dataclass(frozen=True)
 class Limit:
-    """Where the gain ends.
+    """One bound of the gain.
 
     Attributes:
         name: ``"network"``, ``"link"`` (inside a node), ``"length"`` or ``"minibatch"``.
@@ -107,7 +107,7 @@ def _least(gains: Callable[[float], bool], now: float) -> float | None:
 
 
 def _fewer(question: Question) -> Question:
-    """The same with a sample of the lengths: a million of them are sorted again for every plan."""
+    """The question with a sample of its lengths, because every plan sorts all of them again."""
     lengths = question.lengths
     if len(lengths) > _MOST_LENGTHS:
         lengths = np.random.default_rng(question.seed).choice(lengths, _MOST_LENGTHS, replace=False)

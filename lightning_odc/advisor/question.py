@@ -1,4 +1,4 @@
-"""What is asked: lengths, a model and a cluster, from whatever a user has of them; checked."""
+"""The question: lengths, a model and a cluster, read from the forms that users have, and checked."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Question:
 
     @property
     def samples_per_step(self) -> int:
-        """Of all devices."""
+        """Samples of all devices in one optimizer step."""
         return self.minibatch_size * self.cluster.devices
 
     @property

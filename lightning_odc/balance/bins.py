@@ -1,4 +1,4 @@
-"""From the samples of a rank to microbatches: packing, aligning, pairing.
+"""Put the samples of a rank into microbatches: packing, aligning, pairing.
 
 *Packing* puts one rank's samples into microbatches under the token cap: as few and as even as possible. All functions
 return bins as lists of positions in ``sizes``. A sample is never split and always fits in a bin alone. Where samples
@@ -39,7 +39,7 @@ Bins = list[list[int]]
 def pack_bins(
     sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0, others: Others | None = None
 ) -> Bins:
-    """As few bins as found, and then as even ones; or more of them, if that costs less.
+    """Pack into few and even bins, or into more of them if that costs less.
 
     Args:
         sizes: ``[k]`` tokens of the samples, each at most ``cap``.
@@ -89,7 +89,7 @@ def bin_fraction(size: int, cap: int, overhead: float, pair: float) -> tuple[flo
 
 
 def _pack_fewest(sizes: Sequence[int], cap: int, others: Others | None) -> Bins:
-    """As few bins as found, and then as even ones: spread the sizes if they fit, else best fit."""
+    """Pack into few and even bins: spread the sizes if they fit, else best fit."""
     everything = range(len(sizes))
     if sum(sizes) <= cap and (others is None or others.fit(everything)):
         return [list(everything)] if sizes else []
@@ -107,7 +107,7 @@ def _pack_fewest(sizes: Sequence[int], cap: int, others: Others | None) -> Bins:
 
 
 def _pack_by_shares(sizes: Sequence[int], cap: int, others: Others, fewest: int) -> Bins:
-    """The same for rows of numbers: the sample that takes the largest share of a cap goes first."""
+    """Like `_pack_fewest`, for rows of numbers: the sample that takes the largest share of a cap goes first."""
     shares = [max(size / cap, share) for size, share in zip(sizes, others.shares, strict=True)]
     falling = sorted(range(len(sizes)), key=lambda position: -shares[position])
     bins = best_fit(sizes, falling, cap, others)
@@ -278,7 +278,7 @@ class RankSamples:
 
     @classmethod
     def of(cls, rank: int, indices: Ints, lengths: Ints, caps: Ints, terms: Terms) -> RankSamples:
-        """From the lengths, caps and costs of a minibatch."""
+        """Make one from the lengths, caps and costs of a minibatch."""
         costs = terms.rows[rank, indices].tolist()
         overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
         own = lengths[indices]
@@ -329,7 +329,7 @@ def _even_in_cost(ranks: Sequence[RankSamples], cap: int, count: int, lined_up: 
 
 
 def _exactly(own: RankSamples, even: Sequence[float], cap: int, count: int) -> Bins:
-    """As many bins, even in this, or as many as there are samples."""
+    """Exactly this many bins, or one per sample if there are fewer samples."""
     if not own.sizes:
         return []
     return pack_exact_count(own.sizes, even, cap, min(count, len(own.sizes)), own.others)

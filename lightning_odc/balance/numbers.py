@@ -57,7 +57,7 @@ class Others:
 
     @classmethod
     def of(cls, lengths: Ints, caps: Ints) -> Others | None:
-        """Of lengths ``[n, d]`` under caps ``[d]``; ``None``: samples have one number."""
+        """Make one from lengths ``[n, d]`` and caps ``[d]``; ``None`` if samples have one number."""
         return None if lengths.ndim == 1 else cls(lengths[:, 1:].tolist(), caps[1:].tolist())
 
     def fit(self, members: Iterable[int]) -> bool:
@@ -78,7 +78,7 @@ class Others:
 
     @cached_property
     def shares(self) -> list[float]:
-        """By sample: the largest part of a cap that one of its numbers takes."""
+        """For each sample, the largest part of a cap that one of its numbers takes."""
         return [max(number / cap for number, cap in zip(own, self.caps, strict=True)) for own in self.numbers]
 
     def firsts(self, members: Sequence[int]) -> list[int]:

@@ -30,7 +30,7 @@ _FILLINGS = (1.0, 0.75, math.inf)
 
 
 def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: int) -> list[Ints]:
-    """For every rank the indices of its samples.
+    """Choose the samples of every rank; returns their indices.
 
     Without pair costs, up to 10 samples are shared out in the best possible way. A few more are tried with the parts of
     microbatches that are full or three quarters full, and without parts.

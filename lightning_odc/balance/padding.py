@@ -104,7 +104,7 @@ class PaddedSamples:
     def of(
         cls, lengths: Ints, caps: Ints, terms: Terms, collation: Collation, below: bool = False
     ) -> PaddedSamples:
-        """From the lengths and costs of a minibatch; see `bar` for caps that differ.
+        """Make one from the lengths and costs of a minibatch; see `bar` for caps that differ.
 
         A cost that falls somewhere while samples get longer is taken as the largest so far, or, if ``below``, as the
         smallest that follows: then no plan costs less than its costs here.
@@ -190,7 +190,7 @@ class PaddedSamples:
 
 
 def _others_by_rank(rows: Ints, caps: Ints) -> list[Others]:
-    """The same numbers ``[n, d]`` on every rank, under its own caps ``[d]``."""
+    """Numbers ``[n, d]``, equal on every rank, under the rank's own caps ``[d]``."""
     numbers = rows[:, 1:].tolist()
     return [Others(numbers, own[1:]) for own in caps.tolist()]
 

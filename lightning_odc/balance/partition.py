@@ -1,4 +1,4 @@
-"""Who gets which samples: a first partition, and a local search that improves it.
+"""Divide samples over ranks: a first partition, and a local search that improves it.
 
 First partitions of a workload are made by longest first (LPT) and by largest differencing (Karmarkar-Karp). A
 partition is a list of samples for every rank, numbered as in `Workload`. In the search, pairs of ranks exchange the
@@ -291,7 +291,7 @@ def _sets_of(slots: int) -> _Sets:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """For each of ``p`` pairs the best exchange and the loads after it."""
+    """The best exchange for each of ``p`` pairs, and the loads after it."""
 
     heavy: Ints  # [p] rows
     light: Ints
@@ -406,7 +406,7 @@ class Search:
         return _Exchange(heavy, light, sets.chosen[give], sets.chosen[take], heavy_load, light_load)
 
     def _allowed(self, exchange: _Exchange) -> Bools:
-        """Under equal counts a slot may hold no sample; counts may still differ by one only."""
+        """Whether an exchange is allowed. Under equal counts a slot may be empty, but counts differ by at most one."""
         if not self._equal or self._work.num_samples % self._work.num_ranks == 0:
             return np.ones(len(exchange.heavy), dtype=np.bool_)
         mine, theirs = self._members[exchange.heavy], self._members[exchange.light]

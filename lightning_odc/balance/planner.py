@@ -124,7 +124,7 @@ class Planner:
         return self._lb_mini(array, caps, bar(terms, rows, caps))
 
     def capped_for(self, lengths: Any) -> Planner:
-        """The same planner, for which these samples decide what ``max_tokens=None`` is.
+        """This planner with the caps that ``max_tokens=None`` means for these samples.
 
         Args:
             lengths: ``[n]`` tokens of all samples that will be planned.

@@ -65,7 +65,7 @@ def padded_bound(samples: PaddedSamples, pooled: float) -> float:
 
 
 def _share_out(samples: PaddedSamples, loads: RankLoads, starts: int, few: bool) -> Groups:
-    """For every rank its samples, numbered as in ``samples``."""
+    """The samples of every rank, numbered as in ``samples``."""
     pooled, bins = samples.pool()
     tolerance = TOLERANCE if few else _TOLERANCE
     bound = padded_bound(samples, pooled)

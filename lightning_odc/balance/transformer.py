@@ -72,7 +72,7 @@ class TransformerCost:
 
     @property
     def polynomial(self) -> PolynomialCost:
-        """The same for samples that are longer than every window."""
+        """The cost of samples that are longer than every window."""
         square = self.per_pair * self.full_layers / 2
         linear = self.per_token + square + self.per_pair * sum(self.windows)
         return PolynomialCost(square, linear, self.constant, self.dense)

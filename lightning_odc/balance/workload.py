@@ -46,7 +46,7 @@ class Workload:
 
     @classmethod
     def of(cls, costs: Floats, num_ranks: int, base: Floats | None = None) -> Workload:
-        """From costs ``[1 or num_ranks, n]`` and bases ``[num_ranks]``, finite and not negative."""
+        """Make one from costs ``[1 or num_ranks, n]`` and bases ``[num_ranks]``, finite and not negative."""
         base = np.zeros(num_ranks) if base is None else base
         top = max(float(costs.max()), float(base.max()))
         scale = grid_scale(top * (costs.shape[1] + 1))

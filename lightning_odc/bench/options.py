@@ -46,7 +46,7 @@ class Combination(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Combination:
-        """From ``communication+policy`` or ``communication+policy+cost``.
+        """Parse ``communication+policy`` or ``communication+policy+cost``.
 
         Raises:
             OptionError: unknown names, or a policy that this communication cannot run.
@@ -90,7 +90,7 @@ class TrainOptions:
     ``None`` stands for a default that depends on other options; see `filled`.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")
@@ -187,7 +187,7 @@ class TrainOptions:
         return combination.cost or (AUTO if combination.policy == AUTO else self.cost)
 
     def filled(self) -> TrainOptions:
-        """The same with every default that depends on other options."""
+        """These options with every default that depends on other options."""
         emulate = self.emulate
         lengths = self.lengths or ("longalign" if emulate else "stdlib")
         given = {
@@ -206,7 +206,7 @@ class SweepOptions:
     """Options of ``lightning-odc bench sweep``.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")
@@ -228,7 +228,7 @@ class CommOptions:
     """Options of ``lightning-odc bench comm``.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")
@@ -255,7 +255,7 @@ class EngineOptions:
     """Options of ``lightning-odc bench engine``.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")

@@ -1,4 +1,4 @@
-"""From what ranks told during a benchmark to medians, intervals, and speed-ups split into causes: pure functions.
+"""Turn the records of ranks into medians, intervals, and speed-ups split into causes: pure functions.
 
 Note [Confidence intervals]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def timed(self) -> range:
-        """Those that count."""
+        """The minibatches that count."""
         return range(WARM_UP, self.count)
 
     def of(self, index: int) -> list[MinibatchRecord]:

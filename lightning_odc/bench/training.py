@@ -253,7 +253,7 @@ class Dealer(Planner):
 
 
 def planned_bounds(options: TrainOptions, combination: Combination, count: int) -> list[float]:
-    """For the first ``count`` minibatches the cost of the very plan that is run, if communication took no time.
+    """The cost of the plan for the first ``count`` minibatches, if communication took no time.
 
     Collectives wait in every microbatch for the slowest rank, on demand a step takes as long as its busiest rank
     (Eq. 1 of the paper and what follows it).
@@ -273,7 +273,7 @@ def mean_bound(options: TrainOptions, combination: Combination, count: int) -> f
 
 
 def estimated_idle(options: TrainOptions, combination: Combination, count: int) -> list[float]:
-    """For the first ``count`` minibatches the idle part of all ranks' time, as the planner's cost alone estimates it.
+    """The idle part of all ranks' time in the first ``count`` minibatches, estimated from the planner's cost.
 
     The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
     """

@@ -102,7 +102,7 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
 
     Raises:
         IsADirectoryError: if something else lies there.
-        ValueError: for a sharded checkpoint at a URL.
+        ValueError: A sharded checkpoint at a URL.
     """
     if isinstance(path, str):
         if not full:
@@ -189,7 +189,7 @@ def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Mo
     """Load the states of optimizers, in their order, from what `load` has returned. All ranks together.
 
     Raises:
-        ValueError: for the state of an optimizer with other parameters.
+        ValueError: The state of an optimizer with other parameters.
     """
     for optimizer, state in zip(optimizers, states, strict=True):
         if isinstance(state, sharded_checkpoint.OptimizerShards):

@@ -17,7 +17,7 @@ Count = Callable[[Any], int | None]
 
 
 def microbatches_of(batch: Any) -> list[Any]:
-    """Those of a `Minibatch` that comes as a whole, as under manual optimization; else the batch alone."""
+    """The microbatches of a whole `Minibatch` (manual optimization passes one), else the batch alone."""
     return list(batch) if isinstance(batch, Minibatch) else [batch]
 
 
@@ -53,7 +53,7 @@ def label_count(batch: Any, shifted: bool) -> Tensor | None:
 
 
 def _counted(count: Count, batch: Any) -> int | None:
-    """Over all microbatches; unknown where one is. A batch may be of any kind, and none may end the training."""
+    """The count over all microbatches; unknown if one is unknown. Batches may be of any kind, and must never raise."""
     try:
         counts = [count(microbatch) for microbatch in microbatches_of(batch)]
     except Exception:

@@ -34,7 +34,7 @@ def balanced_from(
     cache_dir: str | Path | Literal[False] | None = None,
     distributed_sampler: Literal["refuse", "replace"] = "refuse",
 ) -> BalancedDataLoader:
-    """The same samples as ``dataloader`` yields, balanced: ``batch_size`` samples per rank and minibatch on average.
+    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and minibatch on average.
 
     Taken over are data set, batch size, order (shuffled or not), ``collate_fn``, ``drop_last``, the generator's seed
     and all that concerns workers. By default no microbatch has more tokens than the largest batch of ``dataloader``.

@@ -267,7 +267,7 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
 
 
 def _while_memory_lasts(indices: Iterable[int], count: int) -> Iterator[int]:
-    """The same indices, as long as there is memory for the lengths that are to come.
+    """Yield the indices as long as there is memory for the remaining lengths.
 
     Raises:
         MemoryError: there is not, for example since the data set keeps every sample that was read. The kernel would

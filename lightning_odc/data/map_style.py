@@ -308,7 +308,7 @@ def torch_loader(
 
 
 def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
-    """The same minibatches. Where a worker was killed that reads them, the error says whether memory had run out."""
+    """Yield the same minibatches. If a worker was killed, the error says whether memory had run out."""
     kills = host_memory.Kills()
     try:
         yield from minibatches

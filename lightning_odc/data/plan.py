@@ -345,7 +345,7 @@ class Schedule:
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
     ) -> MinibatchPlan:
-        """Who does what in a minibatch.
+        """Plan which rank runs which samples in a minibatch.
 
         Args:
             epoch: The epoch it belongs to.

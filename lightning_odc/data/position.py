@@ -1,4 +1,4 @@
-"""Where a loader is in its epochs."""
+"""The position of a loader in its epochs."""
 
 from __future__ import annotations
 

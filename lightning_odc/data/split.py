@@ -101,7 +101,7 @@ def _sliced(value: Any, count: int, part: slice) -> Any:
 
 
 def _packed(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] | None:
-    """The same for a mapping with rows of samples one behind the other, ``[1, tokens]`` or ``[tokens]``."""
+    """Cut a mapping with rows of samples one after the other, ``[1, tokens]`` or ``[tokens]``."""
     bounds = _bounds(batch) if isinstance(batch, Mapping) else None
     if bounds is None or len(bounds) < 3:
         return None

@@ -34,7 +34,7 @@ class DemoOptions:
     """Options of ``lightning-odc demo``; the command line's ``--help`` says what each one means.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path = Path("odc-demo")

@@ -1,4 +1,4 @@
-"""From facts of a machine to findings: one small function per topic, all of them in one table."""
+"""Turn facts about a machine into findings: one small function per topic, all of them in one table."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """For people: a line, and below it what to do."""
+        """The text for people: a line, and below it what to do."""
         line = f"{self.level:<8} {self.topic}: {self.message}"
         return f"{line}\n         -> {self.remedy}" if self.remedy else line
 

@@ -271,8 +271,8 @@ def examine_checkpoint(path: Path, model: nn.Module | None, setting: Setting) ->
         kind, names = "full", _names_in(path)
     else:
         raise OptionError(
-            f"--checkpoint {path} is not a checkpoint: write a .ckpt file, a folder of shards (it has a file .metadata), or the "
-            "folder of a Hugging Face model (it has a file config.json)"
+            f"--checkpoint {path} is not a checkpoint: write a .ckpt file, a folder of shards (it has a file "
+            ".metadata), or the folder of a Hugging Face model (it has a file config.json)"
         )
     return [_compare(kind, names, model)]
 

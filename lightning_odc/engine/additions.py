@@ -58,7 +58,7 @@ class Added:
         return [unit for unit in self.times if calls.get(unit, 0) not in (0, self.calls.get(unit, 0))]
 
     def within(self, calls: Mapping[int, int]) -> Added:
-        """As far as it is about units that a part runs.
+        """The additions of units that a part runs.
 
         Args:
             calls: How many times each unit ran in the forward pass of the part.
@@ -119,7 +119,7 @@ class Additions:
         return True
 
     def end_adding(self) -> None:
-        """It is added.
+        """Record that the gradient is added.
 
         Raises:
             TakenBackError: this was the last one to take back.

@@ -93,7 +93,7 @@ def flags_to_hex(flags: Sequence[bool]) -> str:
 
 
 def any_flags(by_rank: Sequence[str], count: int) -> list[bool]:
-    """Of ``count`` flags those that are set on some rank: ``["0x5", "0x1"]`` is ``[True, False, True]``."""
+    """Whether each of ``count`` flags is set on any rank: ``["0x5", "0x1"]`` is ``[True, False, True]``."""
     bits = 0
     for text in by_rank:
         bits |= int(text, 16)
@@ -320,7 +320,7 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def begin_microbatch(self, index: int) -> None:
-        """For reports."""
+        """Record the microbatch, for reports."""
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
         """The microbatches for this rank to run; ends when there is nothing left to do."""

@@ -1,4 +1,4 @@
-"""When ranks wait for long, every rank says where it is: on stderr, and in a file with the Python stack.
+"""Reports of long waits: every rank says where it is, on stderr and, with the Python stack, in a file.
 
 One-sided traffic is invisible to PyTorch's flight recorder, so this is what there is to look at after a hang.
 

@@ -387,7 +387,7 @@ class OnDemandEngine(Engine):
                 self._late_hooks.call(slot.home)
 
     def _totals(self) -> Iterator[Tensor]:
-        """By unit, the sums for this rank's shards, where these are: one after the other, for lack of memory."""
+        """The sums for this rank's shards, by unit, on the device of the shards. One at a time, to save memory."""
         protocol = self.protocol
         totals = (protocol.total(unit.index) for unit in self._units)
         if not any(unit.is_offloaded for unit in self._units):

@@ -98,7 +98,7 @@ class Doing(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """For how long, by now."""
+        """Seconds until now."""
         return max(time.monotonic_ns() // 1_000_000 - self.since, 0) / 1e3
 
 
@@ -240,7 +240,7 @@ class Peers:
         return self.beyond()
 
     def _deaths(self, dead: Sequence[int]) -> str:
-        """Who died, and of what as far as it is known: see Note [Whom the kernel ended]."""
+        """The ranks that died, and the cause if it is known: see Note [Whom the kernel ended]."""
         names = ", ".join(self._transport.describe(peer) for peer in dead)
         endings = [self._transport.how_ended(peer) for peer in dead]
         parts = [f"{names} ended without a word (killed, out of memory, or crashed)."]
@@ -260,7 +260,7 @@ class Peers:
         return max((doing.seconds for doing in running if doing.activity != Activity.COMPUTE), default=0.0)
 
     def report(self) -> str:
-        """Where every rank is: version, microbatch, activity, and for how long."""
+        """A report on every rank: version, microbatch, activity, and its time."""
         return "\n".join(self._report_line(rank) for rank in range(self._transport.world_size))
 
     def _report_line(self, rank: int) -> str:

@@ -210,7 +210,7 @@ class Protocol(RankState):
         return self.windows[unit].summed()
 
     def go_on_from(self, other: Protocol) -> None:
-        """Before `open`: keep the books of a protocol that was closed, and tell its tracer."""
+        """Take over the counts and the tracer of a protocol that was closed. Call it before `open`."""
         self.traffic, self.signals, self.device_waits = other.traffic, other.signals, other.device_waits
         self.waiter.seconds = other.waiter.seconds
         self.listen(other.tracer)
@@ -248,7 +248,7 @@ class Protocol(RankState):
         return items
 
     def _hear(self, kind: str, item: Any) -> tuple[list[str], list[Any]]:
-        """For what every rank has come to a meeting, and its item."""
+        """Receive from every rank why it came to a meeting, and its item."""
         self.finish()
         records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
         kinds, items, signals = ([record[field] for record in records] for field in range(3))
@@ -257,7 +257,7 @@ class Protocol(RankState):
 
     @property
     def _ranks(self) -> Sequence[int]:
-        """Who meets, as ranks of the job, in the order of their records."""
+        """The ranks of the job that meet, in the order of their records."""
         return [self.transport.job_rank(peer) for peer in range(self.transport.world_size)]
 
     def _exchange(self, kind: str, record: Any) -> list[Any]:
@@ -278,7 +278,7 @@ class Protocol(RankState):
         return items
 
     def next_version(self) -> None:
-        """After a meeting that ended a step: from now on this rank works on the next version."""
+        """Begin the next version, after a meeting that ended a step."""
         self.ended = False
         self.version += 1
         self.transport.store(Word.VERSION, self.version)
@@ -290,7 +290,7 @@ class Protocol(RankState):
         self.peers.come_to_end(self._ends)
 
     def begin_microbatch(self, index: int) -> None:
-        """For reports only."""
+        """Record the microbatch, for reports only."""
         self.transport.store(Word.MICROBATCH, index + 1)
 
     def fail(self, message: str) -> None:
@@ -298,7 +298,7 @@ class Protocol(RankState):
         self.peers.fail(message.encode()[-_MAILBOX_BYTES:])
 
     def _describe(self) -> str:
-        """Where this rank is, and where every rank is."""
+        """Describe where this rank is, and where every rank is."""
         assert self._hang_report is not None
         waiting = self.waiter.waiting_for
         mine = "does not wait" if waiting is None else f"is {waiting()}"

@@ -218,7 +218,7 @@ class UnitWindow:
         self.own_accumulator = self._sums[source]
 
     def _by_node(self, whole: Tensor, numel: int) -> list[Tensor]:
-        """By rank of the column, its part of a shard or an accumulator in one window."""
+        """The part of each rank of the column in a shard or an accumulator of one window."""
         return [whole.narrow(0, node * numel, numel) for node in range(self._state.column.size)]
 
     def _parts_in(self, owner: int) -> list[tuple[list[Tensor], int]]:

@@ -325,7 +325,7 @@ class Unit:
 
 
 def _joined(fresh: list[ParamSlot]) -> list[Segment]:
-    """Of parameters of 4, 2 and 3 numbers, of which the second has no gradient, ``(0, 0, 4)`` and ``(6, 4, 3)``."""
+    """Join segments: parameters of 4, 2 and 3 numbers, the second without a gradient, give ``(0, 0, 4)``, ``(6, 4, 3)``."""
     segments: list[Segment] = []
     source = 0
     for slot in fresh:
@@ -339,7 +339,7 @@ def _joined(fresh: list[ParamSlot]) -> list[Segment]:
 
 
 def _runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of ``(0, 4), (4, 6), (9, 12)`` it is ``(0, 6), (9, 12)``."""
+    """Join adjacent runs: ``(0, 4), (4, 6), (9, 12)`` become ``(0, 6), (9, 12)``."""
     runs: list[tuple[int, int]] = []
     for start, end in places:
         if runs and runs[-1][1] == start:

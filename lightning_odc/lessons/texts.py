@@ -17,7 +17,7 @@ _DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def bend(lengths: Sequence[int], skew: float) -> NDArray[np.int64]:
-    """The same lengths, less or more uneven, with the same sum but for rounding.
+    """Make lengths less or more uneven. Their sum stays the same, up to rounding.
 
     Args:
         lengths: Lengths of samples.

@@ -1,4 +1,4 @@
-"""Where ranks meet to learn of each other's roll-outs, which travel as raw numbers and JSON, without pickle."""
+"""The exchange of roll-outs between ranks, as raw numbers and JSON, without pickle."""
 
 from __future__ import annotations
 

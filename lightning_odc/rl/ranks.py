@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who shares roll-outs.
+    """The ranks that share roll-outs.
 
     Attributes:
         rank: This rank.

@@ -82,7 +82,7 @@ def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
 
 
 def why_versions_differ(versions: Sequence[str], names: Sequence[str]) -> str:
-    """Who runs which version of this package; empty if all run the same.
+    """Describe which node runs which version of this package; empty if all run the same.
 
     Args:
         versions: Versions by rank.

@@ -55,7 +55,7 @@ class ParameterNames:
         was the model's stays, with a warning if it is trained.
 
         Raises:
-            ValueError: for state that has neither the shape of its parameter nor is a scalar.
+            ValueError: State that neither has the shape of its parameter nor is a scalar.
         """
         current = {_compat.checkpoint_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         own = set(current.values())

@@ -81,7 +81,7 @@ class Cluster:
         return cls(device, devices, devices_per_node).but(**others)
 
     def but(self, **others: Any) -> Cluster:
-        """The same with other values: fields of `Cluster` or `Device`, such as ``devices=32, network=25e9``.
+        """This cluster with other values: fields of `Cluster` or `Device`, such as ``devices=32, network=25e9``.
 
         Raises:
             ValueError: an unknown field, or a value out of range.

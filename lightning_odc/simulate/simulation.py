@@ -54,25 +54,25 @@ class Simulation:
 
     @property
     def total_seconds(self) -> float:
-        """Of all minibatches."""
+        """Seconds of all minibatches."""
         return float(self.seconds.sum())
 
     @property
     def mean_seconds(self) -> float:
-        """Of a minibatch."""
+        """Mean seconds of a minibatch."""
         return float(self.seconds.mean())
 
     @property
     def idle_fraction(self) -> float:
-        """Of all devices' time, the part in which they wait for others."""
+        """The part of all devices' time in which they wait for others."""
         return 1 - float(self.busy.sum()) / (self.busy.shape[1] * self.total_seconds)
 
     @property
     def samples_per_second(self) -> float:
-        """Of all devices together."""
+        """Samples per second of all devices together."""
         return self.samples / self.total_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together, without padding."""
+        """Tokens per second of all devices together, without padding."""
         return self.tokens / self.total_seconds

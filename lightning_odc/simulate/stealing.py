@@ -1,4 +1,4 @@
-"""Who runs what when devices that run dry take microbatches from others: a greedy simulation.
+"""Work stealing, simulated greedily: a device that has finished takes microbatches from others.
 
 Note [Simulated stealing]
 ~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -102,7 +102,7 @@ def with_barriers(model: Model, transfers: Transfers, compute: Floats, exists: B
 
 
 def with_one_meeting(model: Model, transfers: Transfers, compute: Floats, exists: Bools) -> Steps:
-    """On demand: every rank at its own pace until all meet; see `with_barriers`."""
+    """Simulate on-demand communication: every rank runs at its own pace until all meet; see `with_barriers`."""
     factor = collisions(model, transfers, compute, exists)[:, None, None]
     own = compute + seen(model, transfers, compute, first=False, factor=factor)
     own[:, :1] = compute[:, :1] + seen(model, transfers, compute[:, :1], first=True, factor=factor)

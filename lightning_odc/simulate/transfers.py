@@ -45,7 +45,7 @@ _SETTLE_PASSES = 4  # over the own accumulators: read, divide, write, zero
 
 @dataclass(frozen=True)
 class UnitTransfers:
-    """Of one unit: seconds and bytes of a rank.
+    """Seconds and bytes of a rank for one unit.
 
     Attributes:
         gather: Seconds of one gather.

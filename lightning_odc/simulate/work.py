@@ -250,7 +250,7 @@ class _Flat:
         return seconds, tokens, seconds
 
     def padded(self) -> tuple[Floats, Floats, Floats]:
-        """The same where every row is as long as the longest; an empty microbatch costs its overhead."""
+        """The work if every row is padded to the longest; an empty microbatch costs its overhead."""
         filled = self.sizes > 0
         starts = (np.cumsum(self.sizes) - self.sizes)[filled]
         longest, costs = np.zeros(len(self.sizes)), np.zeros(len(self.sizes))

@@ -53,8 +53,8 @@ def check_strategy(given: Mapping[str, Any]) -> None:
         given: The arguments, by name.
 
     Raises:
-        ValueError: for a value that is not one of those it knows.
-        TypeError: for a value of another kind, or an argument it does not know.
+        ValueError: An invalid value.
+        TypeError: A value of another type, or an unknown argument.
     """
     balance, communication, deterministic = (
         given[name] for name in ("balance", "communication", "deterministic")
@@ -123,7 +123,7 @@ def offloading_backend(given: str | None) -> str:
         given: The user's, or that of a process group that is there already; ``None`` if it is for us to choose.
 
     Raises:
-        ValueError: for one that has nothing for host memory.
+        ValueError: The process group has no backend for host memory.
     """
     if given is None:
         return "cpu:gloo,cuda:nccl"
@@ -243,8 +243,8 @@ def _check_mesh(device_mesh: Any) -> None:
         )
     if not is_right:
         raise ValueError(
-            f"ODCStrategy(device_mesh={device_mesh!r}) is not a mesh of nodes: write device_mesh=(nodes, ranks per node), "
-            "or pass a 2-D DeviceMesh."
+            f"ODCStrategy(device_mesh={device_mesh!r}) is not a mesh of nodes: write device_mesh=(nodes, ranks per "
+            "node), or pass a 2-D DeviceMesh."
         )
 
 
@@ -280,8 +280,8 @@ def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
         )
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
         raise TypeError(
-            f'ODCStrategy(mixed_precision={mixed_precision!r}) is not a policy: write Trainer(precision="bf16-mixed"), or '
-            "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
+            f'ODCStrategy(mixed_precision={mixed_precision!r}) is not a policy: write Trainer(precision="bf16-mixed"), '
+            "or mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
         )
 
 

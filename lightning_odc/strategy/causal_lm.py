@@ -132,7 +132,7 @@ def keeps_apart(model: nn.Module, device: torch.device) -> bool:
 
 @contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Without dropout and gradients; modes and random numbers are put back."""
+    """Run without dropout and gradients, and restore modes and random numbers."""
     modes = [(part, part.training) for part in module.modules()]
     devices = [device] if device.type == "cuda" else []
     module.eval()
@@ -180,7 +180,7 @@ def _trouble_of(model: nn.Module, device: torch.device) -> str:
 
 
 def _name(module: nn.Module) -> str:
-    """As the user knows its class."""
+    """The class name that the user knows."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
@@ -239,7 +239,7 @@ def watch_packed_calls(model: nn.Module) -> RemovableHandle:
         A handle to remove the watch by; it removes itself after the first call that trains.
 
     Raises:
-        ValueError: in that call, with the line to write.
+        ValueError: Raised in that call, with the line to write.
     """
 
     def look(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:

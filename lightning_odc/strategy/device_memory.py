@@ -104,7 +104,7 @@ class MemoryMeter:
 
 
 def _ran_out(reliefs: Sequence[Relief]) -> list[list[int]]:
-    """Of each microbatch the largest part that ran out of memory, as the fields of a `RanOut`."""
+    """The largest part of each microbatch that ran out of memory, as the fields of a `RanOut`."""
     whole: dict[int, list[int]] = {}
     for relief in reliefs:
         if relief.reason == "memory":

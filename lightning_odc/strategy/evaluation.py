@@ -67,7 +67,7 @@ class Evaluation:
         self._added: list[tuple[Any, str]] = []
 
     def begin(self) -> None:
-        """Before the first batch: take over what is logged. Not for predictions, which log nothing."""
+        """Take over logging before the first batch. Not for predictions, which log nothing."""
         if self._engine.world_size == 1:
             return
         self._changes.enter_context(_compat.before_epoch_values(self._module.trainer, self._complete))

@@ -248,7 +248,7 @@ def _reduction(reduce_fx: Any) -> str:
 
 
 def _signature(log: Callable[..., Any]) -> inspect.Signature:
-    """Of ``log``, or of Lightning's where an override takes whatever comes."""
+    """The signature of ``log``, or of Lightning's if an override takes any arguments."""
     signature = inspect.signature(log)
     if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
         signature = inspect.signature(LightningModule.log)

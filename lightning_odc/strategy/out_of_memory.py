@@ -208,7 +208,7 @@ class Attempt:
         self._random_state = RandomState(device) if task.detail is None else None
 
     def take_back(self) -> None:
-        """It broke off: free its graph, and let random numbers go on from where it began."""
+        """Free the graph of an attempt that broke off, and restore the random numbers of its beginning."""
         if self.item is not None:
             cut_graph(self.item.extras)  # others may hold them, too
             self.item.let_go()
@@ -310,7 +310,7 @@ class Rescue:
         self._in_a_row = 0
 
     def let_go(self, before: Added) -> Added:
-        """For a user's own ``except``: free what the error that is being handled holds, and what it broke off.
+        """Free the memory of the current error and of the broken attempt, in a user's own ``except``.
 
         Args:
             before: What was added for that of which this is a part.

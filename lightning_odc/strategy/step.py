@@ -466,7 +466,7 @@ class Training:
         """Refuse an epoch in which hooks of parameters waited for a step that never came.
 
         Raises:
-            ODCError: with the two ways to end a step.
+            ODCError: No step ended; the message has the two ways to end one.
         """
         if self._hooks_wait:
             raise ODCError(

@@ -279,7 +279,8 @@ class TrainingData:
             rank_zero_info(
                 f"Samples have {gain.shortest} to {gain.longest} tokens, and ranks wait for the longest ones: "
                 f"{gain.idle:.0%} of the time, planned from lengths.\n"
-                f'Trainer(strategy="odc_balanced") balances the work: {gain.factor:.2f}x as fast, planned, not measured.'
+                f'Trainer(strategy="odc_balanced") balances the work: {gain.factor:.2f}x as fast, planned, not '
+                "measured."
             )
 
 

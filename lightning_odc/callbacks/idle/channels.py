@@ -33,7 +33,7 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, numbers: Sequence[float]) -> None:
-        """At the end of a step, all ranks once. Does not wait."""
+        """Send an item. All ranks call it once at the end of a step. Does not wait."""
 
     @abstractmethod
     def receive(self) -> list[Round]:

@@ -66,7 +66,7 @@ class DeviceProfile(Protocol):
         ...
 
     def abandon(self) -> None:
-        """After an error: record no longer, if the device comes to its end, and forget what was recorded."""
+        """Stop recording after an error, and drop what was recorded."""
         ...
 
 
@@ -150,7 +150,7 @@ class StepSampler:
         return self._begin is not None
 
     def try_out(self) -> None:
-        """Before the first step: find out whether there is a profiler, and have it ready."""
+        """Find out before the first step whether there is a profiler, and prepare it."""
         if self._together(self._start):
             self._together(self._stop)
 

@@ -1,4 +1,4 @@
-"""Where idle time comes from: which watch sees the waiting under each strategy, and what waits for data."""
+"""The sources of idle time: which watch sees the waiting under each strategy, and what waits for data."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWait
 
 
 def _watch_by_host(strategy: Any, on_demand: bool) -> Watch:
-    """On CPU ranks, where the host's time is the device's."""
+    """Choose a watch for CPU ranks, where the host's time is the device's."""
     on_cpu = strategy.root_device.type == "cpu"
     if isinstance(strategy, ODCStrategy) and (on_demand or on_cpu):
         return Watch(complete=True, engine=strategy.engine) if on_demand else CollectiveWatch(strategy.engine)

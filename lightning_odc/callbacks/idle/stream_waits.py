@@ -53,7 +53,7 @@ class ComputeStream:
         self.follow()
 
     def follow(self) -> None:
-        """From now on it is the stream that is current now. For the thread that trains."""
+        """Follow the stream that is current now. The training thread calls this."""
         self._stream = torch.cuda.current_stream(self._device)
 
     def mark(self) -> Moment:

@@ -75,7 +75,7 @@ class StepNumbers:
         return max(self.seconds - self.idle, 0.0)
 
     def to_floats(self) -> list[float]:
-        """As numbers to send; `from_floats` is the inverse."""
+        """Convert to numbers to send; `from_floats` is the inverse."""
         waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
         parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
         counts = [len(self.meetings), len(self.broadcasts)]

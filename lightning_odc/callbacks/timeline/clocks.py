@@ -27,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Passage(NamedTuple):
-    """When a rank went through an exchange or a collective: nanoseconds of its own monotonic clock."""
+    """The moments at which a rank entered and left an exchange or a collective, in nanoseconds of its own clock."""
 
     entered: int
     left: int
@@ -87,7 +87,7 @@ def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequenc
 
 
 def offset_bounds(mine: Sequence[Passage], reference: Sequence[Passage]) -> tuple[int, int]:
-    """Between which values a clock is ahead of the reference, from their passages through the same exchanges."""
+    """Bounds of how far a clock is ahead of the reference, from their passages through the same exchanges."""
     pairs = list(zip(mine, reference, strict=True))
     lower = max(own.entered - other.left for own, other in pairs)
     upper = min(own.left - other.entered for own, other in pairs)
@@ -95,7 +95,7 @@ def offset_bounds(mine: Sequence[Passage], reference: Sequence[Passage]) -> tupl
 
 
 def machine() -> str:
-    """The same for all processes that share a monotonic clock, containers included."""
+    """An id that all processes share that have the same monotonic clock, containers included."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -147,7 +147,7 @@ class Recording:
     # -- what happens -------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """From now on it is data that are waited for."""
+        """Count waits as waits for data from now on."""
         self._gap_began = time.monotonic_ns()
 
     def begin_batch(self, step: int, batch: Any) -> None:

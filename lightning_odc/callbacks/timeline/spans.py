@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end."""
+        """Seconds from the first begin to the last end."""
         return (self.end_ns - self.begin_ns) / 1e9
 
     @property

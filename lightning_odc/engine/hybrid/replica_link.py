@@ -31,7 +31,7 @@ _ATTEMPT = 10.0  # seconds for one address
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where the first rank of a column listens, and what it answers to."""
+    """The address and the secret with which the first rank of a column listens."""
 
     addresses: list[str]
     port: int

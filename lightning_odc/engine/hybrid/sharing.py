@@ -175,7 +175,7 @@ class Sharing:
 
 
 def _cut(shard: Tensor, runs: Trained) -> Tensor:
-    """Of ``a b c d e`` and the runs ``(0, 2), (4, 5)`` it is ``a b e``."""
+    """Cut runs out and join them: ``a b c d e`` with the runs ``(0, 2), (4, 5)`` gives ``a b e``."""
     return torch.cat([shard[:0], *(shard[start:end] for start, end in runs)])
 
 

@@ -1,4 +1,4 @@
-"""On demand inside a node, meetings over all nodes: what the engines of several nodes have in common.
+"""The common part of the engines for several nodes: on demand inside a node, meetings over all nodes.
 
 Note [Two levels]
 ~~~~~~~~~~~~~~~~~
@@ -156,7 +156,7 @@ class SpanningEngine(OnDemandEngine):
         self._group.close()
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
-        """As in `OnDemandEngine`; work is stolen within the row, whose windows are at hand."""
+        """See `OnDemandEngine`. Work is stolen within the row, because its windows can be read."""
         if minibatch.all_ranks is not None:
             everybody = minibatch.all_ranks
             minibatch = minibatch.map(lambda microbatch: microbatch)

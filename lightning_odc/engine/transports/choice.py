@@ -18,7 +18,7 @@ def check_transport(transport: str, device_type: str, strategy: str = "ODCStrate
     """Refuse devices that have no windows, and a transport that is another device's.
 
     Raises:
-        ValueError: with the line to write instead.
+        ValueError: No transport fits; the message has the line to write instead.
     """
     fitting = _BY_DEVICE.get(device_type)
     if fitting is None:

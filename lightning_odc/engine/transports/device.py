@@ -74,7 +74,7 @@ class Device(ABC):
 
     @abstractmethod
     def add_plainly(self) -> None:
-        """From now on add by reading and writing, since a link between the devices does not add atomically.
+        """Add by reading and writing from now on, because a link between the devices does not add atomically.
 
         What an atomic addition over such a link does is not defined, not even where nothing else adds to its place.
         """
@@ -120,7 +120,7 @@ class Device(ABC):
 
     @abstractmethod
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
-        """The same for all windows at once: row ``r`` from byte ``offset`` of rank ``r``'s window on, in ``dtype``.
+        """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``.
 
         Args:
             offset: Bytes from the begin of each window.

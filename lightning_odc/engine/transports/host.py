@@ -59,7 +59,7 @@ def check_platform() -> None:
 
 
 def boot_id() -> str:
-    """The same for all processes that share this kernel, and for no others."""
+    """An id that all processes of this kernel share, and no others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

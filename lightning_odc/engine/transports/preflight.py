@@ -28,7 +28,7 @@ def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
         spec: Spec of one window.
 
     Raises:
-        WindowError: with the first reason found.
+        WindowError: A check failed; the message has the first reason found.
     """
     reason = next(_reasons(facts, spec), None)
     if reason is not None:
@@ -91,7 +91,7 @@ def _same_device(facts: Sequence[DeviceFacts]) -> Iterator[str]:
 
 
 def _same_number(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    """By number torch tells devices apart, which means something only where all processes see the same ones."""
+    """Torch identifies devices by number. That works only if all processes see the same devices."""
     first: dict[int, int] = {}
     for rank, own in enumerate(facts):
         peer = first.setdefault(own.index, rank)
@@ -168,7 +168,7 @@ def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
 
 
 def explain(error: Exception, own: DeviceFacts) -> str:
-    """What may stand behind an error of the driver while windows were made or mapped.
+    """Explain the likely causes of a driver error while windows were made or mapped.
 
     Args:
         error: Error that torch raised.

@@ -176,7 +176,7 @@ class SymmetricDevice(Device):
         return dtype in kernels.ATOMIC_DTYPES
 
     def _place_of(self, target: Tensor) -> tuple[int, int]:
-        """In whose window a view lies, and at which byte of it."""
+        """The rank whose window contains a view, and the byte where it begins."""
         address = target.data_ptr()
         offsets = [address - window.data_ptr() for window in self._windows]
         return next(
@@ -202,7 +202,7 @@ def _socket_directory() -> str:
 
 
 def _others(device: torch.device) -> dict[str, int]:
-    """By uuid, the numbers of the other devices that this process sees."""
+    """The numbers of the other devices that this process sees, by uuid."""
     indices = [index for index in range(torch.cuda.device_count()) if index != device.index]
     return {str(torch.cuda.get_device_properties(index).uuid): index for index in indices}
 
