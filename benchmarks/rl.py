@@ -92,9 +92,9 @@ class Tick(NamedTuple):
     Attributes:
         passes: Forward passes of sampling.
         needed: Those of them that its own responses needed.
-        sampling: Until all roll-outs are exchanged.
-        scoring: Until all scores are.
-        update: Until the optimizer has stepped.
+        sampling: Time until all roll-outs are exchanged.
+        scoring: Time until all scores are exchanged.
+        update: Time until the optimizer has stepped.
         idle: See above, a fraction.
     """
 

@@ -41,6 +41,7 @@ _PATTERNS = {
     for phrase, hint in PHRASES.items()
 }
 _ARGUMENT = re.compile(r"^ {4}(?P<name>\*{0,2}\w+(?:, \*{0,2}\w+)*): (?P<first>[\w'-]+)", re.MULTILINE)
+_SECTION = re.compile(r"^(?:Args|Attributes):\n((?:(?: .*)?\n?)+)", re.MULTILINE)
 _PREPOSITION = re.compile(
     r"(about|above|after|against|as|at|before|behind|below|beside|between|by|during|for|from|in|inside|into|like|of|on|"
     r"onto|over|per|since|than|that|through|to|toward|under|until|which|with|within|without)",
@@ -88,22 +89,18 @@ def _odd_phrases(passages: list[Passage]) -> list[tuple[int, str]]:
 
 
 def _odd_arguments(source: str) -> list[tuple[int, str]]:
-    """Arguments of docstrings whose explanation begins with a preposition."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        _, section, rest = (ast.get_docstring(node) or "").partition("Args:\n")
-        for match in _ARGUMENT.finditer(re.split(r"\n\S", rest, maxsplit=1)[0] if section else ""):
-            if _PREPOSITION.fullmatch(match["first"]):
-                name = getattr(node, "name", "module")
-                found.append(
-                    (
-                        node.body[0].lineno,
-                        f"{name}({match['name']}: {match['first']} ...): begin with a noun or verb",
-                    )
-                )
-    return found
+    """Arguments and attributes in docstrings whose explanation begins with a preposition."""
+    return [
+        (
+            node.body[0].lineno,
+            f"{getattr(node, 'name', 'module')}({match[0].strip()} ...): begin with a noun or verb",
+        )
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for section in _SECTION.findall(ast.get_docstring(node) or "")
+        for match in _ARGUMENT.finditer(section)
+        if _PREPOSITION.fullmatch(match["first"])
+    ]
 
 
 def _ids(path: Path) -> str:
@@ -137,6 +134,9 @@ def wait(peer):  # whence
         peer: that is waited for.
         step, unit: The step.
 
+    Attributes:
+        seen: By unit, the step.
+
     Returns:
         until: that is no argument.
     """
@@ -151,8 +151,11 @@ def test_the_search_sees_strings_comments_and_arguments() -> None:
         what.split(":")[0].strip("'") for _, what in _odd_phrases([*_strings(SAMPLE), *_comments(SAMPLE)])
     }
     assert found == {"whence", "what it is told", "Nobody", "comes home"}
-    assert [line for line, _ in _odd_phrases(list(_comments(SAMPLE)))] == [2, 12]
-    assert [what for _, what in _odd_arguments(SAMPLE)] == ["wait(peer: that ...): begin with a noun or verb"]
+    assert [line for line, _ in _odd_phrases(list(_comments(SAMPLE)))] == [2, 15]
+    assert [what for _, what in _odd_arguments(SAMPLE)] == [
+        "wait(peer: that ...): begin with a noun or verb",
+        "wait(seen: By ...): begin with a noun or verb",
+    ]
 
 
 def test_identifiers_and_other_words_pass() -> None:

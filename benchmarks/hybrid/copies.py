@@ -63,9 +63,9 @@ class Cell(NamedTuple):
     """What all variants are compared in.
 
     Attributes:
-        hosts: Of two ranks each.
+        hosts: Number of hosts, with two ranks each.
         mbit: The speed of a host's link, in megabits per second; ``None`` if it is not limited.
-        microbatches: Of each rank and minibatch.
+        microbatches: Microbatches of each rank and minibatch.
     """
 
     hosts: int

@@ -235,11 +235,11 @@ class Result:
     """How one trial ended.
 
     Attributes:
-        seconds: from the fault until the last rank had ended.
+        seconds: Time from the fault until the last rank had ended.
         named: survivors whose error names the victim.
         survivors: how many there were.
         checkpoints: complete checkpoint files that were left, all of which load.
-        exit_codes: of all ranks.
+        exit_codes: Exit codes of all ranks.
         errors: last line of each rank's error.
     """
 

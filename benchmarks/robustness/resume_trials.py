@@ -142,8 +142,8 @@ class Trial:
     """What came of one training with crashes.
 
     Attributes:
-        crashes: by number: which rank was killed in which of its backward passes, the whole job or it alone, and from
-            which step the next job went on.
+        crashes: For each crash: the killed rank and backward pass, whether the whole job was killed, and the step from
+            which the next job went on.
         equal: the end is that of the uninterrupted run, bit by bit.
         samples_exact: every epoch saw every sample once, counting only steps that are part of the final parameters.
     """

@@ -46,7 +46,7 @@ class Point:
     Attributes:
         longest: The longest sample in tokens.
         devices: How many.
-        runs: By way.
+        runs: Runs by way of communication.
         plan: Seconds of one plan by policy.
         once: Seconds of the parts that grow with the nodes.
     """

@@ -27,7 +27,7 @@ class Fitting:
 
     Attributes:
         device: A name of `DEVICES`, ``"cpu"``, or a `Cluster`.
-        devices: Of all nodes; ``None`` where there is no trainer.
+        devices: Devices of all nodes; ``None`` without a trainer.
         nodes: The number of nodes.
         batches: Batches of an optimizer step.
     """

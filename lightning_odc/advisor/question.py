@@ -98,7 +98,7 @@ class Sizes:
     """Whole numbers as a user gave them; `None` where nothing was said.
 
     Attributes:
-        devices: Of all nodes together.
+        devices: Devices of all nodes together.
         nodes: The number of nodes.
         minibatch_size: Samples per device and optimizer step.
         max_tokens: Most tokens of a microbatch.

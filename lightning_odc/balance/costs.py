@@ -33,7 +33,7 @@ class Terms:
         samples: ``[1, n]`` costs of samples if all ranks are alike in them, else ``[num_ranks, n]``.
         overhead: ``[num_ranks]``, of every microbatch.
         pair: ``[num_ranks]``, of every two tokens of different samples in one microbatch.
-        beside: of ``samples`` the part that padding leaves as it is, in the same shape; ``None``: nothing.
+        beside: The part of ``samples`` that padding does not change, in the same shape; ``None``: nothing.
     """
 
     samples: Floats

@@ -44,8 +44,8 @@ class LearntCost:
     """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
 
     Attributes:
-        coefficients: For every rank: seconds per squared token, per token, and per microbatch. Where samples have rows
-            of numbers, one for each number stands between the first and the last.
+        coefficients: Seconds per squared token, per token, and per microbatch, for every rank. If samples have rows of
+            numbers, there is one for each number in the place of the one per token.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 

@@ -87,7 +87,7 @@ class PaddedSamples:
         runs: ``[n]``, the first sample that may share a microbatch with each, whatever the caps.
         scale: grid points per unit of the caller's costs.
         beside: ``[1 or num_ranks, n]`` whole numbers, what each sample costs besides its row; ``None``: nothing.
-        others: by rank, the numbers after the first, of samples as they are numbered here; ``None``: there are none.
+        others: The numbers after the first, for each rank, with samples as they are numbered here; ``None``: none.
     """
 
     order: Ints

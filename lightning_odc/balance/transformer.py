@@ -128,7 +128,7 @@ class TransformerShape:
         queries: width of all query heads together.
         keys: width of all key heads together, and of all value heads.
         intermediate: width of the feed-forward layers.
-        matrices: of a feed-forward layer: three with a gate, else two.
+        matrices: Matrices of a feed-forward layer: three with a gate, else two.
         vocabulary: number of tokens; 0 if the configuration does not say.
         tied: the embedding and the output head are one matrix.
         windows: the window of each layer with sliding-window attention, in tokens.

@@ -129,7 +129,7 @@ class Result:
         plain: The same of the plain operation.
         faster: Theirs over ours, round by round, quartiles.
         rate: Bytes per second, ours: read from peers, added, or for *settle* those of the own shard.
-        of_copy: That rate as a part of the rate of the plain operation, round by round, median.
+        of_copy: The rate as a part of the rate of the plain operation, round by round, median.
     """
 
     ranks: int

@@ -385,8 +385,8 @@ class MinibatchPlan:
     """What all ranks do in one minibatch.
 
     Attributes:
-        microbatches: By rank, lists of sample indices.
-        weights: By rank, one number per microbatch; 0 for one that only keeps the ranks' counts equal.
+        microbatches: Lists of sample indices, for each rank.
+        weights: One number per microbatch, for each rank; 0 for one that only keeps the ranks' counts equal.
         text: Equal on all ranks that follow the same plan.
     """
 

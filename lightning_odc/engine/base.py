@@ -65,7 +65,7 @@ class SettleRecord:
         logs: what the strategy logs: names and sums.
         measured: what the strategy measured: seconds and memory of microbatches.
         note: the rank's `Engine.note`.
-        used: which parameters received a gradient here, as `flags_to_hex` writes them.
+        used: Parameters that received a gradient here, as `flags_to_hex` writes them.
     """
 
     batches: str | None

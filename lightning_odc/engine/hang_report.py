@@ -34,8 +34,8 @@ class HangReport:
         place: where this process is in the program, for people.
 
     Attributes:
-        after: as it is now.
-        path: of the file.
+        after: The time of waiting until the next report.
+        path: Path of the file.
     """
 
     def __init__(

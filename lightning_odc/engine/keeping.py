@@ -72,7 +72,7 @@ class Memory(Protocol):
     """What one rank's memory looks like, in bytes.
 
     Attributes:
-        share: of the room beside what training takes, the part that may be kept.
+        share: The part of the memory not used by training that may hold kept units.
     """
 
     share: float
@@ -149,7 +149,7 @@ class _Kept:
 
     Attributes:
         unit: the unit.
-        comm: through which it is gathered.
+        comm: The comm object that gathers it.
         size: bytes of the whole unit on one rank, in the compute dtype.
         frozen_size: bytes of its frozen parameters.
         is_plain: it does not go over to a smaller mesh after its forward pass.

@@ -80,8 +80,8 @@ class Doing(NamedTuple):
 
     Attributes:
         activity: what.
-        unit: with which unit, below 2**21.
-        since: since when, in milliseconds of the monotonic clock, below 2**39 (17 years).
+        unit: Number of the unit, below 2**21.
+        since: Begin in milliseconds of the monotonic clock, below 2**39 (17 years).
     """
 
     activity: Activity

@@ -105,7 +105,7 @@ class Protocol(RankState):
         peers: how the ranks are.
         signals: what this rank and the others were sent by the operating system.
         waiter: idle seconds by cause.
-        windows: by unit, what a microbatch does with it; from `open` to `close`.
+        windows: The `UnitWindow` of each unit; from `open` to `close`.
         drop_together: called where some ranks have met for `DISCARD`, with their items and what this rank came for.
         queues: how often work was opened for other ranks to take; see `WorkQueues`.
         device_waits: how often the host waited for its own device, which is not idle time.

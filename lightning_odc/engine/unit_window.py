@@ -47,7 +47,7 @@ class Column(NamedTuple):
 
     Attributes:
         size: How many.
-        own: Which of them this rank is.
+        own: Place of this rank among them.
     """
 
     size: int
@@ -125,7 +125,7 @@ class _Published(NamedTuple):
         owner: the window's.
         version: reads the version word of the unit.
         edited: reads in which version frozen parameters of the unit changed last.
-        parts: by rank, the shard as the only item of a list, and where it begins in the whole unit.
+        parts: For each rank, the shard as the only item of a list, and where it begins in the whole unit.
     """
 
     owner: int
@@ -151,8 +151,8 @@ class _Accumulator(NamedTuple):
 
     Attributes:
         owner: the window's.
-        totals: by rank of the column that will take the sum, the view of the window.
-        lock: to hold while adding; ``None`` where no other rank adds to this place, or additions are atomic.
+        totals: View of the window for each rank of the column that will take the sum.
+        lock: Lock to hold while adding; ``None`` if no other rank adds to this place, or additions are atomic.
     """
 
     owner: int
@@ -171,9 +171,9 @@ class UnitWindow:
         edited_word: the control word for the version in which frozen parameters changed last.
 
     Attributes:
-        gathers: how often the unit was gathered, since somebody set it to 0.
-        owners: among how many ranks the unit is sharded.
-        own: which of them this rank is.
+        gathers: Number of gathers of the unit since it was last set to 0.
+        owners: Number of ranks over which the unit is sharded.
+        own: Place of this rank among them.
         shards: what this rank's window holds, shape ``[column.size, shard_numel]``.
         own_shard: this rank's row of it.
         own_accumulator: where this rank adds what its own window takes.

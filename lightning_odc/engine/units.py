@@ -325,7 +325,7 @@ class Unit:
 
 
 def _joined(fresh: list[ParamSlot]) -> list[Segment]:
-    """Join segments: parameters of 4, 2 and 3 numbers, the second without a gradient, give ``(0, 0, 4)``, ``(6, 4, 3)``."""
+    """Join segments: parameters of 4, 2, 3 numbers, the second without gradient, give ``(0, 0, 4)``, ``(6, 4, 3)``."""
     segments: list[Segment] = []
     source = 0
     for slot in fresh:

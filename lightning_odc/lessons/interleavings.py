@@ -38,10 +38,10 @@ class State:
     """How far the ranks are, and what is in memory.
 
     Attributes:
-        places: By rank, how many actions of its program are done.
-        windows: Of rank ``r`` and unit ``u`` at ``r * units + u``.
-        done: By rank, the last version that it is done with.
-        held: By rank, the sum that it has loaded and not stored yet.
+        places: How many actions of its program each rank has done.
+        windows: Windows; that of rank ``r`` and unit ``u`` at ``r * units + u``.
+        done: The last version that each rank is done with.
+        held: The sum that each rank has loaded and not stored yet.
     """
 
     places: tuple[int, ...]

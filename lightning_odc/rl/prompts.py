@@ -37,7 +37,7 @@ class _Share(NamedTuple):
 
     Attributes:
         prompts: JSON texts.
-        costs: of the prompts.
+        costs: Costs of the prompts.
         order: places of the prompts in the order in which they are sampled, the most expensive first.
         seed: a random number.
     """

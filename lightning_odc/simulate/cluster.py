@@ -23,7 +23,7 @@ class Cluster:
         devices_per_node: How many share a node; ``None``: all.
         slowness: How many times as long each takes: one number, or one per device.
         jitter: Spread of the time of each microbatch: sigma of a lognormal distribution whose mean is 1.
-        seed: Of the jitter.
+        seed: Seed of the jitter.
 
     Raises:
         ValueError: a value out of range.

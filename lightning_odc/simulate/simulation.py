@@ -22,7 +22,7 @@ class Simulation:
     Attributes:
         seconds: ``[S]``.
         busy: ``[S, D]`` seconds in which a device computes or moves its own bytes.
-        idle: By cause ``[S, D]`` seconds of waiting for others: ``"units"`` (at every unit, not on demand),
+        idle: Seconds of waiting for others, ``[S, D]`` for each cause: ``"units"`` (at every unit, not on demand),
             ``"settle"`` (at the end of the minibatch), ``"network"`` (for other nodes, with the time on the link).
         causes: Where the time of an average minibatch goes; the values add up to `mean_seconds`. ``"compute"``: level
             and without padding. ``"padding"``. ``"longest_sample"``: beyond the mean, since no plan can share a
@@ -30,9 +30,9 @@ class Simulation:
             inside nodes, as far as it is not hidden. ``"network"``: the same between nodes. ``"step"``: optimizer,
             settle, publish.
         traffic: Bytes of a device per minibatch, on average: ``"read"``, ``"added"``, ``"collective"``, ``"network"``.
-        memory: Of one rank.
-        samples: In all minibatches.
-        tokens: In all minibatches, without padding.
+        memory: Memory of one rank.
+        samples: Samples in all minibatches.
+        tokens: Tokens in all minibatches, without padding.
         communication: What was simulated.
         policy: What was simulated.
         sharding: What was simulated.

@@ -36,7 +36,7 @@ class Steps:
     Attributes:
         seconds: ``[S]``.
         busy: ``[S, D]``.
-        idle: By cause ``[S, D]``.
+        idle: ``[S, D]`` for each cause.
         waits: ``[S]`` seconds of waiting at every unit that the one meeting on demand would not need.
         step: Seconds of optimizer, settle and publish.
     """

@@ -51,7 +51,7 @@ class UnitTransfers:
         gather: Seconds of one gather.
         again: Seconds of a gather after the first of a minibatch, where the unit is gathered again.
         add: Seconds in which its gradients are summed.
-        sum_nodes: Of these, seconds of a sum over nodes in every microbatch.
+        sum_nodes: The part of these seconds that is a sum over nodes in every microbatch.
     """
 
     gather: float

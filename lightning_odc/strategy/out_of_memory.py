@@ -73,7 +73,7 @@ class Relief:
     Attributes:
         tokens: Its tokens, padding included; 0 where they are not known.
         samples: The number of its samples; 0 where it is not known.
-        index: Which microbatch of this rank's minibatch it is, from 0.
+        index: Number of the microbatch in this rank's minibatch, from 0.
         action: Whether it was cut in two, or left out.
         reason: ``"memory"``, or ``"nonfinite"`` for a loss that is not finite.
     """

@@ -41,8 +41,8 @@ class Wanted:
     Attributes:
         balance: A policy, ``"auto"``, or ``None``.
         options: Arguments of `balanced_from`.
-        communication: That of ``ODCStrategy``.
-        deterministic: That of ``ODCStrategy``.
+        communication: The argument of ``ODCStrategy``.
+        deterministic: The argument of ``ODCStrategy``.
     """
 
     balance: str | None

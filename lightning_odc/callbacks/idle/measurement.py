@@ -215,7 +215,7 @@ class IdleMeasurement:
         return self._add(rounds)
 
     def finish(self) -> Iterator[int]:
-        """Return the rows of all steps so far. Waits; all ranks together."""
+        """Like `receive`, for all steps so far. Waits; all ranks together."""
         self._send(wait=True)
         return self._add(self._channel.finish())
 

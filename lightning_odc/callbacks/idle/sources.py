@@ -121,7 +121,7 @@ class MeetingTracer(Tracer):
     """Remembers when this rank entered and left each collective, and nothing else.
 
     Attributes:
-        meetings: since they were last taken.
+        meetings: Meetings since they were last taken.
     """
 
     def __init__(self) -> None:

@@ -46,8 +46,8 @@ class StepNumbers:
         seconds: length of the step, evaluation not counted.
         waits: seconds of waiting by cause.
         microbatches: how many this rank ran.
-        samples: in these microbatches.
-        tokens: in these microbatches.
+        samples: Samples in these microbatches.
+        tokens: Tokens in these microbatches.
         meetings: when this rank entered and left each collective, in order.
         broadcasts: when this rank entered and left each broadcast from rank 0, in order.
         seen: waiting was measured in this step. Where single steps are looked at, it is not in the others.

@@ -98,7 +98,7 @@ class RunFacts:
         name: distinguishes this run from earlier ones in the same directory.
         origin_ns: rank 0's clock at the beginning.
         world_size: number of ranks.
-        strategy: for people.
+        strategy: Name of the strategy, for people.
         notes: what cannot be seen under this strategy.
         waits: whether the engine traces waits.
     """

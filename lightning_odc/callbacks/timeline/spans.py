@@ -26,7 +26,7 @@ class RankTimeline:
     Attributes:
         rank: its number.
         host: the machine it ran on.
-        spans: in nanoseconds since the beginning of the run, on the clock of rank 0.
+        spans: Spans in nanoseconds since the beginning of the run, on the clock of rank 0.
         dropped: spans that found no place.
         complete: whether all steps that were asked for are in it.
         offset_ns: what was subtracted from this rank's own clock.
@@ -66,7 +66,7 @@ class Timeline:
     """What the ranks of one run did when.
 
     Attributes:
-        ranks: in rank order; some are missing if they died before they wrote anything.
+        ranks: Ranks in order; some are missing if they died before they wrote anything.
         world_size: how many ranks there were.
         strategy: how they trained, for people.
         run: distinguishes runs that write to the same directory.

@@ -40,8 +40,8 @@ class DeviceFacts:
         shares_device: several ranks on one device are allowed.
         expandable: torch's allocator works with expandable segments.
         socket: path of the socket by which torch hands handles over.
-        reaches: by uuid of the other devices that this process sees, whether this one can access their memory.
-        atomics: by uuid of the same devices, whether additions of this one to their memory are atomic.
+        reaches: Whether this device can access the memory of another device that this process sees, by its uuid.
+        atomics: Whether additions of this device to the memory of the same devices are atomic, by uuid.
     """
 
     name: str

@@ -39,9 +39,9 @@ class Launch:
     """How the kernel is started. ``make bench-gpu`` measures other choices.
 
     Attributes:
-        programs: for the rows of all owners together; at least one per owner.
+        programs: Programs for the rows of all owners together; at least one per owner.
         block: elements that a program adds at once.
-        warps: of a program.
+        warps: Warps of a program.
     """
 
     programs: int = 32

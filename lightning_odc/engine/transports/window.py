@@ -48,8 +48,8 @@ class Region:
         memory: all of it, as bytes (1-D, ``uint8``).
         bytes: all of it, for headers and mailboxes.
         words: the control words and the claim word, once `map_units` was called.
-        shards: by unit, the published shard.
-        accumulators: by unit and source, the gradient accumulator.
+        shards: Published shard of each unit.
+        accumulators: Gradient accumulator of each unit and source.
     """
 
     def __init__(self, fd: int, size: int) -> None:
