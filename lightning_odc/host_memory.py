@@ -203,7 +203,7 @@ def _room_of_group(group: _Group) -> Room | None:
 
 
 def _rooms_of_slurm(root: Path, environment: Mapping[str, str]) -> Iterator[Room]:
-    if "SLURM_PROCID" not in environment:  # as in the shell of `salloc`, on a host that is no part of the job
+    if "SLURM_PROCID" not in environment:  # as in the shell of `salloc`, on a host outside the job
         return
     held = _pages(root)[1]
     for name, times in _GRANTS.items():

@@ -1,7 +1,7 @@
 """Ten thousand minibatches of a tiny model: does anything grow, and is the end still that of one process?
 
 ``python -m benchmarks.robustness.endurance`` is what ``docs/robustness.md`` reports. Every rank runs a random number of
-microbatches of random lengths, with random delays; memory, file descriptors and threads are read now and then.
+microbatches of random lengths, with random delays; memory, file descriptors and threads are read from time to time.
 """
 
 from __future__ import annotations

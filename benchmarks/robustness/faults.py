@@ -105,7 +105,7 @@ def use_up_memory() -> None:
 
 
 def stop_for(seconds: str, then: str) -> None:
-    """Stop this process; after ``seconds`` somebody else sends it ``then``, the name of a signal."""
+    """Stop this process; after ``seconds`` another process sends it ``then``, the name of a signal."""
     helper = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{then} {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     helper.wait()

@@ -142,7 +142,7 @@ class Trial:
     """What came of one training with crashes.
 
     Attributes:
-        crashes: For each crash: the killed rank and backward pass, whether the whole job was killed, and the step from
+        crashes: The killed rank and backward pass, whether the whole job was killed, and the step from
             which the next job went on.
         equal: the end is that of the uninterrupted run, bit by bit.
         samples_exact: every epoch saw every sample once, counting only steps that are part of the final parameters.

@@ -76,7 +76,7 @@ def pause(place: str, expected: str, seconds: float = PAUSE) -> Stall:
 
 
 def give_up(place: str, timeout: float = 2.0) -> Stall:
-    """Stop the victim for good; somebody kills it long after the others have given up."""
+    """Stop the victim for good; it is killed long after the others have given up."""
     with tempfile.TemporaryDirectory() as folder:
         after = timeout + 2
         fault = f"stopped {after} KILL"

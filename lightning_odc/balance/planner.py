@@ -50,8 +50,8 @@ class Planner:
               of microbatches on every rank, the costliest first, packed such that the ``m``-th of all ranks are alike.
             - ``"lb_mini"``: the total cost of every rank balanced, whatever the counts; each rank's samples packed
               alone, the costliest microbatch first. Some ranks get nothing if there are fewer samples than ranks.
-            - ``"steal"``: the plan of ``"lb_mini"``, from which ranks that run dry may take the short microbatches
-              at the end of others' lists.
+            - ``"steal"``: the plan of ``"lb_mini"``. Ranks that have finished may take the short microbatches at the
+              end of others' lists.
 
         cost: what samples cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: Whether ``"local_sort"`` and ``"lb_micro"`` accept numbers of samples that ``num_ranks`` does not

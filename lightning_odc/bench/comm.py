@@ -3,7 +3,7 @@
 Every round does each exchange once, right after a barrier and in changing order, on all ranks at once, for one fp32
 unit of the given size. Without skew a round's time is that of its slowest rank. With skew rank ``r`` of ``W`` comes
 ``skew * r / (W - 1)`` seconds later than the first, and a round's time is the mean over ranks of the time from a rank's
-own coming to its own leaving: whoever need not wait for latecomers is not charged for them.
+own arrival to its own leaving: a rank that does not wait for latecomers is not charged for them.
 
 *Settle* is the meeting, taking the sums out, zeroing, writing the new shard and publishing it; beside it stands an
 all-reduce of the whole unit, which is what data parallel training without sharding does once per step. The plain

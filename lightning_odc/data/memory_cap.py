@@ -49,7 +49,7 @@ _TELLING = 0.8  # a microbatch with so much of the cap tells something about it
 _CHANGE = 0.05  # a smaller one is not worth other plans
 _UNLIKE = 0.1  # ranks that differ by more have caps of their own
 _LEFT = 0.8  # of the tokens that ran out of memory
-_MOST = 0.9  # of them, for ever
+_MOST = 0.9  # of them, from then on
 _QUIET = 64  # optimizer steps before a cap rises again
 _NO_LIMIT = 2**62
 

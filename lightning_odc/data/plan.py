@@ -66,8 +66,8 @@ class Facts:
         collation: What the ``collate_fn`` makes of the samples of a microbatch.
         prior: What ``cost="auto"`` begins with.
         dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
-        measured: Whether somebody measures how long microbatches take.
-        follows_memory: Whether the caps follow the memory that somebody measures.
+        measured: Whether the strategy measures how long microbatches take.
+        follows_memory: Whether the caps follow measured memory.
         repeats: Whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory.
     """
 

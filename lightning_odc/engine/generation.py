@@ -56,7 +56,7 @@ def _generating_within(
     try:
         yield
     finally:
-        if vars(module).get("generate") is generate:  # else somebody has put another one there
+        if vars(module).get("generate") is generate:  # else other code has replaced it
             del owner.generate
             if before is not None:
                 owner.generate = before

@@ -1,12 +1,12 @@
 """Reports of long waits: every rank says where it is, on stderr and, with the Python stack, in a file.
 
-One-sided traffic is invisible to PyTorch's flight recorder, so this is what there is to look at after a hang.
+PyTorch's flight recorder does not see one-sided traffic. These reports show it after a hang.
 
-The rank that hangs is the one that does not wait, so a report at the place that waits would come from all ranks but
-that one. Each rank therefore has a thread that looks at all ranks' control words now and then, and reports as soon as
-*any* rank has waited for long: the waiting ranks whom they wait for, the others what they do instead. The thread
-sleeps nearly always and reads shared memory only; it needs the interpreter's lock, so a rank that holds it for ever
-is described by its peers alone.
+The rank that hangs is the one that does not wait. A report at the place that waits would come from all ranks except
+that one. So each rank has a thread that looks at all ranks' control words from time to time, and reports when *any*
+rank has waited for long. Waiting ranks say whom they wait for, and the others say what they do. The thread nearly
+always sleeps, and reads shared memory only. It needs the interpreter's lock: if a rank never releases that lock, only
+its peers describe it.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ class Keeping:
                 kept.keep(True)
 
     def _let_go(self) -> list[Unit]:
-        """Hold nothing any more; returns the units to free: not those that somebody else had gathered before."""
+        """Hold nothing any more; returns the units to free, without those that were gathered elsewhere before."""
         held, self._held = [one for one in self._held if one[0].gathered], []
         for kept, _ in held:
             self.bytes -= kept.size

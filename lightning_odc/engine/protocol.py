@@ -188,7 +188,7 @@ class Protocol(RankState):
         if self._hang_report is not None:
             self._hang_report.stop()
         self.peers.leave()
-        self.windows = []  # they hold views of the windows, which live as long as somebody looks at them
+        self.windows = []  # they hold views of the windows, and a window lives as long as its views
         self.transport.close()
 
     def _is_staged(self) -> bool:
@@ -225,7 +225,7 @@ class Protocol(RankState):
         self.finished = True
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
-        """Wait until every rank has come to this meeting; returns everybody's item, in rank order.
+        """Wait until every rank has come to this meeting; returns the items of all ranks, in rank order.
 
         Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who drops
         a gradient]. All drop them, and the others meet again for what they came for.
@@ -261,7 +261,7 @@ class Protocol(RankState):
         return [self.transport.job_rank(peer) for peer in range(self.transport.world_size)]
 
     def _exchange(self, kind: str, record: Any) -> list[Any]:
-        """Everybody's record; see Note [Meetings are at most one ahead]. ``kind`` is for messages."""
+        """The records of all ranks; see Note [Meetings are at most one ahead]. ``kind`` is for messages."""
         text = json.dumps(record).encode()
         own = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         heard = self._meet_once(own[:_MAILBOX_BYTES], kind)
@@ -306,7 +306,7 @@ class Protocol(RankState):
         return f"  This is rank {self._job_rank}{place}; it {mine}.\n{report}"
 
     def _meet_once(self, message: bytes, kind: str) -> list[bytes]:
-        """Everybody's message, in rank order; none is longer than a mailbox."""
+        """The messages of all ranks, in rank order; none is longer than a mailbox."""
         self._meetings += 1
         box = self._meetings % RECORD_BOXES
         self.peers.begin(Activity.MEET)

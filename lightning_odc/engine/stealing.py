@@ -1,4 +1,4 @@
-"""Work stealing: a rank that has run dry runs microbatches, or samples prompts, that a loaded peer has not begun.
+"""Work stealing: a rank that has finished runs microbatches, or samples prompts, that a loaded peer has not begun.
 
 Note [Every microbatch runs exactly once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -233,7 +233,7 @@ class Stealing:
     Args:
         protocol: Protocol of this rank.
         own: this rank's microbatches.
-        everybody: all ranks' microbatches.
+        everybody: The microbatches of all ranks.
 
     Attributes:
         stolen: microbatches of peers that were handed out so far.

@@ -87,7 +87,7 @@ class Traced:
     """Something whose work can be traced. With no tracer set, tracing costs one comparison.
 
     Attributes:
-        tracer: who listens, if anybody.
+        tracer: The listener, or ``None``.
     """
 
     tracer: Tracer | None = None

@@ -125,7 +125,7 @@ class _Published(NamedTuple):
         owner: the window's.
         version: reads the version word of the unit.
         edited: reads in which version frozen parameters of the unit changed last.
-        parts: For each rank, the shard as the only item of a list, and where it begins in the whole unit.
+        parts: The shard of each rank as the only item of a list, and where it begins in the whole unit.
     """
 
     owner: int

@@ -81,7 +81,7 @@ def solution(problem: Sequence[int]) -> list[int]:
 
 
 def reward(problem: Sequence[int], answer: Sequence[int]) -> float:
-    """1 for the right answer, 1/2 if it is one stroke off, 1/3 for two, ...; 0 for anything that is no answer."""
+    """1 for the right answer, 1/2 if it is one stroke off, 1/3 for two, ...; 0 for anything that is not an answer."""
     if not answer or answer[-1] != END or any(token != STROKE for token in answer[:-1]):
         return 0.0
     return 1 / (1 + abs(len(answer) - 1 - sum(problem)))

@@ -60,7 +60,7 @@ def claim_prompts(
             tokens = self.model.generate(prompt, do_sample=True, max_new_tokens=512)
 
     Inside the loop's body, ``torch``'s random numbers begin from a seed of the prompt's own. So the responses are the
-    same whoever samples them. After the loop, random numbers go on as if it had not been.
+    same on every rank. After the loop, random numbers continue as if it had not run.
 
     All ranks call it together; that is a meeting. Where ranks meet at every unit (``communication="collective"``),
     every rank gets its own prompts only, since there they must generate equally often. With several nodes, prompts are

@@ -41,7 +41,9 @@ class LogBook:
         self._entries: dict[str, _Entry] = {}
         self._open: list[tuple[_Entry, int]] = []
         self._posted: list[Total] = []
-        self._agreed: dict[str, dict[str, Any]] = {}  # Lightning wants the same options under a name for ever
+        self._agreed: dict[
+            str, dict[str, Any]
+        ] = {}  # Lightning never accepts other options under the same name
         self._attributes: dict[str, tuple[Metric, str | None]] = {}
 
     @contextmanager

@@ -129,7 +129,7 @@ class OwnSampler(SequentialSampler):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": None}, "batches already cannot be balanced"),
+        ({"batch_size": None}, "samples are batches already"),
         (
             {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(ROWS), 2, False)},
             r"DataLoader\(batch_sampler=BatchSampler\(...\)\) chooses which samples go together",

@@ -1,6 +1,6 @@
 """How every rank learns every rank's numbers without waiting for them on the training path.
 
-A round is what all ranks sent at the same step. It arrives one step later, or when somebody asks for all of them.
+A round is what all ranks sent at the same step. It arrives one step later, or when all rounds are asked for.
 """
 
 from __future__ import annotations

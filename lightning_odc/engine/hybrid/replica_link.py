@@ -163,16 +163,16 @@ class ReplicaLink:
     # -- meeting ------------------------------------------------------------------------------------------
 
     def begin(self, record: Any) -> None:
-        """Say this rank's record; `complete` tells when everybody's has come."""
+        """Send this rank's record; `complete` tells when all records have come."""
         self._own, self._all = json.dumps(record).encode(), None
         if self.rank != self._first:
             self._peers[self._first].send(Kind.RECORD, self._own)
 
     def complete(self) -> bool:
-        """Whether everybody's record is here, and on its way to everybody.
+        """Whether all records are here, and on their way to all ranks.
 
         Raises:
-            PeerFailedError: somebody left without saying a record.
+            PeerFailedError: A rank left without sending a record.
         """
         for peer in self._peers.values():
             peer.pump()
@@ -190,7 +190,7 @@ class ReplicaLink:
         return self._all is not None and all(peer.sent for peer in self._peers.values())
 
     def records(self) -> list[Any]:
-        """Everybody's record in the order of the column, once it is `complete`."""
+        """The records of all ranks in the order of the column, once they are `complete`."""
         assert self._all is not None
         return self._all
 

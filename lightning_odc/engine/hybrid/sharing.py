@@ -123,7 +123,7 @@ class Sharing:
             pass
         except PeerFailedError as error:
             self.trouble = str(error)
-        except BaseException as error:  # of a backend or of a device: for whoever waits for the shards
+        except BaseException as error:  # of a backend or of a device: raised where the shards are awaited
             self.trouble = self._group.blame("Sharing of parameters", self._link.trouble(), error)
 
     def _share(self, job: _Job) -> None:
@@ -137,7 +137,7 @@ class Sharing:
             self._check_halted()
 
     def _await_column(self, record: Any) -> list[Any]:
-        """Everybody's record, once all ranks of the column have published this version."""
+        """The records of all ranks, once all ranks of the column have published this version."""
         begin = time.monotonic()
         self._link.begin(record)
         while not self._link.complete():

@@ -3,11 +3,11 @@
 Every rank owns one *window*. Its **data plane** holds, per unit, the published shard and the gradient
 accumulators; its **control plane** holds 64-bit words and mailboxes. The rules that every body keeps:
 
-- a control word or mailbox is written by its owner only, and read by everybody;
-- a published shard is written by its owner only, and read by everybody;
-- an accumulator is added to by everybody, under the lock of its (owner, unit) unless each source has its own;
-- the claim word of an owner is written by everybody, under the owner's claim lock;
-- what a rank wrote before `Transport.store` is visible to whoever `Transport.load`-s the stored value.
+- only its owner writes a control word or mailbox, and all ranks read it;
+- only its owner writes a published shard, and all ranks read it;
+- all ranks add to an accumulator, under the lock of its (owner, unit) unless each source has its own;
+- all ranks write the claim word of an owner, under the owner's claim lock;
+- when a rank `Transport.load`-s a value, it sees everything written before the `Transport.store` of that value.
 
 When a shard may be read or written is not decided here: see the Notes in ``lightning_odc/engine/protocol.py``.
 """
@@ -225,7 +225,7 @@ class Transport(ABC):
         """Read a control word of ``owner``; later reads see at least what its writer had written before it."""
 
     def watch(self, owner: int, word: int) -> Callable[[], int]:
-        """`load` of one word, for whoever reads it often; to use until `close`."""
+        """`load` of one word, prepared for frequent reads; valid until `close`."""
         return partial(self.load, owner, word)
 
     @abstractmethod

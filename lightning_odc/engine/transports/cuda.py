@@ -251,5 +251,5 @@ class Announcer:
                 mark, word, value = item
                 mark.synchronize()  # without the interpreter's lock
                 self._store(word, value)
-        except BaseException as error:  # of the device or of the driver: for whoever asks next
+        except BaseException as error:  # of the device or of the driver: raised at the next call
             self._error = error

@@ -64,7 +64,7 @@ def boot_id() -> str:
 
 
 def how_ended(pid: int, pidfd: int) -> str:
-    """How a process ended that is no child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty where Linux hides it.
+    """How a process ended that is not a child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty if Linux hides it.
 
     Only its parent is told. But until the parent has asked, the number stands in ``/proc``. Afterwards a descriptor of
     the process that was opened while it lived has it, since Linux 6.15.

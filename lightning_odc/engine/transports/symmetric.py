@@ -25,7 +25,7 @@ _PROBED = 32
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface
 
 #: Windows of devices that have failed. torch waits for the device when it frees one, and ends the process if that
-#: fails, before anybody has read the error. The memory lasts as long as the process.
+#: fails, before the error can be read. The memory lasts as long as the process.
 _abandoned: list[tuple[Any, Any]] = []
 
 

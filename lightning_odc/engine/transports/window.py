@@ -37,7 +37,7 @@ class Address:
 class Region:
     """One mapped window.
 
-    The mapping belongs to the tensor `memory` and to every view of it, so it lasts as long as somebody can look at it.
+    The mapping belongs to the tensor `memory` and to every view of it, so it lasts as long as any of these views.
     The descriptor carries the locks, so nothing else in this process may keep a copy of it. Forked processes have one.
 
     Args:
@@ -121,7 +121,7 @@ class Region:
 
 
 class RangeLock:
-    """The lock of one byte of a region, which excludes all other descriptions of it that somebody opened.
+    """The lock of one byte of a region, which excludes all other open file descriptions of it.
 
     Args:
         fd: File descriptor of the region.
