@@ -100,7 +100,7 @@ CASES: list[tuple[str, bool, str]] = [
         True,
         'policy="steal" reads the samples of other ranks by index.*write policy="lb_mini"',
     ),
-    ("batches", True, "samples that are samples are batches already"),
+    ("batches", True, "samples are batches already"),
     ("list", True, "Only a torch DataLoader can be balanced, got Tensor"),
 ]
 
