@@ -1,8 +1,8 @@
 """Lengths remembered on disk: one file for each data set, in a folder of its own.
 
-A cache directory may lie where others can write. So a file is believed only if it belongs to the current user, only
+Other users may be able to write to a cache directory. So a file is used only if it belongs to the current user, only
 that user may write to it, and its checksum, which covers the key, is right. It holds raw integers, never pickle.
-Whatever does not fit is computed again with a warning, never an error.
+If anything does not fit, lengths are computed again with a warning, never an error.
 """
 
 from __future__ import annotations

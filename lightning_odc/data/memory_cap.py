@@ -1,16 +1,16 @@
-"""The most tokens in a microbatch by the memory that microbatches take: measured, or found out by running out of it.
+"""The most tokens in a microbatch, from the memory that microbatches take, or from running out of it.
 
 Note [After running out]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A microbatch that ran out of memory was cut and run again, which takes time. So the plans that follow have a lower cap:
-80 % of the tokens that ran out, on all ranks that had the same cap, since the same samples may be on any of them next
-time. It stays at least the longest sample, which is never cut. Plans that were made before may run out, too, at as many
-tokens. That changes nothing more. Nor does a sample that does not fit alone: no cap helps it. For the same reason the
-whole microbatch counts and not the parts that ran out, too: one sample in all of them may be the reason.
+A microbatch that ran out of memory was cut and run again, which takes time. So later plans have a lower cap: 80 % of
+the tokens that ran out, on all ranks that had the same cap, because the same samples may be on any of them next time.
+It stays at least the longest sample, which is never cut. Earlier plans may run out, too, with as many tokens. That
+changes nothing more. Nor does a sample that does not fit alone: no cap helps it. For the same reason the whole
+microbatch counts, and not the parts that also ran out: one sample in all of them may be the reason.
 
-A cap that is a number of the user's, or his largest batch, stays there: nothing tells that more fits. Under ``"auto"``
-memory is measured. So the cap rises again by the rules below when 64 optimizer steps have passed quietly, but never
-above 90 % of what ran out. An example, with 10,000 tokens that ran out in step 5::
+If the cap is the user's number or largest batch, it stays there: nothing shows that more fits. Under ``"auto"``
+memory is measured. So the cap rises again by the rules below when 64 optimizer steps have passed without running out,
+but never above 90 % of the tokens that ran out. An example, with 10,000 tokens that ran out in step 5::
 
     step             5         6         ...    69        70                  ...
     cap              10,000    8,000            8,000     9,000 if that fits, and no more later

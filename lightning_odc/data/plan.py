@@ -1,13 +1,13 @@
-"""Which samples make up a minibatch, and on which rank.
+"""Plans which samples make up a minibatch, and on which rank.
 
 A `Recipe` is what the user chose. A `Schedule` is the recipe for the samples of a map-style data set: it cuts an epoch
 into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what every rank does.
 
 Note [Ranks take turns]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Loads cannot always be level, and the planner gives equal remainders to equal ranks: of two samples on two ranks, rank 0
-gets the longer one. So ranks that are alike swap their parts from minibatch to minibatch, and neither time nor peak
-memory sticks to one of them. In epoch ``e``, rank ``r`` gets part ``(r + e + step) % num_ranks`` of the plan. ::
+Loads cannot always be equal, and the planner gives equal remainders to equal ranks: of two samples on two ranks, rank 0
+gets the longer one. So equal ranks swap their parts from minibatch to minibatch, and no rank always has the most time
+or peak memory. In epoch ``e``, rank ``r`` gets part ``(r + e + step) % num_ranks`` of the plan. ::
 
     samples of 9 and 2 tokens in every minibatch, 2 ranks, epoch 0
 
@@ -15,8 +15,8 @@ memory sticks to one of them. In epoch ``e``, rank ``r`` gets part ``(r + e + st
     part 0 (9 tokens)    r0    r1    r0    r1       r0: 9 + 2 + 9 + 2 = 22
     part 1 (2 tokens)    r1    r0    r1    r0       r1: 2 + 9 + 2 + 9 = 22
 
-This is a function of epoch and step alone, so a resumed run gets the same parts. Where a cost or ``max_tokens`` differs
-from rank to rank, the planner has placed the parts, and they stay; so they do while a cost is learnt for each rank.
+This is a function of epoch and step alone, so a resumed run gets the same parts. If a cost or ``max_tokens`` differs
+from rank to rank, the planner has placed the parts, and they stay. They also stay while a cost is learnt for each rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a strategy asks of an engine, and the books that both engines keep.
+"""The interface of an engine, and the records that both engines keep.
 
 Note [Who divides]
 ~~~~~~~~~~~~~~~~~~

@@ -1,9 +1,9 @@
 """``generate`` of models, on demand: each rank ends with its own last token, and reads parameters once for all of them.
 
-``generate`` runs the model once per token. Two things would make that slow: to read every unit for every token, and to
-go on until the longest answer of all ranks has ended, which is what Hugging Face does for sharded models. A module has
-its ``generate`` as an attribute meanwhile, in the way of ``register_fsdp_forward_method`` of torch, so its class and
-other models of that class are as they were.
+``generate`` runs the model once per token. Two things would make that slow: reading every unit for every token, and
+going on until the longest answer of all ranks has ended. (Hugging Face does the latter for sharded models.) Meanwhile a
+module has its ``generate`` as an attribute, like torch's ``register_fsdp_forward_method``. So its class and other
+models of that class do not change.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Prompts that ranks share while they sample: a rank that is done takes prompts of a rank that is still at it.
+"""Prompts that ranks share while they sample: a rank that is done takes prompts of a rank that still samples.
 
 Note [The answer does not depend on the rank]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Which rank samples a prompt is decided by time. Three things keep time out of the answers. A prompt has an *index*, its
+Time decides which rank samples a prompt. Three things keep time out of the answers. A prompt has an *index*, its
 place among the prompts of all ranks, rank 0's first. Random numbers are seeded from that index while a prompt is
-sampled. And a prompt is not regrouped: what one rank passes as one item, a batch too, is sampled as one item.
+sampled. And items are not regrouped: one item of a rank, even a batch, is sampled as one item.
 
 Two ranks with prompts ``[a, b]`` and ``[c, d, e]``; the responses to ``c`` and ``d`` are long::
 

@@ -1,10 +1,10 @@
-"""Callbacks of the strategy before and behind those of the user, and who leaves a loop.
+"""Callbacks of the strategy before and after those of the user, and the ranks that leave a loop.
 
 Note [Who has left]
 ~~~~~~~~~~~~~~~~~~~
-Every rank counts the ends of batches, epochs and training that it has come to. A rank that waits at a meeting for a
-peer whose count is higher than its own waits in vain: the peer has passed the place (`Peers.check_not_past`). That
-finds out who leaves out an optimizer step.
+Every rank counts the ends of batches, epochs and training that it has reached. If a rank waits at a meeting for a peer
+with a higher count, it waits in vain: the peer has passed that place (`Peers.check_not_past`). That shows which rank
+has skipped an optimizer step.
 
 Between two meetings the counts may differ. Under gradient accumulation a rank with little work ends its batches first.
 So the count says nothing to a rank that waits for a lock, for a shard, or for its own device. The holder of a lock
@@ -12,9 +12,10 @@ gives it back, wherever that rank is in the loop. A shard that was not published
 published (`Peers.check_not_left`). A shard whose owner has ended a batch may still be published: the owner's device
 may be behind its host.
 
-It is not enough for a rank that leaves an epoch, since Lightning 2.6 broadcasts from rank 0 before every batch, and
-that is where rank 0 then hangs, outside of our sight. So all ranks broadcast in the same way at the end of every epoch
-and of training, another number. A rank that has left and hears the number of a batch knows that rank 0 has not.
+Counts are not enough if a rank leaves an epoch. Lightning 2.6 broadcasts from rank 0 before every batch, and rank 0
+then hangs there, where the engine does not see it. So all ranks broadcast in the same way at the end of every epoch and
+of training, with another number. If a rank has left and receives the number of a batch, it knows that rank 0 has not
+left.
 """
 
 from __future__ import annotations

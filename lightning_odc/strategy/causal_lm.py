@@ -2,8 +2,8 @@
 
 Note [A leak is measured by a leak]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Three tiny samples ``a``, ``b`` and ``c`` of four tokens go through the model, in eval mode. What ``b`` gives is
-compared between rows (logits, ``[4, vocabulary]``)::
+Three tiny samples ``a``, ``b`` and ``c`` of four tokens go through the model, in eval mode. The logits of ``b``,
+``[4, vocabulary]``, are compared between rows::
 
     packed  a b c      p1      b among others
     packed  c b a      p2      b among the same others, swapped
@@ -12,10 +12,10 @@ compared between rows (logits, ``[4, vocabulary]``)::
     plain   c b a      q2
 
 The samples are kept apart if ``|p1 - p2|`` is zero, and they are at the right positions if ``|p1 - alone|`` is. Neither
-is exactly so: attention adds in another order, and experts get other rows together. How much is too much depends on
-dtype, depth and initial values. So it is compared with a real leak of the same model, ``|q1 - q2|`` and
+is exactly zero: attention adds in another order, and experts get other rows together. The right tolerance depends on
+dtype, depth and initial values. So the difference is compared with a real leak of the same model, ``|q1 - q2|`` and
 ``|q1 - alone|``. In a leak the ratio is about 1. Rounding in bf16 (2^-9 of every value, twice per layer) adds up to
-``sqrt(2 * 80) * 2^-9``, 2.5 % of a logit in 80 layers. What stands before ``b`` changes logits by their own size in a
+``sqrt(2 * 80) * 2^-9``, 2.5 % of a logit in 80 layers. The text before ``b`` changes logits by their own size in a
 trained model, and by a fifth of it in a small random one. So a quarter of the leak is between both. ``p1`` and ``p2``
 have the same shapes and differ far less.
 """

@@ -1,12 +1,13 @@
-"""Running out of memory inside a microbatch: it is let go of, and runs again in parts. Other ranks do not notice.
+"""Running out of memory inside a microbatch: it is freed, and runs again in parts. Other ranks do not notice.
 
 Note [Run again in parts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-On demand a rank is alone inside a minibatch, so a microbatch that does not fit is cut in two, and a part that does not
-fit is cut again, down to single samples. A sample alone runs once more, since by then what stayed gathered has been
-freed. Gradients that units had added before stay: Note [Added once]. The weight of the whole goes, those of the parts
-come. What the whole has logged stays if its forward pass had ended, and the parts then log nothing. What counts nothing
-(its loss was not finite, say) does not run again. Eight samples, of which the last one is too long::
+On demand, ranks do not wait for each other inside a minibatch. So a microbatch that does not fit is cut in two, and a
+part that does not fit is cut again, down to single samples. A single sample runs once more, because units that stayed
+gathered have been freed by then. Gradients that units had added before stay: Note [Added once]. The weights of the
+parts replace that of the whole. If the forward pass of the whole had ended, its logged values stay, and the parts log
+nothing. A microbatch that does not count (its loss was not finite, say) does not run again. Eight samples, the last one
+too long::
 
     12345678             runs out in its backward pass
       1234               fits

@@ -1,8 +1,8 @@
 """The link between ranks that hold the same shards, one on every node (a *column*): connections to the first one.
 
 The first rank of a column listens on a free port until all others have connected, and then never again. Both ends prove
-that they belong to the job by a keyed hash of a secret, which the process group has carried and which no connection
-carries: a stranger's connection is dropped, and a stranger's answer is not trusted.
+that they belong to the job, by a keyed hash of a secret. The process group has carried the secret; no connection
+carries it. A stranger's connection is dropped, and a stranger's answer is not trusted.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ Four ranks on two nodes, rows ``(0, 1)`` and ``(2, 3)``, columns ``(0, 2)`` and 
     after the column     R0 R2        R1 R3        R0 R2        R1 R3
     after the row        R0 R1 R2 R3 on every rank, in this order
 
-What goes over the link between nodes beside these records are collectives over a column (``column.py``), a few for
-every unit and minibatch, each at a moment at which all ranks of the column are there.
+Besides these records, collectives over a column (``column.py``) use the link between nodes: a few for every unit and
+minibatch, each when all ranks of the column are there.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 Note [What orders memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Data is announced by a word: its owner writes the data, then the word; a reader reads the word, then the data. x86-64
-keeps the order of stores, and that of loads. Weaker processors (Arm, as in NVIDIA's Grace) do not, and taking and
-giving back a lock of Python's in between does not help: what stands before it may move past the taking, and what stands
-behind it before the giving back. So there both sides need a full barrier in between.
+A word announces data: its owner writes the data, then the word; a reader reads the word, then the data. x86-64
+keeps the order of stores, and that of loads. Weaker processors (Arm, as in NVIDIA's Grace) do not. Acquiring and
+releasing a Python lock in between does not help: an access before it may move past the acquire, and an access after it
+may move before the release. So both sides need a full barrier there.
 
 Python has none. The C function ``atomic_thread_fence`` is one, a few nanoseconds long, and exported by libatomic. Where
 that is missing, the system call ``membarrier`` does the same and more: Linux documents that all accesses of every
 thread of a registered process are ordered with respect to it. Each orders the accesses of the rank that calls it, so
 ranks may use either.
 
-A reader needs its barrier only when a word is another one than the same thread read last: what an old value announces
-was ordered when it was new. A rank that waits for a word reads it thousands of times and has one barrier.
+A reader needs its barrier only when a word differs from the one that the same thread read last: the data of an old
+value was ordered when that value was new. So a rank that waits for a word reads it thousands of times with one barrier.
 """
 
 from __future__ import annotations
