@@ -1,4 +1,4 @@
-"""Memory of this host: how much a process may still take, what limits it, and whom the kernel has ended for want of it.
+"""Memory of this host: how much a process may still take, what limits it, and which processes the kernel has ended.
 
 Note [What limits memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,18 +11,18 @@ The first limit that is reached counts, and the kernel answers with SIGKILL and 
     `ulimit -v`                                  one process       limit - its address space
 
 The use of a control group counts the page cache of files that its processes have read. The kernel takes that back
-before it ends a process: pages that were not used lately at once; those in use, too, but then they are read again and
-again. So inactive ones count as free, and half of the active ones. Shared memory has no file behind it and is in
-neither. Of a group that allows 8 GiB and uses 6, with 1.5 inactive and 1 active: 8 - 6 + 1.5 + 0.5 = 4 GiB are left.
+before it ends a process. It takes inactive pages at once. It takes active pages, too, but then they are read again and
+again. So inactive pages count as free, and half of the active ones. Shared memory has no file and is in
+neither. If a group allows 8 GiB and uses 6, with 1.5 inactive and 1 active, then 8 - 6 + 1.5 + 0.5 = 4 GiB are left.
 
 Above ``memory.high`` the kernel makes processes wait for memory that it cannot find, so it is a limit as ``memory.max``
 is.
 
 Note [Whom the kernel ended]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A process that is ended for want of memory says nothing. The kernel counts it before it sends the signal: in the
-process's own control group, in version 2 also in those above, and for the host. So who looks after a death sees the
-count move. A count of the own group speaks of this job. One further up or of the host may be that of another program.
+A process that the kernel ends because memory has run out says nothing. The kernel counts it before it sends the signal:
+in the process's own control group, in version 2 also in those above, and for the host. So after a death, the count has
+risen. A count of the own group is about this job. A count further up or of the host may be that of another program.
 """
 
 from __future__ import annotations

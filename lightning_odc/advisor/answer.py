@@ -2,10 +2,10 @@
 
 Note [Sampled minibatches]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-An epoch of a million samples has thousands of steps, and some dozens of them say what one takes. All settings run the
+An epoch of a million samples has thousands of steps, and a few dozen of them show the time of one. All settings run the
 same steps, so their speed-ups are ratios of sums over pairs, as in Note [Confidence intervals] of
-`lightning_odc.bench.results`, with the same intervals. These cover that other steps have other samples. They do not
-cover what the model of a step leaves out.
+`lightning_odc.bench.results`, with the same intervals. The intervals cover that other steps have other samples. They do
+not cover what the model of a step leaves out.
 """
 
 from __future__ import annotations

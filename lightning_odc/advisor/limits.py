@@ -2,9 +2,9 @@
 
 Note [Break-even]
 ~~~~~~~~~~~~~~~~~
-What is compared is the recommended on-demand setting with the best that collectives can do, both planned again where
+The recommended on-demand setting is compared with the best that collectives can do. Both are planned again when
 lengths or sizes change. Bandwidth changes no plan, so it is found by bisection, on a logarithmic scale. Lengths and
-sizes are tried at powers of two: between the last one that loses and the first one that gains, nothing is claimed.
+sizes are tried at powers of two: nothing is claimed between the last one that loses and the first one that gains.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Put the samples of a rank into microbatches: packing, aligning, pairing.
 
 *Packing* puts one rank's samples into microbatches under the token cap: as few and as even as possible. All functions
-return bins as lists of positions in ``sizes``. A sample is never split and always fits in a bin alone. Where samples
-have rows of numbers, ``sizes`` are the first ones and ``others`` the rest, which must fit as well.
+return bins as lists of positions in ``sizes``. A sample is never split and always fits in a bin alone. If samples
+have rows of numbers, ``sizes`` are the first numbers. ``others`` are the rest, which must fit as well.
 
 *Aligning* makes microbatches line up, since collectives wait for the largest ``m``-th microbatch of all ranks.
 Ranks of equal total cost can still wait for each other in every microbatch: one holds a sample that fills a microbatch
-alone, another has spread the same cost evenly. So each rank, those with the largest samples first, packs along the
-*profile* of the ranks before it, the largest load so far of each ``m``: where the profile has room, load costs nothing.
+alone, another has spread the same cost evenly. So ranks pack one after another, those with the largest samples first.
+Each packs along the *profile* of the ranks before it: the largest load so far of each ``m``. Below the profile, load
+costs nothing.
 
-*Pairing* gives equal counts without empty microbatches, where the ranks do not divide the samples. Of
-``n = q * num_ranks + r`` samples ``r`` ranks get ``q + 1`` and the others ``q``. If one of the former cannot put two of
-its samples into one microbatch, it has ``q + 1`` microbatches, and each of the others ends with an empty one. So each
-of the ``r`` needs a pair that fits. Such pairs exist if and only if the ``2r`` shortest samples, the shortest with the
-longest of them and so on, make them.
+*Pairing* gives equal counts without empty microbatches, if the number of ranks does not divide the number of samples.
+Of ``n = q * num_ranks + r`` samples ``r`` ranks get ``q + 1`` and the others ``q``. If one of the former cannot put two
+of its samples into one microbatch, it has ``q + 1`` microbatches, and each of the others ends with an empty one. So
+each of the ``r`` ranks needs a pair that fits. Such pairs exist if and only if the ``2r`` shortest samples form them:
+the shortest with the longest of them, and so on.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ the overhead of ``r``. The unit is the cost's own (tokens, FLOPs, seconds); only
 
 Note [Dense attention]
 ~~~~~~~~~~~~~~~~~~~~~~
-With attention kernels for variable lengths, samples packed into one microbatch cost what they cost alone. Without them
-(a mask over the whole row, as everywhere on CPUs, and with SDPA on GPUs) attention pays for the square of *all* tokens
-of the microbatch: ``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` (by name ``"quadratic_dense"``) tells
-the planner so: every two tokens of different samples in one microbatch cost ``pair``, twice the quadratic term, and
-packing pays only where it saves more overhead.
+With attention kernels for variable lengths, samples packed into one microbatch cost the same as alone. Without them (a
+mask over the whole row, as everywhere on CPUs, and with SDPA on GPUs) attention pays for the square of *all* tokens of
+the microbatch: ``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` (by name ``"quadratic_dense"``) contains
+this: every two tokens of different samples in one microbatch cost ``pair``, twice the quadratic term. Then packing is
+faster only if it saves more overhead.
 """
 
 from __future__ import annotations

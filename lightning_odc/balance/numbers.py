@@ -1,8 +1,8 @@
 """Lengths of more than one number: text tokens and image patches, nodes and edges.
 
-A sample may have a row of numbers. The first one is special: it is what a padding collator pads, and what attention
-squares (Note [Dense attention]). So the planner goes on thinking in it, and asks besides whether the numbers after the
-first fit into a microbatch, where they add up.
+A sample may have a row of numbers. The first one is special: a padding collator pads it, and attention squares it (Note
+[Dense attention]). So the planner plans with the first number. It also checks that the sums of the other numbers fit
+into a microbatch.
 
 Example: at most 100 tokens and 8 patches in a microbatch. Samples ``(40, 8)`` and ``(30, 0)`` fit together: 70 tokens
 and 8 patches. ``(40, 8)`` and ``(10, 1)`` do not: there are 9 patches.

@@ -1,8 +1,8 @@
 """Partitions when a microbatch costs something besides its samples, so that packing and balancing depend on each other.
 
-A rank's load is the cost of its samples, plus its overhead times the microbatches they need, plus what samples cost
-each other in one microbatch (Note [Dense attention]). Packing decides how much that is, and in steps. So first the
-search works without steps: each sample carries its part of a well-filled microbatch. Then a `descent` over the true
+A rank's load is the cost of its samples, plus its overhead times the number of its microbatches, plus the pair costs of
+samples in one microbatch (Note [Dense attention]). It depends on packing, and rises in steps. So the search first works
+without steps: each sample carries its part of a well-filled microbatch. Then a `descent` over the true
 loads lets the heaviest rank exchange samples with others.
 """
 

@@ -1,8 +1,8 @@
-"""Tables with little padding: cutting sorted samples into microbatches, and sharing them out to ranks.
+"""Tables with little padding: cutting sorted samples into microbatches, and distributing them over ranks.
 
-Samples are sorted by the length of their rows, the shortest first. Some set of samples on one rank is best cut into
-*consecutive* ones: if the microbatch with the longest row took other samples than the next longest ones, exchanging
-them would make no row longer. So the least cost of the first ``i`` samples follows from those of fewer::
+Samples are sorted by the length of their rows, the shortest first. The samples of one rank are best cut into
+*consecutive* ones: if the microbatch with the longest row had other samples than the next longest ones, exchanging
+them would make no row longer. So the least cost of the first ``i`` samples follows from those of fewer samples::
 
     least[i] = min over j of  least[j] + (i - j) * cost[i - 1] + overhead        j .. i - 1 are one microbatch
 
@@ -10,8 +10,8 @@ Example: rows of 10, 10, 30 and 40 tokens, a token costs 1 and a microbatch 15, 
 up to three samples. With the fourth, the last is alone, ``80 + 40 + 15 = 135``; or the last two are together,
 ``35 + 2 * 40 + 15 = 130``; or the last three, ``25 + 3 * 40 + 15 = 160``; or all, 175. So ``least[4]`` is 130.
 
-Where samples have rows of numbers, the first ones are sorted and padded. What samples cost by the others does not
-depend on the cut and is added to it. Their caps make microbatches begin later.
+If samples have rows of numbers, the first ones are sorted and padded. The cost of the other numbers does not depend on
+the cut and is added to it. Their caps make microbatches begin later.
 """
 
 from __future__ import annotations

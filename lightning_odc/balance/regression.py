@@ -1,8 +1,8 @@
 """Fitting costs to measured times: least squares, one rank's fit, that of all ranks; see Note [Fitting a cost].
 
-Coefficients that are not negative come from the sums of a least-squares problem: three, and one more for each number
-after the first where samples have rows of numbers. They are plain floats, because the results must be equal on all
-processors; see Note [The same plan everywhere]. Below, ``k`` is how many they are.
+Nonnegative coefficients come from the sums of a least-squares problem: three of them, and one more for each number
+after the first if samples have rows of numbers. They are plain floats, because the results must be equal on all
+processors; see Note [The same plan everywhere]. Below, ``k`` is their number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The partitioning problem in exact numbers: who would pay how much for which sample.
+"""The partitioning problem in exact numbers: the cost of each sample on each rank.
 
 Note [The same plan everywhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

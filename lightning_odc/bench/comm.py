@@ -1,4 +1,4 @@
-"""``lightning-odc bench comm``: reading, adding and settling beside the process group's collectives and a plain copy.
+"""``lightning-odc bench comm``: reading, adding and settling, the process group's collectives, and a plain copy.
 
 Every round does each exchange once, right after a barrier and in changing order, on all ranks at once, for one fp32
 unit of the given size. Without skew a round's time is that of its slowest rank. With skew rank ``r`` of ``W`` comes

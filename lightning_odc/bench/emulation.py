@@ -1,4 +1,4 @@
-"""Emulated devices: everything is real but the layers' work, for which a rank sleeps as long as a cost model says.
+"""Emulated devices: everything is real except the layers' work. For that, a rank sleeps as long as a cost model says.
 
 Note [Emulated devices]
 ~~~~~~~~~~~~~~~~~~~~~~~

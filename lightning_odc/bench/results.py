@@ -2,10 +2,10 @@
 
 Note [Confidence intervals]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every run trains on the same minibatches, so what is compared is pairs: the same minibatch of the same repetition under
+Every run trains on the same minibatches, so pairs are compared: the same minibatch of the same repetition under
 two combinations. A speed-up is the ratio of the two sums of times over all pairs. Its interval, and that of a median,
-is the middle 95 % of what 2000 bootstrap resamples of the pairs (of the times) give; the generator's seed is fixed, so
-that the same file gives the same table. With few pairs such intervals are too narrow rather than too wide.
+is the middle 95 % of 2000 bootstrap resamples of the pairs (of the times). The generator's seed is fixed, so
+the same file gives the same table. With few pairs such intervals are too narrow rather than too wide.
 
 Note [When a speed-up means something]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

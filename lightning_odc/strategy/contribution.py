@@ -13,8 +13,8 @@ samples, the prompts masked (``-`` stands for -100)::
 
 The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. Without any
 label that counts, the mean of a microbatch is NaN, and it is left out. Its backward pass still runs, because others
-wait for it with collectives. The engine adds zeros, because ``0 * NaN`` is NaN, and so are the gradients of ``sum /
-0``. ``"num_items"`` overrides all of that. A loss that is not a mean over labels (over samples, say) needs
+wait for it with collectives. The engine adds zeros, because ``0 * NaN`` is NaN, and so are gradients of ``sum / 0``.
+``"num_items"`` overrides all of that. A loss that is not a mean over labels (over samples, say) needs
 ``weighting="sample"`` or ``"num_items"``.
 """
 
