@@ -1,14 +1,14 @@
-"""The clocks of several machines brought together, with bounds that cannot be wrong.
+"""Puts the clocks of several machines on one time axis, with safe bounds.
 
 Note [Bounds of a clock's offset]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-No rank leaves an exchange with all ranks before every rank has entered it. Let rank ``r`` read its clock on entering
-and on leaving, and let ``offset`` be how far its clock is ahead of rank 0's. Rank 0 left after ``r`` entered:
+No rank leaves an exchange with all ranks before every rank has entered it. Rank ``r`` reads its clock on entering
+and on leaving, and its clock is ``offset`` ahead of rank 0's. Rank 0 left after ``r`` entered:
 ``entered[r] - offset <= left[0]``. And ``r`` left after rank 0 entered: ``entered[0] <= left[r] - offset``. Hence
 
     entered[r] - left[0]  <=  offset  <=  left[r] - entered[0]
 
-in every round; the truth lies in the intersection, the estimate is its middle, the uncertainty half its width.
+in every round. The true value is in the intersection. The estimate is its middle, the uncertainty half its width.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Timelines: what every rank did when, on one common clock. Plain values and arithmetic.
+"""Timelines: the activities of all ranks on one common clock. Plain values and arithmetic.
 
 Note [Waiting inside a collective]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A collective cannot end on any rank before the last rank has begun it. So on a common clock, the time from a rank's own
-begin to the last rank's begin is waiting, for that last rank, and the rest is moving bytes. All ranks run the same
+begin to the last rank's begin is waiting for that last rank. The rest is moving bytes. All ranks run the same
 collectives in the same order, so the n-th on one rank is the n-th on the others.
 """
 
