@@ -40,7 +40,7 @@ class Hosts:
         socket.sethostname(f"host{host}")
 
     def cut_off(self, host: int) -> None:
-        """Shut the port of a host. The other ones see no change of their own links, only silence."""
+        """Shut the port of a host. The other hosts see no change of their own links, only silence."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
     def limit(self, mbit: float | None, queue: str = "2mb") -> None:

@@ -23,7 +23,7 @@ from lightning_odc.bench.tables import markdown
 
 
 class Runs(torch.autograd.Function):
-    """The identity, whose backward pass runs out of memory when it is told to."""
+    """The identity, whose backward pass runs out of memory on request."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, module: Model) -> Tensor:

@@ -77,7 +77,7 @@ class Pace:
 
 
 class GivenLengths(StoppingCriteria):  # type: ignore[misc]  # transformers tells no types of it
-    """Ends each response of a batch at a length of its own."""
+    """Ends each response of a batch at its own length."""
 
     def __init__(self, begin: int, lengths: list[int]) -> None:
         self._ends = begin + torch.tensor(lengths)

@@ -77,7 +77,7 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
 
 
 def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what the trainer is about to run; if that fails, what is told so and torn down is as in a script.
+    """Call a function for the trainer. If it fails, callbacks are informed and the run is torn down as in a script.
 
     Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
     """

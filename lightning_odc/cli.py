@@ -1,4 +1,4 @@
-"""The command line: ``lightning-odc doctor``, ``advise``, ``demo``, ``bench``, and what they can be told."""
+"""The command line: ``lightning-odc doctor``, ``advise``, ``demo``, ``bench``, and their options."""
 
 from __future__ import annotations
 

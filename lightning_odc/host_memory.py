@@ -121,7 +121,7 @@ def available(processes: int = 1) -> int:
 
 
 def shortage(what: str, needed: int, instead: str, each: int | None = None) -> str:
-    """What to say where memory does not suffice; empty where it does.
+    """The message if memory does not suffice; empty if it does.
 
     Args:
         what: The subject of the sentence, which needs the memory; plural.
@@ -159,7 +159,7 @@ class Kills:
         self._before = dict(_kills(self._root))
 
     def verdict(self) -> str:
-        """A sentence about a process that was killed; empty if none was ended for want of memory."""
+        """A sentence about a killed process; empty if the kernel ended none because memory ran out."""
         for (name, is_own), count in _kills(self._root):  # the closest to this process first
             ended = count - self._before.get((name, is_own), count)
             if ended > 0:

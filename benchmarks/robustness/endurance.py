@@ -41,7 +41,7 @@ def share(step: int, rank: int) -> list[Tensor]:
 
 
 class Shares(IterableDataset[Any]):
-    """Makes every share when it is asked for, sometimes late."""
+    """Makes every share on request, sometimes late."""
 
     def __init__(self, steps: int, rank: int) -> None:
         self.steps, self.rank = steps, rank

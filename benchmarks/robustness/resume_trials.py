@@ -89,7 +89,7 @@ class Module(Padded):
 
 
 class KillAt(Callback):
-    """Kills this process in its ``microbatch``-th forward or backward pass, and others of the job if told so."""
+    """Kills this process in its ``microbatch``-th forward or backward pass, and if requested the whole job."""
 
     def __init__(self, microbatch: int, whole_job: bool, folder: Path) -> None:
         self.left, self.whole_job, self.folder = microbatch, whole_job, folder

@@ -103,7 +103,7 @@ def _once(model: Model, cluster: Cluster, work: Work) -> dict[str, float]:
 
 
 def _tree_meeting(cluster: Cluster) -> float:
-    """If nodes met in a tree of fan-out 8, and told sums instead of the records of all ranks."""
+    """Seconds if nodes met in a tree of fan-out 8, with sums instead of the records of all ranks."""
     device = cluster.device
     levels = math.ceil(math.log(cluster.nodes, _FAN_OUT)) if cluster.nodes > 1 else 0
     return cluster.row * device.meeting + 2 * levels * (_FAN_OUT * device.meeting + device.network_latency)

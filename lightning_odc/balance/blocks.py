@@ -155,7 +155,7 @@ def _slowest_first(samples: PaddedSamples) -> Ints:
 
 
 def _costliest_first(samples: PaddedSamples, columns: Columns) -> Columns:
-    """Each rank's microbatches by falling cost, where the length of the longest sample does not tell it."""
+    """Sort each rank's microbatches by falling cost, if the length of the longest sample does not determine it."""
     if samples.beside is None:
         return columns
     rows = [0 if samples.alike else rank for rank in range(len(columns))]

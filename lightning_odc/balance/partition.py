@@ -257,7 +257,7 @@ _ATTACKS = 40
 
 @dataclass(frozen=True, eq=False)
 class _Sets:
-    """Sets of slots: ``chosen[s, k]`` tells whether set ``s`` has slot ``k``."""
+    """Sets of slots: ``chosen[s, k]`` is whether set ``s`` has slot ``k``."""
 
     chosen: Bools
     weights: Floats  # [k, s], `chosen` transposed, for products

@@ -1,4 +1,4 @@
-"""The models of a benchmark: a small table of our own, or a Hugging Face configuration, by its type or from a file."""
+"""The models of a benchmark: our own small table, or a Hugging Face configuration, by its type or from a file."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
 
 
 def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
-    """The configuration of a model of our own.
+    """The configuration of one of our own models.
 
     Args:
         layers: The number of decoder layers.

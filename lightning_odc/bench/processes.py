@@ -237,7 +237,7 @@ class Ranks:
         return kind, item
 
     def _first_cause(self, number: int) -> str:
-        """A rank that ended, and with that broke the one that failed; empty if there is none."""
+        """A rank that ended and thereby broke the one that failed; empty if there is none."""
         ended = [
             (other, rank.process.exitcode)
             for other, rank in enumerate(self._ranks)

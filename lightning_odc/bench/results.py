@@ -118,7 +118,7 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Minibatches that every rank has told of."""
+        """Minibatches that every rank has reported."""
         return min(map(len, self.ranks), default=0)
 
     @property
@@ -140,7 +140,7 @@ class Run:
         return sum(one.loss_sum for one in of_ranks) / max(sum(one.tokens for one in of_ranks), 1)
 
     def resolve(self, index: int) -> None:
-        """Replace the meetings of a minibatch by the waits in them, which only all ranks together tell."""
+        """Replace the meetings of a minibatch by the waits in them. That needs the records of all ranks."""
         of_ranks = self.of(index)
         if any(one.meetings for one in of_ranks):
             waited = waits_in_meetings([one.meetings for one in of_ranks], self.common_clock)

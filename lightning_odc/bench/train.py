@@ -1,4 +1,4 @@
-"""``lightning-odc bench train``: the combinations in turns, with what was measured kept whatever happens."""
+"""``lightning-odc bench train``: runs combinations in turns, and keeps all measurements if something fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does in a training benchmark: a fit of one combination, told minibatch by minibatch."""
+"""One rank of a training benchmark: a fit of one combination, reported minibatch by minibatch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fit(
     *,
     tell: Tell,
 ) -> Totals:
-    """Train one combination on this rank; tells a `MinibatchRecord` after each minibatch.
+    """Train one combination on this rank; reports a `MinibatchRecord` after each minibatch.
 
     Args:
         rank: The rank of this process.
@@ -90,7 +90,7 @@ def fit(
 
 
 class KnownCost(Callback):
-    """Tells the loader what a microbatch of emulated devices costs, as the config of a Hugging Face model would.
+    """Gives the loader the cost of emulated devices, like the config of a Hugging Face model.
 
     Args:
         cost: The cost of a microbatch on a device that is not slow.
@@ -306,7 +306,7 @@ Books = tuple[dict[str, float], float, float, int]
 
 
 class MinibatchRecorder(Callback):
-    """Tells of every minibatch after it has ended.
+    """Reports every minibatch after it has ended.
 
     Args:
         tell: A function that takes a `MinibatchRecord`.

@@ -1,4 +1,4 @@
-"""Lengths remembered on disk: one file for each data set, in a folder of its own.
+"""A cache of lengths on disk: one file for each data set, in a separate folder.
 
 Other users may be able to write to a cache directory. So a file is used only if it belongs to the current user, only
 that user may write to it, and its checksum, which covers the key, is right. It holds raw integers, never pickle.
@@ -46,7 +46,7 @@ def remembered(
     compute: Callable[[], LengthArray],
     directory: str | Path | Literal[False] | None = None,
 ) -> LengthArray:
-    """The ``count`` lengths under ``key``; where there are none, one process computes them and others wait for it.
+    """The ``count`` lengths under ``key``. If there are none, one process computes them and others wait for it.
 
     What took at least :data:`WORTH_SECONDS` to compute is remembered.
 

@@ -42,7 +42,7 @@ _TEACH = (
 
 
 class LengthsUnknownError(ValueError):
-    """Nothing tells how long the samples are, so they cannot be balanced."""
+    """The lengths of the samples are unknown, so they cannot be balanced."""
 
     @property
     def reason(self) -> str:

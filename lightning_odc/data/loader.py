@@ -312,7 +312,7 @@ class BalancedDataLoader:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """The length of every sample of a map-style data set; found out when first asked for."""
+        """The length of every sample of a map-style data set; found out at the first use."""
         found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
         try:
             check_longest(found.values, self.recipe.max_tokens)
@@ -440,7 +440,7 @@ class BalancedDataLoader:
         return replace(self.recipe, weighting="next_token" if packs_rows else "token")
 
     def _read_ahead(self) -> int:
-        """How many minibatches are planned before the one that is asked for has run."""
+        """The number of minibatches that are planned before the current one has run."""
         if is_stream(self._samples):
             return 1  # where the length is not known, Lightning looks one ahead
         workers = self._workers.get("num_workers", 0)
@@ -469,7 +469,7 @@ class BalancedDataLoader:
         return SimpleNamespace(sampler=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been yielded, whatever workers have read ahead, and what was learnt from measurements.
+        """The position of the last yielded minibatch (not of those read ahead), and the learnt costs.
 
         Plain numbers and text, the same on all ranks.
         """

@@ -244,7 +244,7 @@ class LaggedCap(History["int | list[int]"]):
         return self.cap.rises or self.cap.ran_out > 0
 
     def observe(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
-        """Take in what the ranks told of an optimizer step; the same, in the same order, on all ranks.
+        """Take in the ranks' reports of an optimizer step; the same, in the same order, on all ranks.
 
         Args:
             by_rank: The number of the latest minibatch, the fields of a `MemoryUse` or ``None``, and of each microbatch

@@ -367,7 +367,7 @@ class Schedule:
         return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
-        """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
+        """The cost of every microbatch, by rank, on an average rank, converted to tokens of this minibatch.
 
         So what ranks measure per unit of cost can be compared, even after the cost has learnt something.
         """

@@ -1,4 +1,4 @@
-"""What the machine gives: every fact that a check judges, asked for once. Works where torch is missing or broken."""
+"""Facts about the machine, collected once for all checks. Works if torch is missing or broken."""
 
 from __future__ import annotations
 

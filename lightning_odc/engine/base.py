@@ -50,7 +50,7 @@ class Counting(StrEnum):
 
 @dataclass
 class SettleRecord:
-    """What a rank tells all ranks when it settles an optimizer step.
+    """The record that a rank sends to all ranks when it settles an optimizer step.
 
     It is sent as a JSON list of its fields, in this order: short, and nothing of it is unpickled. A record that is
     longer than a mailbox (64 KiB) takes several meetings.
@@ -161,7 +161,7 @@ class Ledger:
             self.plans.append(plan)
 
     def record(self, logs: Any, measured: Any, note: Any, used: str = "0x0") -> SettleRecord:
-        """What a rank with these weights tells when it settles; the arguments are fields of the record."""
+        """The record of a rank with these weights; the arguments are fields of the record."""
         return SettleRecord(
             batches=None if self.agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
             counting=self.counting and self.counting.value,

@@ -43,7 +43,7 @@ def _can_generate(module: nn.Module) -> bool:
 def _generating_within(
     module: nn.Module, gathered: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """A context in which ``module.generate`` runs in a context of its own."""
+    """A context in which ``module.generate`` runs in the context ``gathered``."""
     owner: Any = module
     before, method = vars(module).get("generate"), owner.generate
 

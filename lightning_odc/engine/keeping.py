@@ -116,7 +116,7 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Memory of a CUDA device, by torch's allocator. It knows what was asked for without waiting for the device.
+    """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device.
 
     Args:
         device: Device of this rank.
@@ -344,7 +344,7 @@ class Keeping:
                 self._ease(kept)
 
     def _ease(self, kept: _Kept) -> None:
-        """Once in a pass: where memory is tight, hold the next unit no longer, and ask again at the one behind it."""
+        """If memory is tight, stop holding the next unit, and check again at the one after it. Once in a pass."""
         if self._asks is not None and self._asks is not kept:
             return
         self._asks = kept

@@ -141,7 +141,7 @@ class Placeholders:
         return gone
 
     def check_not_laid(self, slots: Iterable[ParamSlot]) -> None:
-        """Refuse a second backward pass that the engine was not told of.
+        """Refuse a second backward pass that the engine does not know.
 
         Raises:
             ODCError: a placeholder stands for the gradient of a parameter.

@@ -76,7 +76,7 @@ class Activity(IntEnum):
 
 
 class Doing(NamedTuple):
-    """What a rank does, in one word, which is told several times per unit and microbatch.
+    """The activity of a rank, in one control word. It is written several times per unit and microbatch.
 
     Attributes:
         activity: what.
@@ -112,7 +112,7 @@ _ACTIVITY_TEXT = {
 
 
 class Peers:
-    """What this rank tells the others about itself, and knows of them.
+    """The state that this rank shows the others, and what it knows of them.
 
     Args:
         transport: Transport with `Word.COUNT` control words, and a mailbox for failures.
@@ -152,7 +152,7 @@ class Peers:
 
     @property
     def _is_open(self) -> bool:
-        """Whether there is a window to tell and to ask: not before it was opened, nor after it was closed."""
+        """Whether the window is open, so that words can be written and read."""
         try:
             self._state(self._transport.rank)
         except LookupError:

@@ -184,7 +184,7 @@ class Protocol(RankState):
                 report.stop()
 
     def close(self) -> None:
-        """Leave for good. Peers that still wait for this rank are told so."""
+        """Leave for good. Peers that still wait for this rank get an error."""
         if self._hang_report is not None:
             self._hang_report.stop()
         self.peers.leave()
@@ -192,7 +192,7 @@ class Protocol(RankState):
         self.transport.close()
 
     def _is_staged(self) -> bool:
-        """Whether every source rank gets accumulators of its own."""
+        """Whether every source rank has separate accumulators."""
         reason = self.transport.why_not_shared(self._units)
         if reason and not self.deterministic and self.transport.rank == 0:
             warnings.warn(
@@ -343,5 +343,5 @@ class Protocol(RankState):
 
 
 def _times(unit: UnitSpec, count: int) -> UnitSpec:
-    """What a window holds of a unit: the shards and the sums of ``count`` ranks, one behind the other."""
+    """The content of a window for a unit: the shards and the sums of ``count`` ranks, one after the other."""
     return replace(unit, shard_numel=count * unit.shard_numel, grad_numel=count * unit.grad_numel)

@@ -266,7 +266,7 @@ class Stealing:
             yield from self._timed(rank, number, microbatch)
 
     def _timed(self, rank: int, number: int, microbatch: Any) -> Iterator[Task]:
-        """Hand out a microbatch and learn from how long it takes until the next one is asked for."""
+        """Hand out a microbatch, and learn from the time until the next one is requested."""
         everybody = self._everybody
         detail = None if everybody.details is None else everybody.details[rank][number]
         self._clock.start()

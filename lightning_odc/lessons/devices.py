@@ -13,7 +13,7 @@ from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 
 def ranks_on(device: str, strategy: Any, ranks: int = 2) -> dict[str, Any]:
-    """What a ``Trainer`` is told so that ranks train there: ``Trainer(**ranks_on("cpu", "odc"), max_steps=5)``.
+    """Arguments of a ``Trainer`` for ranks on a device: ``Trainer(**ranks_on("cpu", "odc"), max_steps=5)``.
 
     On processors it is what you would write: ``{"accelerator": "cpu", "devices": 2, "strategy": "odc"}``. With a GPU
     for each rank, ``"accelerator"`` is ``"gpu"``. Ranks that share a GPU are for trying things out, so Lightning, torch

@@ -33,7 +33,7 @@ _MEETS = ("collective", "lockstep")
 
 
 class _Share(NamedTuple):
-    """What a rank tells the others, as a JSON list of these fields.
+    """The message of a rank to the others, as a JSON list of these fields.
 
     Attributes:
         prompts: JSON texts.
@@ -111,7 +111,7 @@ def _sampled(
 
 
 def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
-    """What this rank tells the others."""
+    """The message of this rank to the others."""
     if isinstance(prompts, str | Mapping):
         raise TypeError(
             f"claim_prompts(module, prompts) got a {type(prompts).__name__}, but needs a list. "

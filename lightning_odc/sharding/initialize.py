@@ -137,7 +137,7 @@ class _Materializer:
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """Adapters of PEFT begin as zeros by a reset of their own, which that of their layers would undo."""
+    """Refuse adapters of PEFT: their own reset makes zeros, and the reset of their layers would undo it."""
     for name, module in model.named_modules():
         if hasattr(module, "reset_lora_parameters") and any(p.is_meta for p in module.parameters()):
             raise ValueError(

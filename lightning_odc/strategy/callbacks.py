@@ -43,7 +43,7 @@ _NAMES = {
 
 
 class FirstCallback(Callback):
-    """Stands before all other callbacks, so that none of them communicates or looks at the model before.
+    """Runs before all other callbacks, so that none of them communicates or looks at the model earlier.
 
     It counts the ends that this rank has come to: see Note [Who has left]. Callbacks that change the model at the end
     of an evaluation find its shards. Those that save when a rank has failed find its peers told: these come to save,
@@ -98,7 +98,7 @@ class FirstCallback(Callback):
 
 
 class LastCallback(Callback):
-    """Stands behind all other callbacks: publishes what they write into the model when an evaluation begins.
+    """Runs after all other callbacks: publishes what they write into the model when an evaluation begins.
 
     Args:
         engine: The engine of the run.
@@ -119,7 +119,7 @@ class LastCallback(Callback):
 
 @contextmanager
 def first_and_last(trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None]) -> Iterator[None]:
-    """Put `FirstCallback` before and `LastCallback` behind the callbacks of a trainer, for a while."""
+    """Put `FirstCallback` before and `LastCallback` after the callbacks of a trainer, inside this context."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     own = (FirstCallback(engine, fail), LastCallback(engine))
     callbacks[:] = [own[0], *callbacks, own[1]]

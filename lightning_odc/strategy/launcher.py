@@ -1,4 +1,4 @@
-"""Ranks for an interactive session (a notebook, a console): forked, watched to their end, results brought back."""
+"""Ranks for an interactive session (a notebook, a console): fork them, watch them, and copy results back."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class LogBook:
         return totals.to_message(total for total in self._posted if total.is_shared)
 
     def merge(self, by_rank: list[Message], own: int) -> list[Total]:
-        """What to log on rank ``own``: shared totals over all ranks, then those of its own that it last posted.
+        """The values to log on rank ``own``: shared totals over all ranks, then its own totals that it last posted.
 
         Args:
             by_rank: what every rank posted.

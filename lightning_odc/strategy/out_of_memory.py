@@ -138,7 +138,7 @@ def explained() -> Iterator[None]:
 
 
 def release(error: BaseException) -> None:
-    """Let go of all frames that an error has come through, which hold what was computed. A note says where that was."""
+    """Release all frames of an error, because they hold computed tensors. A note keeps their places."""
     error.add_note("It came from here:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
     found: list[BaseException] = [error]
     for one in found:
@@ -175,7 +175,7 @@ def _described(task: Task) -> str:
 
 
 def _copied(task: Task) -> Task:
-    """A task with a mapping of its own."""
+    """A task with its own copy of the mapping."""
     batch = task.microbatch
     return task._replace(microbatch=copy.copy(batch)) if isinstance(batch, MutableMapping) else task
 

@@ -117,7 +117,7 @@ class ShardedStrategy(FSDPStrategy):
 
     @property
     def _on_demand(self) -> bool:
-        """Whether gradients are summed by other means than ``fully_shard``'s own, in a dtype of their own."""
+        """Whether gradients are summed outside of ``fully_shard``, in a separate dtype."""
         return False
 
     def _device_type(self) -> str:

@@ -34,7 +34,7 @@ _LOOK_EVERY = 0.5
 
 
 class HeldSignals(Callback):
-    """Stands before Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
+    """Replaces Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
 
     Args:
         signals: The signals that ranks tell each other at meetings.

@@ -1,4 +1,4 @@
-"""The training data of one fit: balanced if the user asked for it, else left alone."""
+"""The training data of one fit: balanced if the user requested it, else unchanged."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TrainingData:
         return dataloader
 
     def _adapt(self, loader: BalancedDataLoader) -> None:
-        """Tell the loader what the model says, and the user what is planned."""
+        """Give the loader the model's facts, and show the user the plan."""
         wanted, trainer = self._wanted, self._trainer
         device = trainer.strategy.root_device
         model = cost_of_model(trainer.lightning_module, device.type)

@@ -76,7 +76,7 @@ class LocalChannel(Channel):
 
 
 class NoteChannel(Channel):
-    """Numbers ride on the record that the ranks exchange anyway when they settle: no message of their own.
+    """Sends numbers in the record that ranks exchange anyway when they settle, without further messages.
 
     Args:
         engine: The engine whose `Engine.note` and `Engine.notes` carry the numbers.
@@ -121,7 +121,7 @@ class _Pending(NamedTuple):
 
 
 class SideChannel(Channel):
-    """Numbers go through a process group of their own, while training goes on; no step waits for them.
+    """Sends numbers through a separate process group while training goes on; no step waits for them.
 
     Args:
         capacity: The most numbers to send, the same on all ranks.

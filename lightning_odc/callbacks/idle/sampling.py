@@ -225,7 +225,7 @@ class StepSampler:
 
 
 def _attempt(act: Callable[[], Any]) -> str:
-    """What went wrong, in one line; empty if nothing did. The profiler is not what is to be trained."""
+    """The error of a call, in one line; empty if there is none. A profiler's error must not stop training."""
     try:
         act()
     except Exception as error:

@@ -264,7 +264,7 @@ def _meets_all(strategy: Any) -> bool:
 
 
 class DataClock(Profiler):
-    """Stands before the trainer's profiler, passes everything on, and times what lies between two batches.
+    """Wraps the trainer's profiler, passes everything on, and times the gap between two batches.
 
     Lightning tells its profiler about every hook it calls, and when the training loop asks the loader for a batch and
     has got it. The fetching is waiting for data, and nothing else lies in it.

@@ -57,7 +57,7 @@ class ComputeStream:
         self._stream = torch.cuda.current_stream(self._device)
 
     def mark(self) -> Moment:
-        """The moment at which the stream has done what it was asked for so far. Any thread, any current stream."""
+        """The moment at which the stream has done all work so far. Any thread, any current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
@@ -120,7 +120,7 @@ class StreamWaits:
 
 
 class WaitTracer(Tracer):
-    """Tells of the waits of an engine, and of nothing else.
+    """Reports the waits of an engine, and nothing else.
 
     Args:
         waits: What is told.

@@ -63,7 +63,7 @@ class MicrobatchTracer(Tracer):
 
 
 class Phases:
-    """Forward, backward and optimizer from Lightning's hooks, one after another, where no engine tells.
+    """Forward, backward and optimizer, one after another, from Lightning's hooks, if there is no engine.
 
     Args:
         tracer: The tracer that gets the spans.

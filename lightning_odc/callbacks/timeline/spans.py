@@ -123,7 +123,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline], bool]:
-    """See Note [Waiting inside a collective]. Also tells whether there were collectives."""
+    """See Note [Waiting inside a collective]. Also returns whether there were collectives."""
     meetings = [sorted(rank.of(*COLLECTIVES), key=lambda span: span.begin) for rank in ranks]
     waits: list[list[Span]] = [[] for _ in ranks]
     for together in zip(*meetings, strict=False):

@@ -126,5 +126,5 @@ def in_turn(begins: Iterable[Callable[[], Callable[[], _Answer]]]) -> Iterator[_
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Whatever the dtype, a backend can move it."""
+    """View a tensor in a dtype that every backend can move."""
     return tensor.view(torch.uint8)

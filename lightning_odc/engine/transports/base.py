@@ -194,7 +194,7 @@ class Transport(ABC):
         """The lock of an owner's claim word."""
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
-        """Copy published shards (views that `shard` gave), one behind the other, into ``out`` (1-D, same dtype)."""
+        """Copy published shards (views from `shard`), one after the other, into ``out`` (1-D, same dtype)."""
         torch.cat(list(shards), out=out)
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
@@ -215,7 +215,7 @@ class Transport(ABC):
             self.add(self.accumulator(owner, unit, source).narrow(0, start, rows.size(1)), rows[owner])
 
     def drain(self) -> Callable[[], bool]:
-        """What tells whether all is done that this rank has asked for so far: reads, adds, and what it wrote."""
+        """An object that tells whether all reads, adds and writes that this rank has requested so far are done."""
         return lambda: True
 
     # -- control plane ------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Transport(ABC):
         """Write an own control word, after everything this rank wrote before."""
 
     def announce(self, word: int, value: int) -> None:
-        """`store`, once everything that this rank asked for so far on the current stream is done. Need not wait."""
+        """`store` a word after everything on the current stream so far is done. Need not wait."""
         self.store(word, value)
 
     @abstractmethod

@@ -101,11 +101,11 @@ class Device(ABC):
 
     @abstractmethod
     def wait_for(self, stream: Hashable) -> None:
-        """Let the current stream go on only after what ``stream`` was asked for so far."""
+        """Let the current stream wait for all work on ``stream`` so far."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """A mark behind everything that the current stream was asked for so far."""
+        """A mark after all work on the current stream so far."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:

@@ -27,7 +27,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class Address:
-    """What a rank tells its peers about its window: on which host, and under which descriptor of which process."""
+    """The address of a rank's window, for its peers: the host, the process and the descriptor."""
 
     host: str
     pid: int
@@ -112,7 +112,7 @@ class Region:
         return RangeLock(self.fd, byte, fence)
 
     def close(self) -> None:
-        """Give the descriptor and the locks back, and let go of the memory: the last view that dies unmaps it."""
+        """Close the descriptor and release the locks and the memory. The last view that dies unmaps it."""
         self.shards.clear()
         self.accumulators.clear()
         self.words = self.bytes = memoryview(b"")
