@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default that of the process.
 
     Returns:
-        The exit code: 0; 1 if the demo's losses disagree, a benchmark's rank failed, or the doctor found an error; 2
-        for options that cannot work; 130 after Ctrl-C.
+        The exit code. It is 1 if the demo's losses disagree, a benchmark's rank failed, or the doctor found an error;
+        2 for options that cannot work; 130 after Ctrl-C; otherwise 0.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _build_parser()

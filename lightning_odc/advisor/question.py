@@ -158,7 +158,7 @@ def ask(
     """Put everything together that a user gave; see `lightning_odc.advise` for the arguments.
 
     Raises:
-        OptionError: something cannot be; the message lists what is accepted.
+        OptionError: a value is invalid; the message lists what is accepted.
     """
     sizes.check()
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -204,7 +204,7 @@ def lengths_of(
         tokenizer: The name or folder of a Hugging Face tokenizer, for texts.
 
     Raises:
-        OptionError: there are none, or they are absurd.
+        OptionError: there are no lengths, or their values are implausible.
     """
     if not isinstance(given, str | Path):
         try:
@@ -245,7 +245,7 @@ def config_of(given: Any) -> tuple[Any, str]:
             or its folder; a configuration; or a module that has one.
 
     Raises:
-        OptionError: it is none of these; the message lists them.
+        OptionError: it has another type; the message lists them.
     """
     if isinstance(given, str | Path) and Path(given).exists():
         return _read(Path(given)), str(given)
@@ -330,7 +330,7 @@ def model_of(given: Any, cluster: Cluster) -> tuple[Model, str]:
         cluster: The devices.
 
     Raises:
-        OptionError: it is no dense decoder-only transformer; the message lists what is accepted.
+        OptionError: it is not a dense decoder-only transformer; the message lists what is accepted.
     """
     if isinstance(given, Model):
         return given, "a model of measured costs"
@@ -353,7 +353,7 @@ def cluster_of(device: Any, devices: int, nodes: int) -> Cluster:
         nodes: The number of nodes.
 
     Raises:
-        OptionError: an unknown device; the message lists the known ones.
+        OptionError: the device is unknown; the message lists the known ones.
     """
     if isinstance(device, Cluster):
         return device

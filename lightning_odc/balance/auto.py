@@ -70,7 +70,7 @@ class AutoCost:
         """Take in the measurements of one minibatch, those of all ranks in the same order on every rank.
 
         Raises:
-            ValueError: a rank that does not exist, seconds that are not positive and finite, or lengths that are none.
+            ValueError: a rank that does not exist, seconds that are not positive and finite, or invalid lengths.
         """
         measured = list(observations)
         self.fitted.observe(measured)
@@ -118,7 +118,7 @@ class AutoCost:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks.
+            ValueError: the state is of another number of ranks.
         """
         if "fitted" not in state:
             raise ValueError('it is of cost="fitted".')

@@ -208,7 +208,7 @@ def _fewer(sizes: Sequence[int], falling: Sequence[int], cap: int, fewest: int, 
 
 
 def _search(sizes: Sequence[int], falling: Sequence[int], cap: int, count: int) -> Bins | None:
-    """Depth-first: each sample into each bin of another room; gives up after ``_NODES`` steps."""
+    """Depth-first: each sample into each bin of another room. Ends without a result after ``_NODES`` steps."""
     rooms = [cap] * count
     chosen = [0] * len(falling)
     slack = count * cap - sum(sizes)
@@ -354,7 +354,7 @@ def align(ranks: Sequence[RankSamples], packed: list[Bins], cap: int) -> list[Bi
         cap: most tokens of a bin.
 
     Returns:
-        As many bins for every rank, none empty, the costliest first.
+        The same number of bins for every rank, none empty, the costliest first.
     """
     count = len(packed[0])
     if count < 2 or any(len(bins) != count for bins in packed):

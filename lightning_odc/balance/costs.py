@@ -61,9 +61,9 @@ def terms_of(cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = P
 
     Args:
         cost: the cost.
-        lengths: ``[n]``, or ``[n, d]``. Of a row of numbers, padding raises the first one only. So where samples are
-            padded, the cost is divided: what a sample would cost with the smallest other numbers of all grows with
-            padding, and what it costs beyond that does not.
+        lengths: ``[n]``, or ``[n, d]``. In a row of numbers, padding raises the first one only. So where samples are
+            padded, the cost has two parts. The cost that the sample would have if its other numbers were the smallest
+            of all grows with padding. The rest does not.
         num_ranks: how many ranks there are.
         collation: what becomes of samples that share a microbatch.
 
@@ -320,7 +320,7 @@ def resolve_cost(cost: Any) -> Cost:
     """A `Cost` from its name, a function of lengths, or a `Cost`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the value is none of these.
     """
     named: dict[str, Callable[[], Cost]] = {
         "tokens": tokens,

@@ -7,8 +7,8 @@ rows of numbers, ``s_i`` are the first numbers, and the sum of each other number
 the sums of a least-squares problem in *relative* errors: rows are divided by the measured seconds, so that long and
 short microbatches count alike. Old measurements fade. Three rules make it safe to plan with:
 
-- *Few or similar microbatches* do not determine three coefficients. So first all ranks together are fitted near a
-  prior shape, then each rank near that fit times its own slowness, which one measurement already shows.
+- *Few or similar microbatches* do not determine three coefficients. So all ranks together are fitted first, near a
+  prior shape. Then each rank is fitted near that result times its own slowness, which one measurement already shows.
 - *Outliers* (a pause, a first compilation) have a small weight: it falls with the error beyond the usual one. Three in
   a row on the same side are not outliers: the device has changed, and earlier measurements hardly count from then on.
 - *Negative coefficients* are excluded, by trying all choices of the ones that are zero.
@@ -134,7 +134,7 @@ class FittedCost:
         """Take in the measurements of one minibatch and fit again.
 
         Raises:
-            ValueError: a rank that does not exist, seconds that are not positive and finite, or lengths that are none.
+            ValueError: a rank that does not exist, seconds that are not positive and finite, or invalid lengths.
         """
         checked = [
             (rank, self._checked(rank, lengths, seconds), seconds) for rank, lengths, seconds in observations
@@ -216,7 +216,7 @@ class FittedCost:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks.
+            ValueError: the state is of another number of ranks.
         """
         if "fits" not in state:
             raise ValueError('it is of cost="auto".')

@@ -34,9 +34,9 @@ from lightning_odc.balance.workload import grid_scale
 def cut(costs: Sequence[float], firsts: Sequence[int], overhead: float) -> tuple[float, list[range]]:
     """Consecutive microbatches of least total cost.
 
-    Of two beginnings of a microbatch, the later one is better from some row on, and stays better: rows only get longer,
-    and it has fewer of them. So beginnings wait in a queue, each for its time, and one that is overtaken before its
-    time is dropped. That takes about as long as sorting.
+    If a microbatch may begin at either of two rows, the later beginning is better from some row on, and stays better:
+    rows only get longer, and it has fewer of them. So beginnings are kept in a queue with the rows from which they are
+    better, and one that another overtakes before that row is dropped. That takes about as long as sorting.
 
     Args:
         costs: ``[n]`` of a row of each sample's length, rising.

@@ -6,9 +6,10 @@ samples that make them most equal, many pairs at once.
 
 Note [Exchanges]
 ~~~~~~~~~~~~~~~~
-A heavy rank gives a set of samples to a light one and takes a set back. For each pair all sets of a table (every set
-where ranks have few samples, else sets of up to two or one) are tried against all, for the smallest larger load: two
-outer sums, a maximum and an ``argmin`` for all pairs together.
+A heavy rank gives a set of samples to a light one and takes a set back. A table lists the sets: every set where ranks
+have few samples, else sets of up to two samples or one. For each pair of ranks, each set is tried against each other
+one, and the exchange whose larger load is smallest is taken. For all pairs together that is two outer sums, a maximum
+and an ``argmin``.
 
 A *round* pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on, rotated by
 one partner after each round; an *attack* tries the heaviest rank against all others and makes the best exchange.

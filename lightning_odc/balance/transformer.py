@@ -32,9 +32,9 @@ _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu")
 class TransformerCost:
     """FLOPs of the forward and backward pass of each sample, attention causal and separate for each sample.
 
-    A sample of ``s`` tokens costs ``per_token * s + per_pair * pairs``, where ``pairs`` counts a query and a key that
-    it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window. Of a row of numbers,
-    the first one counts tokens; each of the others costs ``per_token``.
+    A sample of ``s`` tokens costs ``per_token * s + per_pair * pairs``, where ``pairs`` counts each query with each key
+    that it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window. In a row of
+    numbers the first one counts tokens, and each of the others costs ``per_token``.
 
     Attributes:
         per_token: FLOPs of projections, feed-forward layers and the output head, for one token.

@@ -57,7 +57,7 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
         max_length: The longest sample in tokens.
 
     Raises:
-        OptionError: it is none of these, or not of a causal language model.
+        OptionError: it is neither of these, or not of a causal language model.
     """
     if name in SIZES:
         return byte_llama(*SIZES[name], max_length)

@@ -274,7 +274,7 @@ def parse_size(text: str) -> int:
     """Bytes, from ``"4K"``, ``"16M"``, ``"1G"`` or a plain number.
 
     Raises:
-        OptionError: it is nothing of the kind.
+        OptionError: the text is not a size.
     """
     units = {"K": KIB, "M": KIB**2, "G": KIB**3}
     number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)

@@ -81,7 +81,7 @@ def check_memory(needed: int, what: str, instead: str) -> None:
         instead: What to use instead.
 
     Raises:
-        OptionError: it does not fit.
+        OptionError: host memory does not suffice.
     """
     short = host_memory.shortage(what, needed, f"use {instead}", each=0)
     if short:

@@ -419,7 +419,7 @@ def _balancing(options: TrainOptions, combination: Combination) -> dict[str, Any
 
 
 def _begin_memory(device: torch.device) -> None:
-    """Give back what earlier runs have freed, and let the device, or the kernel, forget the peak so far."""
+    """Give back what earlier runs have freed, and reset the peak that the device or the kernel has counted."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         CudaMemory(device).begin()

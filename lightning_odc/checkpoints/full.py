@@ -44,10 +44,10 @@ PRECISION_KEY = "ODCPrecision"
 class WholeCheckpointIO(TorchCheckpointIO):
     """Writes checkpoint files that are whole at every moment.
 
-    Lightning's ``TorchCheckpointIO`` writes to the directory for temporary files and moves the result. Where that is
-    another file system, as ``/tmp`` often is, moving is copying: a process that dies meanwhile leaves half a file under
-    the checkpoint's name, in the place of the one before. This one writes local files beside their place, to the disk,
-    and then renames them.
+    Lightning's ``TorchCheckpointIO`` writes to the directory for temporary files and moves the result. If that is
+    another file system, as ``/tmp`` often is, moving is copying. A process that dies meanwhile leaves half a file in
+    place of the earlier checkpoint, under its name. This class writes local files beside their place, to the disk, and
+    then renames them.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

@@ -65,7 +65,7 @@ def check_samplers(loaders: Any) -> None:
         loaders: any collection of those that yield `Minibatch`es, as Lightning made them.
 
     Raises:
-        ValueError: one has a ``DistributedSampler``.
+        ValueError: a loader has a ``DistributedSampler``.
     """
 
     def check(loader: DataLoader[Any]) -> None:
@@ -83,7 +83,7 @@ def check_unroll(recipe: Recipe) -> None:
     """Refuse to unroll minibatches in which ranks have different numbers of microbatches.
 
     Raises:
-        ValueError: the policy does not give equal numbers.
+        ValueError: the policy may give ranks unequal numbers.
     """
     if not recipe.equal_counts:
         raise ValueError(
@@ -101,7 +101,7 @@ def check_indexed(window: int | None, recipe: Recipe) -> None:
     """Refuse for a map-style data set what only a stream needs.
 
     Raises:
-        ValueError: a window without a purpose.
+        ValueError: a window is given, and nothing uses it.
     """
     if window is not None and not recipe.regroup:
         raise ValueError(
@@ -114,7 +114,7 @@ def check_stream(window: int | None, lengths: Any, recipe: Recipe, num_workers: 
     """Refuse for a stream what needs indices or plans made elsewhere, and a missing window.
 
     Raises:
-        ValueError: one of these.
+        ValueError: there is no window, or an option needs what a stream does not have.
     """
     if window is None:
         raise ValueError(

@@ -81,7 +81,7 @@ class LaggedCost(History[LearntCost | None]):
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks.
+            ValueError: the state is of another number of ranks.
         """
         self.cost.load_state_dict(state["cost"])
         self.begun = state["begun"]

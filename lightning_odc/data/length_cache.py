@@ -54,9 +54,9 @@ def remembered(
         key: Hexadecimal text.
         count: The number of lengths there must be.
         compute: Finds the lengths. What it raises is passed on.
-        directory: Where to remember them; by default the environment variable ``LIGHTNING_ODC_CACHE`` says it, else
+        directory: The folder that keeps them. By default it is the environment variable ``LIGHTNING_ODC_CACHE``, else
             ``lightning-odc`` in the user's cache directory (``XDG_CACHE_HOME``, else ``~/.cache``). ``False``, or
-            ``off`` in the environment variable: nowhere.
+            ``off`` in the environment variable, keeps nothing.
     """
     folder = cache_folder(directory)
     if folder is None:

@@ -124,7 +124,7 @@ def measure(sample: Any) -> int:
     floating-point numbers, has ``T``.
 
     Raises:
-        LengthsUnknownError: it is nothing of the kind.
+        LengthsUnknownError: the sample is none of these.
     """
     first = sample[0] if isinstance(sample, tuple) and sample else sample
     length = len(first) if _is_series(first) else _length(sample)
@@ -270,8 +270,8 @@ def _while_memory_lasts(indices: Iterable[int], count: int) -> Iterator[int]:
     """Yield the indices as long as there is memory for the remaining lengths.
 
     Raises:
-        MemoryError: there is not, for example since the data set keeps every sample that was read. The kernel would
-            end this process without a word.
+        MemoryError: host memory does not suffice, for example since the data set keeps every sample that was read.
+            Without this error the kernel would end the process and give no reason.
     """
     next_look = -math.inf
     for index in indices:

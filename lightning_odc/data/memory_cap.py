@@ -209,7 +209,7 @@ class MemoryCap:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks, or the user has chosen another cap since.
+            ValueError: the state is of another number of ranks, or the user has chosen another cap since.
         """
         if len(state["caps"]) != len(self.caps):
             raise ValueError(f"it is of {len(state['caps'])} ranks, and there are {len(self.caps)}.")

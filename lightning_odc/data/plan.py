@@ -90,9 +90,9 @@ class Recipe:
         minibatch_size: samples per rank and minibatch, on average over ranks.
         max_tokens: the most tokens in a microbatch, or a list with one cap for each rank; where samples have rows of
             numbers, a cap is a tuple. ``None``: as many as the longest sample has in its row.
-        policy: One of those of `lightning_odc.balance.Planner`.
-        cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``,
-            what the model says, until measured times refute it.
+        policy: A policy of `lightning_odc.balance.Planner`.
+        cost: A cost of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``, the
+            cost of the model, until measured times refute it.
         weighting: what a sample counts in the gradient: its tokens (the first of several numbers), those that a causal
             model predicts (one less), one, or a function of the array of lengths. ``"auto"``: its tokens in the plan;
             where microbatches have labels, those count instead, see Note [Labels are counted].

@@ -31,8 +31,9 @@ def middle(sizes: Sequence[float]) -> int:
 def parts_of(task: Task, shifts_labels: bool) -> list[Task]:
     """The two parts of a microbatch; empty if it cannot be cut.
 
-    A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts: where a loader planned the
-    weights it does so again, otherwise a part gets its share of the labels, or of the rows or tokens if there are none.
+    A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts. If a loader planned the
+    weights, it plans those of the parts, too. Otherwise a part gets its share of the labels, or of the rows or tokens
+    if there are no labels.
 
     Args:
         task: The microbatch.

@@ -15,8 +15,8 @@ class Finding:
 
     Attributes:
         topic: The thing that was looked at, in one or two words.
-        level: ``"ok"``; ``"warning"``: it works, with a restriction; ``"error"``: the strategy cannot run like this.
-        message: What is so, in one sentence.
+        level: ``"ok"``, ``"warning"`` (it works, with a restriction), or ``"error"`` (the strategy cannot run so).
+        message: The finding, in one sentence.
         remedy: What to do; empty if there is nothing to do.
     """
 

@@ -257,7 +257,7 @@ def examine_checkpoint(path: Path, model: nn.Module | None, setting: Setting) ->
         setting: The ranks.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: it is something else.
     """
     if (path / "config.json").is_file():
         return [*_examine_hugging_face(path, setting)]

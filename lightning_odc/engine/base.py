@@ -85,7 +85,7 @@ class SettleRecord:
 
 
 def flags_to_hex(flags: Sequence[bool]) -> str:
-    """Flags as the bits of a number, the first one lowest: ``[True, False, True]`` is ``0b101``, hence ``"0x5"``.
+    """Flags as the bits of a number, the first one lowest: ``[True, False, True]`` is ``0b101``, which is ``"0x5"``.
 
     In decimal, Python refuses to write numbers of more than 4300 digits, which is 14,000 flags.
     """
@@ -364,7 +364,7 @@ class Engine(Traced, ABC):
         return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
 
     def let_go(self) -> Added | None:
-        """Free all that a microbatch which broke off has gathered and computed, and forget that it ran.
+        """Free all that a microbatch which broke off has gathered and computed, and drop every trace of its run.
 
         Returns:
             What it has added, which stays: see Note [Added once]; `None` if it broke off before its backward pass.

@@ -144,7 +144,7 @@ class Placeholders:
         """Refuse a second backward pass that the engine does not know.
 
         Raises:
-            ODCError: a placeholder stands for the gradient of a parameter.
+            ODCError: a parameter has a placeholder as its gradient.
         """
         for slot in slots:
             if slot in self._laid:

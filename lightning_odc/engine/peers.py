@@ -166,7 +166,7 @@ class Peers:
     # -- the others ---------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, str]:
-        """Messages of the peers that have failed so far; none are heard once this rank has closed its windows."""
+        """Messages of the peers that have failed so far. Once this rank has closed its windows, there are none."""
         failed = [peer for peer in self._others if self._is_open and self._state(peer) == State.FAILED]
         return {peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace") for peer in failed}
 
@@ -174,7 +174,7 @@ class Peers:
         """Find out whether all peers are alive and well.
 
         Raises:
-            PeerFailedError: one is not.
+            PeerFailedError: a peer has failed or died.
         """
         trouble = self.trouble()
         if trouble:
@@ -187,7 +187,7 @@ class Peers:
             peers: Ranks of the transport for which this rank waits.
 
         Raises:
-            PeerFailedError: One has left.
+            PeerFailedError: A peer has left.
         """
         left = [peer for peer in peers if self._state(peer) == State.LEFT]
         if left:
@@ -204,8 +204,8 @@ class Peers:
             peers: Ranks of the transport that must come to this place before they end the batch.
 
         Raises:
-            PeerFailedError: One has left.
-            DisagreementError: One has ended the batch.
+            PeerFailedError: A peer has left.
+            DisagreementError: A peer has ended the batch.
         """
         self.check_not_left(*peers)
         ended = self._transport.load(self._transport.rank, Word.ENDS)

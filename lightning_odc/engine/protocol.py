@@ -18,7 +18,7 @@ No further barrier is needed:
   written.
 - *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of version ``v + 1`` of the same unit from
   every owner, and an owner publishes that version after it took out and zeroed the sums of ``v``. This needs every
-  unit to be resharded, hence gathered again, in every step (see ``OnDemandEngine.publish``).
+  unit to be resharded, and so gathered again, in every step (see ``OnDemandEngine.publish``).
 
 Note [Meetings are at most one ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,8 +38,8 @@ mailboxes are written by the host. So wherever Note [Versions instead of barrier
 
 1. *Before a meeting* (`Protocol.finish`): all own reads and adds are done, on all streams. A peer overwrites its shard
    and takes its sums out as soon as it has my record. This is where the host waits, once per minibatch. It would wait
-   here anyway, for its peers, and everything that it wants to know of the step (losses, counts, comparisons of
-   contents) can be read then.
+   here anyway, for its peers, and everything that it needs from the step (losses, counts, comparisons of contents)
+   can be read then.
 2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. The host does not
    wait for that. It records an event behind the writes, and prepares the next minibatch. A thread writes the word when
    the event has happened.

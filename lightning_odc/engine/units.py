@@ -274,7 +274,7 @@ class Unit:
         return segments
 
     def take_used(self) -> list[bool]:
-        """Which parameters (by position in `slots`) received a gradient on this rank; then forget it."""
+        """Which parameters (by position in `slots`) received a gradient on this rank. Clears the record."""
         used = [slot in self.used for slot in self.slots]
         self.used.clear()
         return used

@@ -43,7 +43,7 @@ class Waiter(Traced):
         timeout: seconds after which a wait gives up.
         check: called about 20 times a second in every wait; raises if a peer has failed.
         report: describes where every rank is, for the message of a timeout.
-        hang_report: is told about a timeout, too.
+        hang_report: receives a timeout, too.
 
     Attributes:
         seconds: idle seconds by cause since the start.

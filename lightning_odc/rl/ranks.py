@@ -76,7 +76,7 @@ def strategy_of(where: Any) -> Any:
     """The strategy of a trainer, of its module, or of a ``Fabric``.
 
     Raises:
-        TypeError: it is another one than those of this package.
+        TypeError: it is not a strategy of this package.
     """
     strategy = getattr(getattr(where, "trainer", where), "strategy", None)
     if not hasattr(type(strategy), "engine"):

@@ -92,7 +92,7 @@ def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
         advice: What to do if it cannot be sharded.
 
     Raises:
-        ValueError: if its shape is another one.
+        ValueError: if its shape differs.
     """
     if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.ndim):
         return value

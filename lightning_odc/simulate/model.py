@@ -97,7 +97,7 @@ class Model:
             dense: Whether attention runs over all tokens of a packed microbatch, as on CPUs.
 
         Raises:
-            ValueError: the config is not that of such a model, or the precision is unknown.
+            ValueError: the config belongs to another kind of model, or the precision is unknown.
         """
         check_choice("precision", precision, tuple(PRECISIONS))
         shape = shape_of(config)

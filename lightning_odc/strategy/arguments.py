@@ -99,7 +99,7 @@ def memory_size(value: int | str) -> int | Literal["auto"]:
     """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is not an amount of memory.
     """
     if value == "auto":
         return "auto"

@@ -3,7 +3,7 @@
 Note [Who has left]
 ~~~~~~~~~~~~~~~~~~~
 Every rank counts the ends of batches, epochs and training that it has reached. If a rank waits at a meeting for a peer
-with a higher count, it waits in vain: the peer has passed that place (`Peers.check_not_past`). That shows which rank
+with a higher count, the peer will not come: it has passed that place (`Peers.check_not_past`). That shows which rank
 has skipped an optimizer step.
 
 Between two meetings the counts may differ. Under gradient accumulation a rank with little work ends its batches first.

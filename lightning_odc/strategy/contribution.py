@@ -96,7 +96,7 @@ def contribution(
         is_part: Whether it is a part of a microbatch that counts. A weight of 0 then says nothing of items and labels.
 
     Raises:
-        TypeError: if it is something else.
+        TypeError: if it is of another type.
     """
     if output is None:
         return None

@@ -34,11 +34,11 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
 
 
 class MemoryMeter:
-    """Measures the memory of minibatches, and hears where it ran out, for the caps of the loader, if it has any.
+    """Measures the memory of minibatches and records where it ran out, for the loader's caps, if it has any.
 
     Args:
-        memory: The memory of this rank's device, if it can be asked.
-        engine: The engine. What it keeps is given back when microbatches need it, so that counts as free.
+        memory: The memory of this rank's device, if the device reports it.
+        engine: The engine. What it keeps is given back when microbatches need it, and so counts as free.
     """
 
     def __init__(self, memory: DeviceMemory | None, engine: Engine) -> None:

@@ -48,7 +48,7 @@ class LogBook:
 
     @contextmanager
     def recording(self, module: LightningModule) -> Iterator[None]:
-        """Record ``module.log`` (hence ``log_dict``) of this one module object."""
+        """Record ``module.log`` (and so ``log_dict``) of this one module object."""
         log = module.log
         signature = _signature(log)
 

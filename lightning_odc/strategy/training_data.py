@@ -140,7 +140,7 @@ class TrainingData:
         """Find out before training that ranks would make different plans; streams are compared as they are read.
 
         Raises:
-            DisagreementError: ranks have other samples, or treat them otherwise.
+            DisagreementError: ranks have different samples, or treat them differently.
         """
         if self.engine is None or loader.is_stream:
             return
@@ -158,7 +158,7 @@ class TrainingData:
         """Find out whether the model keeps packed samples apart; once per fit.
 
         Raises:
-            ValueError: ``packing=True``, and it does not.
+            ValueError: ``packing=True``, and it cannot be packed.
         """
         if self._packing_trouble is None:
             strategy: Any = self._trainer.strategy

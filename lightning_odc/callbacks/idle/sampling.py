@@ -57,7 +57,7 @@ class DeviceProfile(Protocol):
         """Record from now on. Waits for the device.
 
         Raises:
-            RuntimeError: It cannot.
+            RuntimeError: The device cannot be profiled.
         """
         ...
 
@@ -158,8 +158,8 @@ class StepSampler:
         """A step has ended. Begins a sample if one is due; completes the numbers of the step that counts.
 
         Args:
-            numbers: Those of the step. Of the one that counts they get its time on the device, the parts of it, and
-                the waiting inside collectives if the ranks can be compared.
+            numbers: The numbers of the step. If it is the step that counts, they get its time on the device, the parts
+                of that time, and the waiting inside collectives if the ranks can be compared.
         """
         self._steps += 1
         if self._begin is not None:

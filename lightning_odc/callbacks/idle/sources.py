@@ -227,7 +227,7 @@ def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWait
     Args:
         trainer: The trainer, at the beginning of training.
         module: The module that it trains.
-        waits: What is told of the host's waits, on GPUs, which run ahead of it.
+        waits: Receives the host's waits, on GPUs, which run ahead of the host.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1:
@@ -270,9 +270,9 @@ class DataClock(Profiler):
     has got it. The fetching is waiting for data, and nothing else lies in it.
 
     Right before it fetches a batch, Lightning's training loop (2.6) broadcasts from rank 0 whether the job was told to
-    end. A rank that comes before rank 0 waits there, which no hook shows. It lies between the last profiled hook of a
-    batch and the next fetching; beside it there is only what the rank logs. So from a rank's own begin of this gap to
-    rank 0's begin the rank waits for rank 0, up to the time that it takes to log.
+    end. A rank that comes before rank 0 waits there, which no hook shows. The wait lies in the gap between the last
+    profiled hook of a batch and the next fetching, and beside it the gap has only what the rank logs. So a rank waits
+    for rank 0 from its own begin of the gap to rank 0's begin, up to the time that it takes to log.
 
     Args:
         inner: The trainer's own profiler.
@@ -280,7 +280,7 @@ class DataClock(Profiler):
             and the present, in nanoseconds of the monotonic clock.
         waited: The seconds for which this rank has waited for other ranks so far. A loader that plans with them does
             so while it fetches.
-        waits: What is told of the fetching, on a device that runs ahead of its host.
+        waits: Receives the time spent fetching, on a device that runs ahead of its host.
 
     Attributes:
         seconds: Seconds spent fetching so far, without what ``waited`` counts.

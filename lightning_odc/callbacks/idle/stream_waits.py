@@ -123,7 +123,7 @@ class WaitTracer(Tracer):
     """Reports the waits of an engine, and nothing else.
 
     Args:
-        waits: What is told.
+        waits: Receives the waits.
     """
 
     def __init__(self, waits: StreamWaits) -> None:
@@ -143,7 +143,7 @@ class StreamWatch(Watch):
 
     Args:
         engine: The engine that waits.
-        waits: What is told of them.
+        waits: Receives the engine's waits.
     """
 
     def __init__(self, engine: Engine, waits: StreamWaits) -> None:

@@ -108,7 +108,7 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) 
     """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``.
 
     Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that the
-    one that spent least time inside came last; the result is off by what they left apart.
+    one that spent least time inside came last. The error is the time between the first leaving and the last.
 
     Args:
         by_rank: the same collectives on every rank, in the same order.

@@ -149,7 +149,7 @@ class ReplicaLink:
                 sock.sendall(hello + self.rank.to_bytes(_RANK_BYTES, "little"))
                 answer = _receive(sock, _DIGEST_BYTES)
                 if not hmac.compare_digest(answer, _proof(first.secret, "welcome", self.rank)):
-                    raise ConnectionError("somebody else answered")
+                    raise ConnectionError("another program answered")
                 return Connection(sock, f"{self._first} ({host})", self._silence)
             except OSError as error:
                 errors.append(f"{host}: {error}")

@@ -249,7 +249,7 @@ class Transport(ABC):
         """Put a message into an own mailbox, over the last one (announce it with `store`).
 
         Raises:
-            ValueError: if it is longer than the mailbox.
+            ValueError: the record is longer than the mailbox.
         """
 
     @abstractmethod

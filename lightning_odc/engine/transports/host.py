@@ -66,8 +66,8 @@ def boot_id() -> str:
 def how_ended(pid: int, pidfd: int) -> str:
     """How a process ended that is not a child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty if Linux hides it.
 
-    Only its parent is told. But until the parent has asked, the number stands in ``/proc``. Afterwards a descriptor of
-    the process that was opened while it lived has it, since Linux 6.15.
+    Linux gives this only to the parent. But until the parent has read it, the number stands in ``/proc``. Since Linux
+    6.15 a descriptor that was opened while the process lived has it afterwards.
 
     Args:
         pid: The process.
@@ -130,7 +130,7 @@ def membarrier(machine: str) -> Fence:
     """A full barrier between this process and all others that have registered by a call of this function.
 
     Raises:
-        WindowError: the kernel has no such system call, or something does not let it through.
+        WindowError: the kernel has no such system call, or something (a container, say) forbids it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     number = _MEMBARRIER.get(machine)

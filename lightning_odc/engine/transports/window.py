@@ -82,7 +82,7 @@ class Region:
         """A peer's window, trusting nothing it said until it was checked.
 
         Raises:
-            WindowError: it is out of reach, or not what it should be.
+            WindowError: it cannot be opened, or is not the file that the peer described.
         """
         fd = _open(peer, address)
         try:
