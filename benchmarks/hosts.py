@@ -40,11 +40,11 @@ class Hosts:
         socket.sethostname(f"host{host}")
 
     def cut_off(self, host: int) -> None:
-        """Shut the port of a host. The other ones see no change of their own links, only silence."""
+        """Shut the port of a host. The other hosts see no change of their own links, only silence."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
     def limit(self, mbit: float | None, queue: str = "2mb") -> None:
-        """Let each host send no more than so many megabits per second; ``None`` ends that.
+        """Limit the megabits per second that each host sends; ``None`` ends the limit.
 
         Args:
             mbit: The speed.
@@ -58,13 +58,13 @@ class Hosts:
                 _run(*place, "add", "dev", "eth0", "root", *shaper)
 
     def packets_lost(self) -> int:
-        """By the links of all hosts, since they were limited."""
+        """Packets lost by the links of all hosts since they were limited."""
         shown = [_run("tc", "-n", name, "-s", "-j", "qdisc", "show", "dev", "eth0") for name in self.names]
         return sum(one["drops"] for text in shown for one in json.loads(text))
 
 
 def bytes_sent() -> int:
-    """By the host that the calling thread is on: what the counter of its interface says."""
+    """Bytes that the calling thread's host has sent, by the counter of its interface."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "eth0":

@@ -23,7 +23,7 @@ from lightning_odc.bench.tables import markdown
 
 
 class Runs(torch.autograd.Function):
-    """The identity, whose backward pass runs out of memory when it is told to."""
+    """The identity, whose backward pass runs out of memory on request."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, module: Model) -> Tensor:
@@ -53,7 +53,7 @@ class Model(pl.LightningModule):
     """Some blocks; every second step runs out of memory, if asked to.
 
     Args:
-        width: Of the blocks.
+        width: Width of the blocks.
         fails: Whether one does.
     """
 
@@ -127,10 +127,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def rows(runs: dict[str, list[list[float]]]) -> list[list[str]]:
-    """Of every variant: steps in which nothing runs out, the ratio to ``"raise"``, what a retry adds.
+    """Rows of every variant: steps in which nothing runs out, the ratio to ``"raise"``, and the time of a retry.
 
     Args:
-        runs: For each variant and repetition, the seconds of its steps.
+        runs: Seconds of the steps, for each variant and repetition.
     """
     found = []
     for name, own in runs.items():

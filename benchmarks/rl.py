@@ -77,7 +77,7 @@ class Pace:
 
 
 class GivenLengths(StoppingCriteria):  # type: ignore[misc]  # transformers tells no types of it
-    """Ends each response of a batch at a length of its own."""
+    """Ends each response of a batch at its own length."""
 
     def __init__(self, begin: int, lengths: list[int]) -> None:
         self._ends = begin + torch.tensor(lengths)
@@ -92,9 +92,9 @@ class Tick(NamedTuple):
     Attributes:
         passes: Forward passes of sampling.
         needed: Those of them that its own responses needed.
-        sampling: Until all roll-outs are exchanged.
-        scoring: Until all scores are.
-        update: Until the optimizer has stepped.
+        sampling: Time until all roll-outs are exchanged.
+        scoring: Time until all scores are exchanged.
+        update: Time until the optimizer has stepped.
         idle: See above, a fraction.
     """
 

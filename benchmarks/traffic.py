@@ -42,7 +42,7 @@ class Job:
         world_size: Number of ranks.
         engine: One of `ENGINES`.
         lora: Train adapters alone.
-        width: Of the model.
+        width: Width of the model.
     """
 
     def __init__(self, rank: int, world_size: int, engine: str, lora: bool, width: int) -> None:

@@ -77,7 +77,7 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
 
 
 def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what the trainer is about to run; if that fails, what is told so and torn down is as in a script.
+    """Call a function for the trainer. If it fails, callbacks are informed and the run is torn down as in a script.
 
     Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
     """
@@ -296,7 +296,7 @@ def attention_of(config: Any) -> str | None:
 
 
 def symmetric_backend(device: torch.device) -> str | None:
-    """What provides symmetric memory on devices of this type: ``"CUDA"`` unless somebody chose otherwise.
+    """What provides symmetric memory on devices of this type: ``"CUDA"`` unless other code chose otherwise.
 
     Why (this and the next three): torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other
     way to map the memory of another process's GPU without compiling something. The names and arguments used here are
@@ -389,7 +389,7 @@ def other_strategy_registry() -> Any | None:
     """
     if importlib.util.find_spec("pytorch_lightning") is None:
         return None
-    log = rank_zero.log  # which the import would turn to its own logger, for everybody
+    log = rank_zero.log  # the import would turn it to its own logger in the whole process
     try:
         from pytorch_lightning.strategies import StrategyRegistry
     except Exception:

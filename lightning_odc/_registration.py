@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def _fabric_strategy(**options: Any) -> Any:
-    """Imported when asked for: who uses the Trainer need not wait for it."""
+    """Imported when needed: users of the Trainer do not wait for it."""
     from lightning_odc.fabric import ODCFabricStrategy
 
     return ODCFabricStrategy(**options)

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-odc doctor``, ``advise``, ``demo``, ``bench``, and what they can be told."""
+"""The command line: ``lightning-odc doctor``, ``advise``, ``demo``, ``bench``, and their options."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ INTERRUPTED = 130
 
 EXAMPLES = """\
 examples:
-  lightning-odc doctor                      can this machine run it? what to do where it cannot
+  lightning-odc doctor                      can this machine run it, and if not, what to do?
   lightning-odc advise --lengths longalign --model 1.5b --device H200 --devices 8
-                                            what would it gain on these lengths? nothing is trained
+                                            what would it gain on these lengths? trains nothing
   lightning-odc demo                        train a small model here, three ways, and compare
   lightning-odc bench train --model gpt2 --lengths lengths.txt
                                             measure your model and your lengths on this machine
@@ -40,14 +40,14 @@ examples:
 
 COUNTS = {
     "devices": "processes, one rank each",
-    "minibatches": "timed minibatches per repetition; one more goes before them, untimed",
-    "repetitions": "how often each mode trains the same minibatches, the modes in turns",
+    "minibatches": "timed minibatches per repetition; an untimed one runs first",
+    "repetitions": "how often each mode trains the same minibatches; modes take turns",
     "samples_per_rank": "samples of each rank in a minibatch",
     "samples_per_microbatch": "samples packed into one microbatch; balanced chooses by itself",
     "max_length": "longest sample in tokens (bytes); longer functions are left out",
     "layers": "decoder layers of the model",
     "hidden_size": "width of the model",
-    "seed": "of the weights and of the choice of samples",
+    "seed": "seed of the weights and of the choice of samples",
 }
 """The options that are numbers, with their help."""
 COMMANDS = {
@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default that of the process.
 
     Returns:
-        The exit code: 0; 1 if the demo's losses disagree, a benchmark's rank failed, or the doctor found an error; 2
-        for options that cannot work; 130 after Ctrl-C.
+        The exit code. It is 1 if the demo's losses disagree, a benchmark's rank failed, or the doctor found an error;
+        2 for options that cannot work; 130 after Ctrl-C; otherwise 0.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _build_parser()
@@ -180,8 +180,8 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         "--order",
         metavar="ORDER",
         default=defaults.order,
-        help=f"of a rank's samples within a minibatch, {' or '.join(ORDERS)}: by length, the longest first, "
-        "or as a shuffling loader delivers them; balanced has its own",
+        help=f"order of a rank's samples in a minibatch, {' or '.join(ORDERS)}: longest first, or like a shuffling "
+        "loader; balanced chooses its own",
     )
     demo.add_argument(
         "--equal-lengths",
@@ -192,7 +192,7 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         "--precision",
         metavar="P",
         default=defaults.precision,
-        help=f"of the computation, {' or '.join(PRECISIONS)}",
+        help=f"precision of the computation, {' or '.join(PRECISIONS)}",
     )
     demo.add_argument("--device", metavar="D", default=defaults.device, help=bench_cli.DEVICE_HELP)
     add_form(demo, "print errors only; the files are written")

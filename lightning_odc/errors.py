@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, as exceptions a user can catch by name."""
+"""Errors between ranks, as exceptions that users can catch by name."""
 
 from __future__ import annotations
 

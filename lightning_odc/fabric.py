@@ -49,7 +49,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         timeout: The longest wait for another rank.
 
     Raises:
-        ValueError: for a value that is not one of those above.
+        ValueError: An invalid value.
     """
 
     def __init__(

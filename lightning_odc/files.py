@@ -48,7 +48,7 @@ def replacing(path: Path, *, mode: int = 0o666, to_disk: bool = True) -> Iterato
         to_disk: Wait until the content is on the disk.
 
     Raises:
-        OSError: it cannot be written; what was there before is there still.
+        OSError: it cannot be written; the file that was there before is unchanged.
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
     handle = _without_name(path.parent, mode) if to_disk else None
@@ -68,7 +68,7 @@ def replacing(path: Path, *, mode: int = 0o666, to_disk: bool = True) -> Iterato
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        error.add_note(f"{path} was not written. If there was one before, it is as it was.")
+        error.add_note(f"{path} was not written. An earlier file of that name is unchanged.")
         raise
 
 
@@ -98,7 +98,7 @@ def read_regular(path: Path, own: bool = False) -> bytes:
     """Read a file that is neither a link nor a pipe nor a device; ``own``: and that only this user may write.
 
     Raises:
-        OSError: it is not so, or cannot be read.
+        OSError: it is another kind of file, cannot be read, or (with ``own``) belongs to others.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as file:

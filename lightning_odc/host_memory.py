@@ -1,4 +1,4 @@
-"""Memory of this host: how much a process may still take, what limits it, and whom the kernel has ended for want of it.
+"""Memory of this host: how much a process may still take, what limits it, and which processes the kernel has ended.
 
 Note [What limits memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -11,18 +11,18 @@ The first limit that is reached counts, and the kernel answers with SIGKILL and 
     `ulimit -v`                                  one process       limit - its address space
 
 The use of a control group counts the page cache of files that its processes have read. The kernel takes that back
-before it ends a process: pages that were not used lately at once; those in use, too, but then they are read again and
-again. So inactive ones count as free, and half of the active ones. Shared memory has no file behind it and is in
-neither. Of a group that allows 8 GiB and uses 6, with 1.5 inactive and 1 active: 8 - 6 + 1.5 + 0.5 = 4 GiB are left.
+before it ends a process. It takes inactive pages at once. It takes active pages, too, but then they are read again and
+again. So inactive pages count as free, and half of the active ones. Shared memory has no file and is in
+neither. If a group allows 8 GiB and uses 6, with 1.5 inactive and 1 active, then 8 - 6 + 1.5 + 0.5 = 4 GiB are left.
 
 Above ``memory.high`` the kernel makes processes wait for memory that it cannot find, so it is a limit as ``memory.max``
 is.
 
 Note [Whom the kernel ended]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A process that is ended for want of memory says nothing. The kernel counts it before it sends the signal: in the
-process's own control group, in version 2 also in those above, and for the host. So who looks after a death sees the
-count move. A count of the own group speaks of this job. One further up or of the host may be that of another program.
+A process that the kernel ends because memory has run out says nothing. The kernel counts it before it sends the signal:
+in the process's own control group, in version 2 also in those above, and for the host. So after a death, the count has
+risen. A count of the own group is about this job. A count further up or of the host may be that of another program.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RAISE_GROUP = (
 
 
 class _GroupFiles(NamedTuple):
-    """Where a control group says what."""
+    """Names of the files of a control group."""
 
     limits: tuple[str, ...]
     use: str
@@ -116,12 +116,12 @@ def rooms(root: Path | None = None, environment: Mapping[str, str] = os.environ)
 
 
 def available(processes: int = 1) -> int:
-    """Bytes that each of so many processes may still take, if all of them take as much."""
+    """Bytes that each of the processes may still take, if all of them take as much."""
     return min((room.size // (processes if room.is_shared else 1) for room in rooms()), default=_UNLIMITED)
 
 
 def shortage(what: str, needed: int, instead: str, each: int | None = None) -> str:
-    """What to say where memory does not suffice; empty where it does.
+    """The message if memory does not suffice; empty if it does.
 
     Args:
         what: The subject of the sentence, which needs the memory; plural.
@@ -148,7 +148,7 @@ def gib(size: int) -> str:
 
 
 class Kills:
-    """Whom the kernel's out-of-memory killer has ended since this object was made; see Note [Whom the kernel ended].
+    """Processes that the out-of-memory killer ended since this object was made; see Note [Whom the kernel ended].
 
     Args:
         root: The folder of ``proc`` and ``sys``.
@@ -159,7 +159,7 @@ class Kills:
         self._before = dict(_kills(self._root))
 
     def verdict(self) -> str:
-        """A sentence about a process that was killed; empty if none was ended for want of memory."""
+        """A sentence about a killed process; empty if the kernel ended none because memory ran out."""
         for (name, is_own), count in _kills(self._root):  # the closest to this process first
             ended = count - self._before.get((name, is_own), count)
             if ended > 0:
@@ -203,7 +203,7 @@ def _room_of_group(group: _Group) -> Room | None:
 
 
 def _rooms_of_slurm(root: Path, environment: Mapping[str, str]) -> Iterator[Room]:
-    if "SLURM_PROCID" not in environment:  # as in the shell of `salloc`, on a host that is no part of the job
+    if "SLURM_PROCID" not in environment:  # as in the shell of `salloc`, on a host outside the job
         return
     held = _pages(root)[1]
     for name, times in _GRANTS.items():

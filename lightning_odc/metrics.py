@@ -1,7 +1,7 @@
 """Torchmetrics for idle time and load imbalance, exact over any number of ranks and steps; usable without a trainer.
 
-A rank without work in a step often has nothing to report, and no other rank waits for it. So for both metrics a
-missing update means what an update with zeros means.
+A rank without work in a step often has nothing to report, and no other rank waits for it. So for both metrics, a
+missing update counts like an update with zeros.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ Axes = Any
 class IdleFraction(Metric):
     """The part of all devices' time that was spent waiting for other ranks.
 
-    With ``idle[r, s]`` and ``busy[r, s]`` the seconds given by rank ``r`` in its update ``s``, the value is
-    ``sum(idle) / sum(idle + busy)``, the sums running over all ranks and updates: a mean over ranks and steps in
-    which each counts as long as it took. It is ``nan`` as long as no time was counted at all. A rank that was not
-    updated adds no time.
+    ``idle[r, s]`` and ``busy[r, s]`` are the seconds that rank ``r`` gives in its update ``s``. The value is
+    ``sum(idle) / sum(idle + busy)`` over all ranks and updates: a mean over ranks and steps, each weighted by its time.
+    It is ``nan`` until some time was counted. A rank that was not updated adds no time.
 
     Args:
-        **kwargs: as in `torchmetrics.Metric`.
+        **kwargs: Arguments of `torchmetrics.Metric`.
 
     Attributes:
         busy: Seconds counted as busy so far, on this rank.
@@ -54,11 +53,11 @@ class IdleFraction(Metric):
         """Count more time of this rank.
 
         Args:
-            busy_seconds: computing, or moving own bytes; of a tensor, all elements are added up.
-            idle_seconds: waiting for other ranks.
+            busy_seconds: Time spent computing, or moving own bytes. The elements of a tensor are added up.
+            idle_seconds: Time spent waiting for other ranks.
 
         Raises:
-            ValueError: for a time that is negative or not finite.
+            ValueError: A time is negative or not finite.
         """
         busy, idle = _seconds("busy_seconds", busy_seconds), _seconds("idle_seconds", idle_seconds)
         self.busy += busy
@@ -76,17 +75,16 @@ class IdleFraction(Metric):
 class LoadImbalance(Metric):
     """How much longer the slowest rank is busy than the average rank: the factor that perfect balance would save.
 
-    The ``s``-th update of every rank belongs to the ``s``-th step, at whose end the ranks meet. With ``busy[r, s]``
-    the seconds given by rank ``r`` in its update ``s``, the value is ``sum_s max_r busy / sum_s mean_r busy``. For
-    one update that is the slowest rank's time over the mean. For several it is a ratio of sums, not a mean of
-    ratios, so that long steps count more; and the slowest rank is looked for in every step, so that two ranks that
-    are slow in turns are as unbalanced as if it were always the same. To compare totals instead, update once, with
-    the totals. The mean is over all ranks of the process group, updated or not: a rank that was updated fewer times
-    was busy for 0 seconds in the steps that it lacks. The value is 1 for perfect balance, the number of ranks if only
-    one works, and ``nan`` as long as no rank was busy.
+    The ``s``-th update of every rank belongs to the ``s``-th step, at whose end the ranks meet. ``busy[r, s]`` are the
+    seconds that rank ``r`` gives in its update ``s``. The value is ``sum_s max_r busy / sum_s mean_r busy``. For
+    one update that is the slowest rank's time over the mean. For several updates it is a ratio of sums, not a mean of
+    ratios, so long steps count more. The slowest rank is found in every step: two ranks that are slow in turns are as
+    unbalanced as one rank that is always slow. To compare totals instead, update once, with the totals. The mean is
+    over all ranks of the process group, updated or not. A rank with fewer updates was busy for 0 seconds in the missing
+    steps. The value is 1 for perfect balance, the number of ranks if only one works, and ``nan`` until a rank was busy.
 
     Args:
-        **kwargs: as in `torchmetrics.Metric`.
+        **kwargs: Arguments of `torchmetrics.Metric`.
 
     Attributes:
         steps: Seconds by update: on one rank ``[S]``, and while synchronised ``[ranks, S]``; 8 bytes each, so
@@ -109,10 +107,10 @@ class LoadImbalance(Metric):
         """Count one more step of this rank.
 
         Args:
-            busy_seconds: computing, or moving own bytes; of a tensor, all elements are added up.
+            busy_seconds: Time spent computing, or moving own bytes. The elements of a tensor are added up.
 
         Raises:
-            ValueError: for a time that is negative or not finite.
+            ValueError: A time is negative or not finite.
         """
         busy = _seconds("busy_seconds", busy_seconds)
         self.steps = torch.cat([self.steps, self.steps.new_tensor([busy])])

@@ -46,7 +46,7 @@ def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) ->
     """What is compared with the targets, from the slowest rank of each job; bytes are those of the sums, in fp32.
 
     Args:
-        entry: of one size, of any rank.
+        entry: Entry of one size and any rank.
         by_rank: the entries of all ranks for that size.
         how: ``"together"`` or ``"alone"``.
     """
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     results: dict[str, Any] = {"machine": machine(), "finished": False, "runs": []}
 
     def keep() -> None:
-        """After every part, since whoever ends this early wants to know it, too."""
+        """Write results after every part, so that an early end keeps them."""
         if options.json:
             write(options.json, results, bench_tables(results))
 

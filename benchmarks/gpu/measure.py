@@ -228,7 +228,7 @@ def host_waits(engine: OnDemandEngine, device: torch.device, world_size: int) ->
 
     Args:
         engine: not attached.
-        device: of this rank.
+        device: Device of this rank.
         world_size: number of ranks.
     """
     model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)]).to(device)
@@ -274,7 +274,7 @@ def synchronizing_calls(events: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     The announcer waits once per unit, beside the training. What the profiler itself waits for when it ends is left out.
 
     Args:
-        events: Of a trace of ``torch.profiler``, in which minibatches are marked.
+        events: Events of a trace of ``torch.profiler`` in which minibatches are marked.
     """
     marks = [
         event for event in events if event.get("name") == _MARK and event.get("cat") == "user_annotation"

@@ -102,7 +102,7 @@ def _profile_lines(run: dict[str, Any]) -> str:
     return (
         f"- {reading['reads']:.0f} reads were {reading['copies']:.0f} copies "
         f"({reading['copy milliseconds']:.2f} ms) and {reading['kernels']:.0f} kernels "
-        f"({reading['kernel milliseconds']:.2f} ms) by the profiler, which names copies so whoever does them; a matrix "
+        f"({reading['kernel milliseconds']:.2f} ms) by the profiler, which gives all copies this name; a matrix "
         f"product beside reads took {slower:+.1%}.\n"
         f"- The host waited for its device {waits['waits per minibatch']:g} times per minibatch. Calls of CUDA that "
         f"synchronize: {waits['synchronizing calls per minibatch']:g} in the thread that trains, "

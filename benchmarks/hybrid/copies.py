@@ -63,9 +63,9 @@ class Cell(NamedTuple):
     """What all variants are compared in.
 
     Attributes:
-        hosts: Of two ranks each.
+        hosts: Number of hosts, with two ranks each.
         mbit: The speed of a host's link, in megabits per second; ``None`` if it is not limited.
-        microbatches: Of each rank and minibatch.
+        microbatches: Microbatches of each rank and minibatch.
     """
 
     hosts: int
@@ -96,9 +96,9 @@ class Job:
 
     Args:
         variant: One of `VARIANTS`.
-        layout: Of all ranks.
-        address: Of the host of rank 0.
-        width: Of the model.
+        layout: Layout of all ranks.
+        address: Address of the host of rank 0.
+        width: Width of the model.
     """
 
     def __init__(self, variant: str, layout: Layout, address: str, width: int) -> None:

@@ -179,7 +179,7 @@ def summarize(by_rank: list[list[list[dict[str, Any]]]]) -> list[dict[str, Any]]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     head = ("sharding", "policy", "seconds per minibatch", "faster than stock", "single repetitions")
     stock = rows[0]["seconds"]
     return markdown(

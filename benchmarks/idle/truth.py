@@ -83,7 +83,7 @@ def expected(mode: str, sleeps: list[list[float]]) -> list[float]:
 
 
 def _expected_under_ddp(sleeps: list[list[float]]) -> list[float]:
-    """All meet at the end of the step; before each batch nobody goes on until rank 0 comes (Lightning's broadcast)."""
+    """All meet at the end of the step. Before each batch all wait for rank 0 (Lightning's broadcast)."""
     now = [0.0] * len(sleeps)
     for microbatch in zip(*sleeps, strict=True):
         now = [max(moment, now[0]) + own for moment, own in zip(now, microbatch, strict=True)]

@@ -312,7 +312,7 @@ def _marks(steps: int) -> range:
 
 
 def _differences(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone: Sequence[float]) -> None:
-    """On a scale of powers of ten; differences below the last power lie on its line."""
+    """Draw differences on a scale of powers of ten. Those below the last power are on its line."""
     top, bottom = 252.0, 360.0
     largest = largest_difference(losses)
     powers = range(-8, -5 + 2 * max(ceil((log10(largest) + 6) / 2), 0))

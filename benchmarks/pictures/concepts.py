@@ -16,7 +16,7 @@ _BESIDE = 52.0  # where the bars begin, right of the ranks' names
 
 
 def barriers(_: Load) -> Canvas:
-    """The same visits of four units: met at every unit, and met only at the end."""
+    """The same visits of four units, with a meeting at every unit, and with one at the end."""
     canvas = Canvas("Three ranks, four units: with a meeting at every unit, and with one at the end", 286)
     meetings = [_BESIDE]
     for of_ranks in zip(*_VISITS, strict=True):

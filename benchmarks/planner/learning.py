@@ -29,8 +29,8 @@ class Scenario:
     """What there is to learn.
 
     Attributes:
-        name: of it.
-        slowness: of one rank.
+        name: Name of the scenario.
+        slowness: Slowness of one rank.
         dense: attention runs over all tokens of a microbatch.
         change_at: minibatch from which another rank is the slow one.
     """

@@ -104,9 +104,9 @@ def optimum(
     Args:
         lengths: ``[n]`` tokens.
         num_ranks: how many ranks share them.
-        cost: as for `plan_minibatch`; attention is not dense.
+        cost: Cost, see `plan_minibatch`; attention is not dense.
         max_tokens: most tokens of a microbatch; by default the longest sample.
-        seconds: to look for it, on the solver's own clock, which counts work: a busy machine finds as much.
+        seconds: Time limit on the solver's own clock. That clock counts work, so a busy machine finds as much.
     """
     from ortools.sat.python import cp_model
 

@@ -1,8 +1,8 @@
 """Ten thousand minibatches of a tiny model: does anything grow, and is the end still that of one process?
 
 ``python -m benchmarks.robustness.endurance`` is what ``docs/measured-faults.md`` reports. Every rank runs a random
-number of microbatches of random lengths, with random delays; memory, file descriptors and threads are read now and
-then.
+number of microbatches of random lengths, with random delays; memory, file descriptors and threads are read from time
+to time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def share(step: int, rank: int) -> list[Tensor]:
 
 
 class Shares(IterableDataset[Any]):
-    """Makes every share when it is asked for, sometimes late."""
+    """Makes every share on request, sometimes late."""
 
     def __init__(self, steps: int, rank: int) -> None:
         self.steps, self.rank = steps, rank

@@ -93,19 +93,19 @@ def strike(fault: str, folder: Path) -> None:
 
 
 def terminate_all(folder: Path) -> None:
-    """As schedulers and launchers do."""
+    """Terminate all ranks, like schedulers and launchers."""
     for note in folder.glob("*.pid"):
         os.kill(int(note.read_text()), signal.SIGTERM)
 
 
 def use_up_memory() -> None:
-    """As much as this process may have, and more."""
+    """Use up all the memory that this process may have."""
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
     torch.empty(1 << 34, dtype=torch.uint8)
 
 
 def stop_for(seconds: str, then: str) -> None:
-    """Stop this process; after ``seconds`` somebody else sends it ``then``, the name of a signal."""
+    """Stop this process; after ``seconds`` another process sends it ``then``, the name of a signal."""
     helper = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{then} {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     helper.wait()
@@ -235,11 +235,11 @@ class Result:
     """How one trial ended.
 
     Attributes:
-        seconds: from the fault until the last rank had ended.
+        seconds: Time from the fault until the last rank had ended.
         named: survivors whose error names the victim.
         survivors: how many there were.
         checkpoints: complete checkpoint files that were left, all of which load.
-        exit_codes: of all ranks.
+        exit_codes: Exit codes of all ranks.
         errors: last line of each rank's error.
     """
 
@@ -298,7 +298,7 @@ def table(results: list[Result]) -> str:
 def _cell(result: Result | None) -> str:
     if result is None:
         return ""
-    everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is nobody to be named
+    everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is no rank to name
     return f"{result.seconds:.1f} s" + (
         "" if everybody or result.named == result.survivors else " (not named)"
     )

@@ -89,7 +89,7 @@ class Module(Padded):
 
 
 class KillAt(Callback):
-    """Kills this process in its ``microbatch``-th forward or backward pass, and others of the job if told so."""
+    """Kills this process in its ``microbatch``-th forward or backward pass, and if requested the whole job."""
 
     def __init__(self, microbatch: int, whole_job: bool, folder: Path) -> None:
         self.left, self.whole_job, self.folder = microbatch, whole_job, folder
@@ -142,8 +142,8 @@ class Trial:
     """What came of one training with crashes.
 
     Attributes:
-        crashes: by number: which rank was killed in which of its backward passes, the whole job or it alone, and from
-            which step the next job went on.
+        crashes: The killed rank and backward pass, whether the whole job was killed, and the step from
+            which the next job went on.
         equal: the end is that of the uninterrupted run, bit by bit.
         samples_exact: every epoch saw every sample once, counting only steps that are part of the final parameters.
     """
@@ -185,7 +185,7 @@ def trial(crashes: int, seed: int, kind: Kind = "full") -> Trial:
 
 
 def every_sample_once(folder: Path) -> bool:
-    """By the journals. A step that was run again after a crash counts once; its samples must be the same ones."""
+    """Check the journals. A step that was run again after a crash counts once; its samples must be the same ones."""
     epochs: dict[int, Counter[int]] = {}
     for journal in folder.glob("journal*.jsonl"):
         steps: dict[int, tuple[int, list[int]]] = {}

@@ -18,7 +18,7 @@ from benchmarks.robustness.faults import PLACES, WORLD_SIZE, train, victim_of
 from lightning_odc.bench.tables import markdown
 from tests.support.ranks import run_ranks, try_ranks
 
-#: With deterministic sums nobody takes a lock, so here the sums are in arrival order.
+#: Deterministic sums take no lock, so here the sums are in arrival order.
 LOCKED = "adding, lock held"
 SOFT = 0.3  # seconds until ranks report
 PAUSE = 1.5  # seconds for which the victim is stopped
@@ -27,7 +27,7 @@ PAUSE = 1.5  # seconds for which the victim is stopped
 def watched(
     rank: int, fault: str, place: str, folder: str, timeout: float, soft: float = SOFT
 ) -> tuple[str, float]:
-    """As `train`, deterministic and with reports; returns the digest, and when the rank was done."""
+    """Run `train` deterministically and with reports; returns the digest, and when the rank was done."""
     options = {"deterministic": place != LOCKED, "hang_report_after": timedelta(seconds=soft)}
     return train(rank, fault, place, folder, timeout, **options), time.time()
 
@@ -37,7 +37,7 @@ class Stall:
     """How one trial ended.
 
     Attributes:
-        seconds: from the moment in which the victim went on, or was killed, until every rank had ended.
+        seconds: Time from the moment in which the victim went on, or was killed, until every rank had ended.
         reports: survivors that wrote a report.
         named: survivors whose report, or last error, says where the victim was.
         same: all ranks ended, in the parameters of an undisturbed run, bit by bit (except with locks).
@@ -76,7 +76,7 @@ def pause(place: str, expected: str, seconds: float = PAUSE) -> Stall:
 
 
 def give_up(place: str, timeout: float = 2.0) -> Stall:
-    """Stop the victim for good; somebody kills it long after the others have given up."""
+    """Stop the victim for good; it is killed long after the others have given up."""
     with tempfile.TemporaryDirectory() as folder:
         after = timeout + 2
         fault = f"stopped {after} KILL"

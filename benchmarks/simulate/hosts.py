@@ -124,7 +124,7 @@ class Beside:
     def of(
         cls, rows: dict[copies.Cell, Any], few: copies.Cell, many: copies.Cell, options: dict[str, Any]
     ) -> Beside:
-        """From two cells that differ in their microbatches."""
+        """Make one from two cells that differ in their microbatches."""
 
         def missing(name: str, cell: copies.Cell, microbatch: float) -> float:
             measured = statistics.median(rows[cell][name]["seconds"])

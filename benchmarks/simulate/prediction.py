@@ -47,9 +47,9 @@ class Prediction:
     """One ratio.
 
     Attributes:
-        kind: Of the run.
+        kind: Kind of the run.
         setting: What was run.
-        over: Over what.
+        over: Row that the speed-up is over.
         predicted: Speed-up.
         measured: Speed-up.
         low: Lower end of its interval.

@@ -1,4 +1,4 @@
-"""Where on-demand communication stops scaling, by the simulator: 8 to 16,384 devices, and what would help."""
+"""The limits of on-demand communication by the simulator: 8 to 16,384 devices, and what would help."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Point:
     Attributes:
         longest: The longest sample in tokens.
         devices: How many.
-        runs: By way.
+        runs: Runs by way of communication.
         plan: Seconds of one plan by policy.
         once: Seconds of the parts that grow with the nodes.
     """
@@ -103,7 +103,7 @@ def _once(model: Model, cluster: Cluster, work: Work) -> dict[str, float]:
 
 
 def _tree_meeting(cluster: Cluster) -> float:
-    """If nodes met in a tree of fan-out 8, and told sums instead of the records of all ranks."""
+    """Seconds if nodes met in a tree of fan-out 8, with sums instead of the records of all ranks."""
     device = cluster.device
     levels = math.ceil(math.log(cluster.nodes, _FAN_OUT)) if cluster.nodes > 1 else 0
     return cluster.row * device.meeting + 2 * levels * (_FAN_OUT * device.meeting + device.network_latency)

@@ -1,4 +1,4 @@
-"""Before training: what on-demand communication and balancing would gain on these lengths, this model and this cluster.
+"""Predict, before training, the gain of on-demand communication and balancing for lengths, a model and a cluster.
 
 `advise` answers from lengths alone, by way of `lightning_odc.simulate`. What it needs is imported when it is called.
 """
@@ -53,7 +53,7 @@ def advise(
         communication gains anything, ``advice.as_dict()`` has all figures, ``advice.save("advice.svg")`` draws them.
 
     Raises:
-        ValueError: for lengths, a model, a device or sizes that cannot be; the message lists what is accepted.
+        ValueError: Invalid lengths, model, device or sizes. The message lists what is accepted.
 
     Example:
         >>> advice = advise([512, 4096, 800, 650] * 100, model="1.5b", devices=8, device="A100")

@@ -1,11 +1,11 @@
-"""From a question to an answer: every setting simulated with the same minibatches, and the best one of those that fit.
+"""Simulate every setting with the same minibatches, and choose the best of those that fit into memory.
 
 Note [Sampled minibatches]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-An epoch of a million samples has thousands of steps, and some dozens of them say what one takes. All settings run the
+An epoch of a million samples has thousands of steps, and a few dozen of them show the time of one. All settings run the
 same steps, so their speed-ups are ratios of sums over pairs, as in Note [Confidence intervals] of
-`lightning_odc.bench.results`, with the same intervals. These cover that other steps have other samples. They do not
-cover what the model of a step leaves out.
+`lightning_odc.bench.results`, with the same intervals. The intervals cover that other steps have other samples. They do
+not cover what the model of a step leaves out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Setting:
 
     @property
     def seconds(self) -> float:
-        """Of an average optimizer step."""
+        """Seconds of an average optimizer step."""
         return self.simulation.mean_seconds
 
 
@@ -137,7 +137,7 @@ class Answer:
 
     @property
     def recommended(self) -> Setting:
-        """On demand if that helps; else the simplest setting that is as fast as collectives can be."""
+        """The setting to use: on demand if that helps, else the simplest one that is as fast as collectives can be."""
         if self.helps:
             return self.on_demand
         is_close = self.speed_up(self.baseline, self.by_collectives)[1] < WORTH

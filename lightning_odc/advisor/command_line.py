@@ -18,9 +18,10 @@ def add_parser(commands: Any) -> None:
     """Add ``advise`` to the commands of the program."""
     parser = commands.add_parser(
         "advise",
-        help="predict what it would gain on your lengths, model and cluster; nothing is trained",
+        help="predict the gain on your lengths, model and cluster; trains nothing",
         description="Predict time, idle time and memory of every way to communicate, to balance and to shard, from "
-        "lengths alone, and say which Trainer to write. Says first if on-demand communication would not help.",
+        "lengths alone, and say which Trainer to write. If on-demand communication would not help, the first line says "
+        "so.",
     )
     parser.set_defaults(command=_advise)
     parser.add_argument(
@@ -40,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--device",
         metavar="D",
-        help="A100, H100, H200, MI300X, or cpu, which is this machine's processor (H100)",
+        help="A100, H100, H200, MI300X, or cpu for this machine's processor (H100)",
     )
     parser.add_argument("--devices", type=int, metavar="N", help="devices of all nodes together (8 per node)")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (1)")
@@ -60,13 +61,17 @@ def add_parser(commands: Any) -> None:
         "--max-length",
         type=int,
         metavar="N",
-        help="longest sample in tokens: texts, files and data sets lose longer ones, named distributions shrink",
+        help="longest sample in tokens: texts, files and data sets drop longer ones, named distributions shrink",
     )
     parser.add_argument(
-        "--tokenizer", metavar="T", help="a Hugging Face tokenizer for texts; without it, 4 bytes are a token"
+        "--tokenizer",
+        metavar="T",
+        help="a Hugging Face tokenizer for texts; without one, 4 bytes count as a token",
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"also draw it ({', '.join(_ENDINGS)})")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of samples (0)")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help=f"also draw a picture ({', '.join(_ENDINGS)})"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order of samples (0)")
     add_form(parser, "print the Trainer to write, and nothing else")
 
 

@@ -27,7 +27,7 @@ class Fitting:
 
     Attributes:
         device: A name of `DEVICES`, ``"cpu"``, or a `Cluster`.
-        devices: Of all nodes; ``None`` where there is no trainer.
+        devices: Devices of all nodes; ``None`` without a trainer.
         nodes: The number of nodes.
         batches: Batches of an optimizer step.
     """
@@ -46,7 +46,7 @@ def fitting_cluster(trainer: Any, device: Any = None) -> Fitting:
         device: The device that the user named; by default the trainer's.
 
     Raises:
-        OptionError: its GPUs are none that `lightning_odc.simulate` knows; the message has the line to write.
+        OptionError: `lightning_odc.simulate` does not know its GPUs; the message has the line to write.
     """
     nodes = trainer.num_nodes
     device = device or _name_of(trainer.strategy.root_device.type)

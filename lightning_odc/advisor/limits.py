@@ -1,10 +1,10 @@
-"""Where on-demand communication starts to lose: the bandwidth, the length and the minibatch at which nothing is gained.
+"""The bandwidth, length and minibatch below which on-demand communication gains nothing.
 
 Note [Break-even]
 ~~~~~~~~~~~~~~~~~
-What is compared is the recommended on-demand setting with the best that collectives can do, both planned again where
+The recommended on-demand setting is compared with the best that collectives can do. Both are planned again when
 lengths or sizes change. Bandwidth changes no plan, so it is found by bisection, on a logarithmic scale. Lengths and
-sizes are tried at powers of two: between the last one that loses and the first one that gains, nothing is claimed.
+sizes are tried at powers of two: nothing is claimed between the last one that loses and the first one that gains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_LENGTHS = 16384
 
 @dataclass(frozen=True)
 class Limit:
-    """Where the gain ends.
+    """One bound of the gain.
 
     Attributes:
         name: ``"network"``, ``"link"`` (inside a node), ``"length"`` or ``"minibatch"``.
@@ -53,7 +53,7 @@ def ratio(answer: Answer, question: Question, works: tuple[Work, Work]) -> float
     """The time by collectives over that on demand.
 
     Args:
-        answer: Which two settings are compared.
+        answer: The two settings to compare.
         question: The cluster and the model.
         works: The planned steps of both.
     """
@@ -107,7 +107,7 @@ def _least(gains: Callable[[float], bool], now: float) -> float | None:
 
 
 def _fewer(question: Question) -> Question:
-    """The same with a sample of the lengths: a million of them are sorted again for every plan."""
+    """The question with a sample of its lengths, because every plan sorts all of them again."""
     lengths = question.lengths
     if len(lengths) > _MOST_LENGTHS:
         lengths = np.random.default_rng(question.seed).choice(lengths, _MOST_LENGTHS, replace=False)

@@ -1,4 +1,4 @@
-"""What is asked: lengths, a model and a cluster, from whatever a user has of them; checked."""
+"""The question: lengths, a model and a cluster, read from the forms that users have, and checked."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Question:
 
     @property
     def samples_per_step(self) -> int:
-        """Of all devices."""
+        """Samples of all devices in one optimizer step."""
         return self.minibatch_size * self.cluster.devices
 
     @property
@@ -98,7 +98,7 @@ class Sizes:
     """Whole numbers as a user gave them; `None` where nothing was said.
 
     Attributes:
-        devices: Of all nodes together.
+        devices: Devices of all nodes together.
         nodes: The number of nodes.
         minibatch_size: Samples per device and optimizer step.
         max_tokens: Most tokens of a microbatch.
@@ -126,7 +126,7 @@ class Sizes:
         """Devices, nodes and samples per device, with these where nothing was said.
 
         Args:
-            devices: Of all nodes; `None`: 8 per node.
+            devices: Number of devices, all nodes together; `None`: 8 per node.
             nodes: The number of nodes.
             minibatch_size: Samples per device and optimizer step.
 
@@ -158,7 +158,7 @@ def ask(
     """Put everything together that a user gave; see `lightning_odc.advise` for the arguments.
 
     Raises:
-        OptionError: something cannot be; the message lists what is accepted.
+        OptionError: a value is invalid; the message lists what is accepted.
     """
     sizes.check()
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -204,7 +204,7 @@ def lengths_of(
         tokenizer: The name or folder of a Hugging Face tokenizer, for texts.
 
     Raises:
-        OptionError: there are none, or they are absurd.
+        OptionError: there are no lengths, or their values are implausible.
     """
     if not isinstance(given, str | Path):
         try:
@@ -245,7 +245,7 @@ def config_of(given: Any) -> tuple[Any, str]:
             or its folder; a configuration; or a module that has one.
 
     Raises:
-        OptionError: it is none of these; the message lists them.
+        OptionError: it has another type; the message lists them.
     """
     if isinstance(given, str | Path) and Path(given).exists():
         return _read(Path(given)), str(given)
@@ -288,7 +288,7 @@ def _named(name: str) -> tuple[Any, str]:
 
 
 def _shape_of(parameters: float) -> Mapping[str, Any]:
-    """A decoder with so many parameters whose width is 128 times its number of layers, as is usual.
+    """A decoder with that many parameters. As usual, its width is 128 times its number of layers.
 
     3e9 parameters: ``(3e9 / 196608) ** (1/3)`` is 25 layers, 3200 wide; they have 12 * 25 * 3200^2 = 3.07e9.
     """
@@ -330,7 +330,7 @@ def model_of(given: Any, cluster: Cluster) -> tuple[Model, str]:
         cluster: The devices.
 
     Raises:
-        OptionError: it is no dense decoder-only transformer; the message lists what is accepted.
+        OptionError: it is not a dense decoder-only transformer; the message lists what is accepted.
     """
     if isinstance(given, Model):
         return given, "a model of measured costs"
@@ -349,11 +349,11 @@ def cluster_of(device: Any, devices: int, nodes: int) -> Cluster:
 
     Args:
         device: A preset of `lightning_odc.simulate`, ``"cpu"`` for this machine's processor, or a `Cluster`.
-        devices: Of all nodes together.
+        devices: Number of devices, all nodes together.
         nodes: The number of nodes.
 
     Raises:
-        OptionError: an unknown device; the message lists the known ones.
+        OptionError: the device is unknown; the message lists the known ones.
     """
     if isinstance(device, Cluster):
         return device

@@ -102,7 +102,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     """``value`` as an integer of at least ``least``.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}: {name}=8.")
@@ -113,7 +113,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Check that ``value`` is one of ``choices``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not one of them.
     """
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, choices))}.")

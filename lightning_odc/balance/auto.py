@@ -1,12 +1,12 @@
-"""The cost that is used where none is given: what the model says, until measured times say otherwise.
+"""The default cost: that of the model, until measured times contradict it.
 
 Note [When times overrule the model]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A cost that comes from the model alone (the *prior*) gives the same plans in every run. It can be wrong: a rank is slow,
-a kernel is not the expected one, most of the time goes into launches. So a `FittedCost` learns beside it, and both
+a kernel is not the expected one, most of the time goes into launches. So a `FittedCost` also learns, and both
 are compared with the latest measured times. The prior predicts in its own unit, and one factor for all ranks
-turns it into seconds. Plans change once: when the prior errs on one rank by much, or when it errs by more than the fit,
-in both cases by more than chance. The two are compared on the same microbatches, so that a pause hits both alike.
+turns it into seconds. Plans change once: when the prior errs much on one rank, or errs more than the fit, in both cases
+by more than chance. The two are compared on the same microbatches, so a pause affects both alike.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AutoCost:
         """Take in the measurements of one minibatch, those of all ranks in the same order on every rank.
 
         Raises:
-            ValueError: a rank that does not exist, seconds that are not positive and finite, or lengths that are none.
+            ValueError: a rank that does not exist, seconds that are not positive and finite, or invalid lengths.
         """
         measured = list(observations)
         self.fitted.observe(measured)
@@ -118,7 +118,7 @@ class AutoCost:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks.
+            ValueError: the state is of another number of ranks.
         """
         if "fitted" not in state:
             raise ValueError('it is of cost="fitted".')

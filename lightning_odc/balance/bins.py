@@ -1,19 +1,20 @@
-"""From the samples of a rank to microbatches: packing, aligning, pairing.
+"""Put the samples of a rank into microbatches: packing, aligning, pairing.
 
 *Packing* puts one rank's samples into microbatches under the token cap: as few and as even as possible. All functions
-return bins as lists of positions in ``sizes``. A sample is never split and always fits in a bin alone. Where samples
-have rows of numbers, ``sizes`` are the first ones and ``others`` the rest, which must fit as well.
+return bins as lists of positions in ``sizes``. A sample is never split and always fits in a bin alone. If samples
+have rows of numbers, ``sizes`` are the first numbers. ``others`` are the rest, which must fit as well.
 
 *Aligning* makes microbatches line up, since collectives wait for the largest ``m``-th microbatch of all ranks.
 Ranks of equal total cost can still wait for each other in every microbatch: one holds a sample that fills a microbatch
-alone, another has spread the same cost evenly. So each rank, those with the largest samples first, packs along the
-*profile* of the ranks before it, the largest load so far of each ``m``: where the profile has room, load costs nothing.
+alone, another has spread the same cost evenly. So ranks pack one after another, those with the largest samples first.
+Each packs along the *profile* of the ranks before it: the largest load so far of each ``m``. Below the profile, load
+costs nothing.
 
-*Pairing* gives equal counts without empty microbatches, where the ranks do not divide the samples. Of
-``n = q * num_ranks + r`` samples ``r`` ranks get ``q + 1`` and the others ``q``. If one of the former cannot put two of
-its samples into one microbatch, it has ``q + 1`` microbatches, and each of the others ends with an empty one. So each
-of the ``r`` needs a pair that fits. Such pairs exist if and only if the ``2r`` shortest samples, the shortest with the
-longest of them and so on, make them.
+*Pairing* gives equal counts without empty microbatches, if the number of ranks does not divide the number of samples.
+Of ``n = q * num_ranks + r`` samples ``r`` ranks get ``q + 1`` and the others ``q``. If one of the former cannot put two
+of its samples into one microbatch, it has ``q + 1`` microbatches, and each of the others ends with an empty one. So
+each of the ``r`` ranks needs a pair that fits. Such pairs exist if and only if the ``2r`` shortest samples form them:
+the shortest with the longest of them, and so on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Bins = list[list[int]]
 def pack_bins(
     sizes: Sequence[int], cap: int, overhead: float = 0.0, pair: float = 0.0, others: Others | None = None
 ) -> Bins:
-    """As few bins as found, and then as even ones; or more of them, if that costs less.
+    """Pack into few and even bins, or into more of them if that costs less.
 
     Args:
         sizes: ``[k]`` tokens of the samples, each at most ``cap``.
@@ -89,7 +90,7 @@ def bin_fraction(size: int, cap: int, overhead: float, pair: float) -> tuple[flo
 
 
 def _pack_fewest(sizes: Sequence[int], cap: int, others: Others | None) -> Bins:
-    """As few bins as found, and then as even ones: spread the sizes if they fit, else best fit."""
+    """Pack into few and even bins: spread the sizes if they fit, else best fit."""
     everything = range(len(sizes))
     if sum(sizes) <= cap and (others is None or others.fit(everything)):
         return [list(everything)] if sizes else []
@@ -107,7 +108,7 @@ def _pack_fewest(sizes: Sequence[int], cap: int, others: Others | None) -> Bins:
 
 
 def _pack_by_shares(sizes: Sequence[int], cap: int, others: Others, fewest: int) -> Bins:
-    """The same for rows of numbers: the sample that takes the largest share of a cap goes first."""
+    """Like `_pack_fewest`, for rows of numbers: the sample that takes the largest share of a cap goes first."""
     shares = [max(size / cap, share) for size, share in zip(sizes, others.shares, strict=True)]
     falling = sorted(range(len(sizes)), key=lambda position: -shares[position])
     bins = best_fit(sizes, falling, cap, others)
@@ -207,7 +208,7 @@ def _fewer(sizes: Sequence[int], falling: Sequence[int], cap: int, fewest: int, 
 
 
 def _search(sizes: Sequence[int], falling: Sequence[int], cap: int, count: int) -> Bins | None:
-    """Depth-first: each sample into each bin of another room; gives up after ``_NODES`` steps."""
+    """Depth-first: each sample into each bin of another room. Ends without a result after ``_NODES`` steps."""
     rooms = [cap] * count
     chosen = [0] * len(falling)
     slack = count * cap - sum(sizes)
@@ -278,7 +279,7 @@ class RankSamples:
 
     @classmethod
     def of(cls, rank: int, indices: Ints, lengths: Ints, caps: Ints, terms: Terms) -> RankSamples:
-        """From the lengths, caps and costs of a minibatch."""
+        """Make one from the lengths, caps and costs of a minibatch."""
         costs = terms.rows[rank, indices].tolist()
         overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
         own = lengths[indices]
@@ -329,7 +330,7 @@ def _even_in_cost(ranks: Sequence[RankSamples], cap: int, count: int, lined_up: 
 
 
 def _exactly(own: RankSamples, even: Sequence[float], cap: int, count: int) -> Bins:
-    """As many bins, even in this, or as many as there are samples."""
+    """Exactly this many bins, or one per sample if there are fewer samples."""
     if not own.sizes:
         return []
     return pack_exact_count(own.sizes, even, cap, min(count, len(own.sizes)), own.others)
@@ -353,7 +354,7 @@ def align(ranks: Sequence[RankSamples], packed: list[Bins], cap: int) -> list[Bi
         cap: most tokens of a bin.
 
     Returns:
-        As many bins for every rank, none empty, the costliest first.
+        The same number of bins for every rank, none empty, the costliest first.
     """
     count = len(packed[0])
     if count < 2 or any(len(bins) != count for bins in packed):

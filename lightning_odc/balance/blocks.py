@@ -8,15 +8,15 @@ Example: 2 ranks, lengths 10, 11, 12, 13, 40, 41. Neighbours make the rows (10, 
 be (10, 11, 12, 13) with two samples per rank and (40, 41) with one: the ranks get ``[[41], [11, 10]]`` and
 ``[[40], [13, 12]]``. The rank with the longest sample gets the shorter part of the next block.
 
-If the ranks do not divide the samples, some ranks get one more. They put it together with another sample, among the
-shortest ones, so that no rank has more microbatches than others. If too few samples fit together, those ranks have one
-microbatch more, and the others an empty one.
+If the number of ranks does not divide the number of samples, some ranks get one more. They put it together with another
+one of the shortest samples, so that no rank has more microbatches than others. If too few samples fit together, those
+ranks have one microbatch more, and the others an empty one.
 
-Blocks waste time where one sample is far longer than its neighbours. So for up to 256 samples ranks are also lined up
-one after another: beside one sample of 100 tokens, another rank runs three of 30.
+Blocks waste time if one sample is far longer than its neighbours. So for up to 256 samples ranks are also lined up
+one after another: while one rank runs a sample of 100 tokens, another one runs three of 30.
 
-Where samples have rows of numbers, blocks are made of the first ones. The samples of a block are dealt out to its
-parts by the other numbers: largest first, there and back, so that parts have like sums.
+If samples have rows of numbers, blocks are made of the first numbers. The samples of a block are dealt out to its
+parts by the other numbers: largest first, forwards and backwards, so that parts have similar sums.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _slowest_first(samples: PaddedSamples) -> Ints:
 
 
 def _costliest_first(samples: PaddedSamples, columns: Columns) -> Columns:
-    """Each rank's microbatches by falling cost, where the length of the longest sample does not tell it."""
+    """Sort each rank's microbatches by falling cost, if the length of the longest sample does not determine it."""
     if samples.beside is None:
         return columns
     rows = [0 if samples.alike else rank for rank in range(len(columns))]

@@ -3,11 +3,11 @@
 Note [Padding]
 ~~~~~~~~~~~~~~
 A ``collate_fn`` that pads makes a table with one row per sample, each as long as the longest. So a microbatch of 3
-samples with 100, 90 and 10 tokens computes ``3 x 100`` tokens, not 200. Each row costs what a sample of 100 tokens
-costs alone. Rows do not attend to each other, so the cost is ``3 * samples(100) + overhead``, and there is no pair
-cost. The planner therefore fills a microbatch with samples of like length.
+samples with 100, 90 and 10 tokens computes ``3 x 100`` tokens, not 200. Each row costs as much as a single sample of
+100 tokens. Rows do not attend to each other, so the cost is ``3 * samples(100) + overhead``, and there is no pair cost.
+The planner therefore fills a microbatch with samples of similar length.
 
-Of a row of numbers, the first one is padded. The others add up as they are, in size and in cost: see `terms_of`.
+In a row of numbers, only the first one is padded. The others add up unpadded, in size and in cost: see `terms_of`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Collation:
         fixed: a padded row always has this number of tokens; longer samples are cut.
 
     Raises:
-        ValueError: a value that is none of those above, or ``multiple`` or ``fixed`` without a table.
+        ValueError: An invalid value, or ``multiple`` or ``fixed`` without a table.
 
     Example:
         >>> Collation("padded", multiple=8).rows([100, 90, 10])

@@ -5,11 +5,11 @@ the overhead of ``r``. The unit is the cost's own (tokens, FLOPs, seconds); only
 
 Note [Dense attention]
 ~~~~~~~~~~~~~~~~~~~~~~
-With attention kernels for variable lengths, samples packed into one microbatch cost what they cost alone. Without them
-(a mask over the whole row, as everywhere on CPUs, and with SDPA on GPUs) attention pays for the square of *all* tokens
-of the microbatch: ``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` (by name ``"quadratic_dense"``) tells
-the planner so: every two tokens of different samples in one microbatch cost ``pair``, twice the quadratic term, and
-packing pays only where it saves more overhead.
+With attention kernels for variable lengths, samples packed into one microbatch cost the same as alone. Without them (a
+mask over the whole row, as everywhere on CPUs, and with SDPA on GPUs) attention pays for the square of *all* tokens of
+the microbatch: ``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` (by name ``"quadratic_dense"``) contains
+this: every two tokens of different samples in one microbatch cost ``pair``, twice the quadratic term. Then packing is
+faster only if it saves more overhead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Terms:
         samples: ``[1, n]`` costs of samples if all ranks are alike in them, else ``[num_ranks, n]``.
         overhead: ``[num_ranks]``, of every microbatch.
         pair: ``[num_ranks]``, of every two tokens of different samples in one microbatch.
-        beside: of ``samples`` the part that padding leaves as it is, in the same shape; ``None``: nothing.
+        beside: The part of ``samples`` that padding does not change, in the same shape; ``None``: nothing.
     """
 
     samples: Floats
@@ -61,14 +61,14 @@ def terms_of(cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = P
 
     Args:
         cost: the cost.
-        lengths: ``[n]``, or ``[n, d]``. Of a row of numbers, padding raises the first one only. So where samples are
-            padded, the cost is divided: what a sample would cost with the smallest other numbers of all grows with
-            padding, and what it costs beyond that does not.
+        lengths: ``[n]``, or ``[n, d]``. In a row of numbers, padding raises the first one only. So where samples are
+            padded, the cost has two parts. The cost that the sample would have if its other numbers were the smallest
+            of all grows with padding. The rest does not.
         num_ranks: how many ranks there are.
         collation: what becomes of samples that share a microbatch.
 
     Raises:
-        ValueError: a shape that does not fit, or a value that is no cost.
+        ValueError: A shape that does not fit, or a value that is not a valid cost.
     """
     rows = collation.row_lengths(lengths)
     samples = _samples(cost, rows, num_ranks)
@@ -206,7 +206,7 @@ class PolynomialCost:
         terms = (self.quadratic, self.linear, self.constant)
         if not all(0 <= term < float("inf") for term in terms) or self.quadratic + self.linear <= 0:
             raise ValueError(
-                f"{self} is no cost: the terms must be finite and not negative, and quadratic or linear positive: "
+                f"{self} is not a cost: the terms must be finite and not negative, and quadratic or linear positive: "
                 "PolynomialCost(quadratic=2e-5, linear=1.0)."
             )
 
@@ -320,7 +320,7 @@ def resolve_cost(cost: Any) -> Cost:
     """A `Cost` from its name, a function of lengths, or a `Cost`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the value is none of these.
     """
     named: dict[str, Callable[[], Cost]] = {
         "tokens": tokens,
@@ -339,7 +339,7 @@ def resolve_cost(cost: Any) -> Cost:
         return cost
     if callable(cost):
         return FunctionCost(cost)
-    raise ValueError(f"cost={cost!r} is no cost; write cost='quadratic', or a function of lengths.")
+    raise ValueError(f"cost={cost!r} is not a cost; write cost='quadratic', or a function of lengths.")
 
 
 def pair_of(cost: Cost) -> Floats:

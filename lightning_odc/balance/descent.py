@@ -1,7 +1,7 @@
 """Exchanges of samples between the heaviest rank and the others, over the true loads.
 
-Packing decides how much a rank's microbatches cost, and in steps. So an exchange is first estimated, for all sets of up
-to two samples and all partners at once; then the promising ones are packed.
+Packing decides how much a rank's microbatches cost, and the cost rises in steps. So exchanges are first estimated, for
+all sets of up to two samples and all partners at once. Then the promising ones are packed.
 
 Example: a token costs 1, a microbatch 2, and has at most 10 tokens. Rank 0 holds samples of 6 and 5 tokens, which need
 two microbatches, rank 1 one of 4 and rank 2 one of 3. The loads are 15, 6 and 5. Rank 0 is the heaviest and may give
@@ -66,7 +66,7 @@ class Descent:
     Args:
         loads: the true loads.
         estimate: what it packs by.
-        groups: For every rank its samples.
+        groups: Samples of every rank.
         pairs_too: Ranks of few samples exchange two at once.
     """
 

@@ -2,24 +2,24 @@
 
 Note [Fitting a cost]
 ~~~~~~~~~~~~~~~~~~~~~
-A microbatch of segments ``s_i`` on rank ``r`` takes ``a_r sum s_i^2 + b_r sum s_i + c_r`` seconds. Where samples have
-rows of numbers, ``s_i`` are the first ones, and the sum of each other number has a ``b_r`` of its own. Each rank keeps
-the sums of a least-squares problem in *relative* errors (rows divided by the measured seconds, so that long and short
-microbatches count alike), in which old measurements fade. What makes it safe to plan with:
+A microbatch of segments ``s_i`` on rank ``r`` takes ``a_r sum s_i^2 + b_r sum s_i + c_r`` seconds. If samples have
+rows of numbers, ``s_i`` are the first numbers, and the sum of each other number has its own ``b_r``. Each rank keeps
+the sums of a least-squares problem in *relative* errors: rows are divided by the measured seconds, so that long and
+short microbatches count alike. Old measurements fade. Three rules make it safe to plan with:
 
-- *Few or alike microbatches* cannot tell three coefficients apart. So first all ranks together are fitted near a
-  prior shape, then each rank near that fit times its own slowness, which one measurement already tells.
+- *Few or similar microbatches* do not determine three coefficients. So all ranks together are fitted first, near a
+  prior shape. Then each rank is fitted near that result times its own slowness, which one measurement already shows.
 - *Outliers* (a pause, a first compilation) have a small weight: it falls with the error beyond the usual one. Three in
-  a row on the same side are no outliers but a device that changed: what was known of it hardly counts from then on.
+  a row on the same side are not outliers: the device has changed, and earlier measurements hardly count from then on.
 - *Negative coefficients* are excluded, by trying all choices of the ones that are zero.
 
 The arithmetic is that of single Python floats in a fixed order, see Note [The same plan everywhere]: equal
 observations in equal order give equal coefficients on every rank.
 
-Whether attention is dense (Note [Dense attention]) is learnt, too: both kinds are fitted, and the one is used that
-predicts microbatches of several samples clearly better before it sees them. It begins with dense attention, since
-that tries out microbatches of many kinds. The other assumption fills them all to the brim, and a fit to microbatches
-of one size does not show what is wrong with it.
+Whether attention is dense (Note [Dense attention]) is learnt, too. Both kinds are fitted, and the better one is used:
+it predicts microbatches of several samples clearly better before it sees them. It begins with dense attention, because
+that tries microbatches of many kinds. The other assumption fills all of them to the cap, and a fit to microbatches
+of one size does not show that it is wrong.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LearntCost:
     """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
 
     Attributes:
-        coefficients: For every rank: seconds per squared token, per token, and per microbatch. Where samples have rows
-            of numbers, one for each number stands between the first and the last.
+        coefficients: Seconds per squared token, per token, and per microbatch, for every rank. If samples have rows of
+            numbers, there is one for each number in the place of the one per token.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 
@@ -134,7 +134,7 @@ class FittedCost:
         """Take in the measurements of one minibatch and fit again.
 
         Raises:
-            ValueError: a rank that does not exist, seconds that are not positive and finite, or lengths that are none.
+            ValueError: a rank that does not exist, seconds that are not positive and finite, or invalid lengths.
         """
         checked = [
             (rank, self._checked(rank, lengths, seconds), seconds) for rank, lengths, seconds in observations
@@ -216,7 +216,7 @@ class FittedCost:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks.
+            ValueError: the state is of another number of ranks.
         """
         if "fits" not in state:
             raise ValueError('it is of cost="auto".')

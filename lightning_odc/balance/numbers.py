@@ -1,8 +1,8 @@
 """Lengths of more than one number: text tokens and image patches, nodes and edges.
 
-A sample may have a row of numbers. The first one is special: it is what a padding collator pads, and what attention
-squares (Note [Dense attention]). So the planner goes on thinking in it, and asks besides whether the numbers after the
-first fit into a microbatch, where they add up.
+A sample may have a row of numbers. The first one is special: a padding collator pads it, and attention squares it (Note
+[Dense attention]). So the planner plans with the first number. It also checks that the sums of the other numbers fit
+into a microbatch.
 
 Example: at most 100 tokens and 8 patches in a microbatch. Samples ``(40, 8)`` and ``(30, 0)`` fit together: 70 tokens
 and 8 patches. ``(40, 8)`` and ``(10, 1)`` do not: there are 9 patches.
@@ -57,7 +57,7 @@ class Others:
 
     @classmethod
     def of(cls, lengths: Ints, caps: Ints) -> Others | None:
-        """Of lengths ``[n, d]`` under caps ``[d]``; ``None``: samples have one number."""
+        """Make one from lengths ``[n, d]`` and caps ``[d]``; ``None`` if samples have one number."""
         return None if lengths.ndim == 1 else cls(lengths[:, 1:].tolist(), caps[1:].tolist())
 
     def fit(self, members: Iterable[int]) -> bool:
@@ -66,7 +66,7 @@ class Others:
         return all(sum(number) <= cap for number, cap in zip(together, self.caps, strict=False))
 
     def rooms(self, count: int) -> Rooms:
-        """So many empty microbatches."""
+        """That many empty microbatches."""
         return Rooms(self.numbers, [self.caps] * count)
 
     def fewest(self) -> int:
@@ -78,7 +78,7 @@ class Others:
 
     @cached_property
     def shares(self) -> list[float]:
-        """By sample: the largest part of a cap that one of its numbers takes."""
+        """For each sample, the largest part of a cap that one of its numbers takes."""
         return [max(number / cap for number, cap in zip(own, self.caps, strict=True)) for own in self.numbers]
 
     def firsts(self, members: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """Partitions when a microbatch costs something besides its samples, so that packing and balancing depend on each other.
 
-A rank's load is the cost of its samples, plus its overhead times the microbatches they need, plus what samples cost
-each other in one microbatch (Note [Dense attention]). Packing decides how much that is, and in steps. So first the
-search works without steps: each sample carries its part of a well-filled microbatch. Then a `descent` over the true
+A rank's load is the cost of its samples, plus its overhead times the number of its microbatches, plus the pair costs of
+samples in one microbatch (Note [Dense attention]). It depends on packing, and rises in steps. So the search first works
+without steps: each sample carries its part of a well-filled microbatch. Then a `descent` over the true
 loads lets the heaviest rank exchange samples with others.
 """
 
@@ -30,7 +30,7 @@ _FILLINGS = (1.0, 0.75, math.inf)
 
 
 def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: int) -> list[Ints]:
-    """For every rank the indices of its samples.
+    """Choose the samples of every rank; returns their indices.
 
     Without pair costs, up to 10 samples are shared out in the best possible way. A few more are tried with the parts of
     microbatches that are full or three quarters full, and without parts.

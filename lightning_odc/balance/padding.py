@@ -1,8 +1,8 @@
-"""Tables with little padding: cutting sorted samples into microbatches, and sharing them out to ranks.
+"""Tables with little padding: cutting sorted samples into microbatches, and distributing them over ranks.
 
-Samples are sorted by the length of their rows, the shortest first. Some set of samples on one rank is best cut into
-*consecutive* ones: if the microbatch with the longest row took other samples than the next longest ones, exchanging
-them would make no row longer. So the least cost of the first ``i`` samples follows from those of fewer::
+Samples are sorted by the length of their rows, the shortest first. The samples of one rank are best cut into
+*consecutive* ones: if the microbatch with the longest row had other samples than the next longest ones, exchanging
+them would make no row longer. So the least cost of the first ``i`` samples follows from those of fewer samples::
 
     least[i] = min over j of  least[j] + (i - j) * cost[i - 1] + overhead        j .. i - 1 are one microbatch
 
@@ -10,8 +10,8 @@ Example: rows of 10, 10, 30 and 40 tokens, a token costs 1 and a microbatch 15, 
 up to three samples. With the fourth, the last is alone, ``80 + 40 + 15 = 135``; or the last two are together,
 ``35 + 2 * 40 + 15 = 130``; or the last three, ``25 + 3 * 40 + 15 = 160``; or all, 175. So ``least[4]`` is 130.
 
-Where samples have rows of numbers, the first ones are sorted and padded. What samples cost by the others does not
-depend on the cut and is added to it. Their caps make microbatches begin later.
+If samples have rows of numbers, the first ones are sorted and padded. The cost of the other numbers does not depend on
+the cut and is added to it. Their caps make microbatches begin later.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lightning_odc.balance.workload import grid_scale
 def cut(costs: Sequence[float], firsts: Sequence[int], overhead: float) -> tuple[float, list[range]]:
     """Consecutive microbatches of least total cost.
 
-    Of two beginnings of a microbatch, the later one is better from some row on, and stays better: rows only get longer,
-    and it has fewer of them. So beginnings wait in a queue, each for its time, and one that is overtaken before its
-    time is dropped. That takes about as long as sorting.
+    If a microbatch may begin at either of two rows, the later beginning is better from some row on, and stays better:
+    rows only get longer, and it has fewer of them. So beginnings are kept in a queue with the rows from which they are
+    better, and one that another overtakes before that row is dropped. That takes about as long as sorting.
 
     Args:
         costs: ``[n]`` of a row of each sample's length, rising.
@@ -87,7 +87,7 @@ class PaddedSamples:
         runs: ``[n]``, the first sample that may share a microbatch with each, whatever the caps.
         scale: grid points per unit of the caller's costs.
         beside: ``[1 or num_ranks, n]`` whole numbers, what each sample costs besides its row; ``None``: nothing.
-        others: by rank, the numbers after the first, of samples as they are numbered here; ``None``: there are none.
+        others: The numbers after the first, for each rank, with samples as they are numbered here; ``None``: none.
     """
 
     order: Ints
@@ -104,7 +104,7 @@ class PaddedSamples:
     def of(
         cls, lengths: Ints, caps: Ints, terms: Terms, collation: Collation, below: bool = False
     ) -> PaddedSamples:
-        """From the lengths and costs of a minibatch; see `bar` for caps that differ.
+        """Make one from the lengths and costs of a minibatch; see `bar` for caps that differ.
 
         A cost that falls somewhere while samples get longer is taken as the largest so far, or, if ``below``, as the
         smallest that follows: then no plan costs less than its costs here.
@@ -190,7 +190,7 @@ class PaddedSamples:
 
 
 def _others_by_rank(rows: Ints, caps: Ints) -> list[Others]:
-    """The same numbers ``[n, d]`` on every rank, under its own caps ``[d]``."""
+    """Numbers ``[n, d]``, equal on every rank, under the rank's own caps ``[d]``."""
     numbers = rows[:, 1:].tolist()
     return [Others(numbers, own[1:]) for own in caps.tolist()]
 

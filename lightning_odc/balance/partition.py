@@ -1,4 +1,4 @@
-"""Who gets which samples: a first partition, and a local search that improves it.
+"""Divide samples over ranks: a first partition, and a local search that improves it.
 
 First partitions of a workload are made by longest first (LPT) and by largest differencing (Karmarkar-Karp). A
 partition is a list of samples for every rank, numbered as in `Workload`. In the search, pairs of ranks exchange the
@@ -6,9 +6,10 @@ samples that make them most equal, many pairs at once.
 
 Note [Exchanges]
 ~~~~~~~~~~~~~~~~
-A heavy rank gives a set of samples to a light one and takes a set back. For each pair all sets of a table (every set
-where ranks have few samples, else sets of up to two or one) are tried against all, for the smallest larger load: two
-outer sums, a maximum and an ``argmin`` for all pairs together.
+A heavy rank gives a set of samples to a light one and takes a set back. A table lists the sets: every set where ranks
+have few samples, else sets of up to two samples or one. For each pair of ranks, each set is tried against each other
+one, and the exchange whose larger load is smallest is taken. For all pairs together that is two outer sums, a maximum
+and an ``argmin``.
 
 A *round* pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on, rotated by
 one partner after each round; an *attack* tries the heaviest rank against all others and makes the best exchange.
@@ -257,7 +258,7 @@ _ATTACKS = 40
 
 @dataclass(frozen=True, eq=False)
 class _Sets:
-    """Sets of slots: ``chosen[s, k]`` tells whether set ``s`` has slot ``k``."""
+    """Sets of slots: ``chosen[s, k]`` is whether set ``s`` has slot ``k``."""
 
     chosen: Bools
     weights: Floats  # [k, s], `chosen` transposed, for products
@@ -291,7 +292,7 @@ def _sets_of(slots: int) -> _Sets:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """For each of ``p`` pairs the best exchange and the loads after it."""
+    """The best exchange for each of ``p`` pairs, and the loads after it."""
 
     heavy: Ints  # [p] rows
     light: Ints
@@ -406,7 +407,7 @@ class Search:
         return _Exchange(heavy, light, sets.chosen[give], sets.chosen[take], heavy_load, light_load)
 
     def _allowed(self, exchange: _Exchange) -> Bools:
-        """Under equal counts a slot may hold no sample; counts may still differ by one only."""
+        """Whether an exchange is allowed. Under equal counts a slot may be empty, but counts differ by at most one."""
         if not self._equal or self._work.num_samples % self._work.num_ranks == 0:
             return np.ones(len(exchange.heavy), dtype=np.bool_)
         mine, theirs = self._members[exchange.heavy], self._members[exchange.light]

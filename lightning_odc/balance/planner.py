@@ -50,23 +50,23 @@ class Planner:
               of microbatches on every rank, the costliest first, packed such that the ``m``-th of all ranks are alike.
             - ``"lb_mini"``: the total cost of every rank balanced, whatever the counts; each rank's samples packed
               alone, the costliest microbatch first. Some ranks get nothing if there are fewer samples than ranks.
-            - ``"steal"``: the plan of ``"lb_mini"``, from which ranks that run dry may take the short microbatches
-              at the end of others' lists.
+            - ``"steal"``: the plan of ``"lb_mini"``. Ranks that have finished may take the short microbatches at the
+              end of others' lists.
 
         cost: what samples cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
-        allow_empty: under ``"local_sort"`` and ``"lb_micro"``, which give ranks equally many samples, take also
-            numbers of samples that ``num_ranks`` does not divide: counts of samples then differ by one, and a rank
-            that has fewer samples than others have microbatches ends with empty ones, which the caller must run with
-            weight zero; see `pairing` for when ``"lb_micro"`` can do without.
-        align: under ``"lb_micro"``, pack each rank along the others, see `aligning`; without, as in the paper, each
-            rank spreads its cost evenly over its microbatches.
+        allow_empty: Whether ``"local_sort"`` and ``"lb_micro"`` accept numbers of samples that ``num_ranks`` does not
+            divide. Counts of samples then differ by one. A rank with fewer samples than others have microbatches
+            ends with empty ones, which the caller must run with weight zero. See `pairing` for when ``"lb_micro"``
+            needs none.
+        align: Whether ``"lb_micro"`` packs each rank along the others, see `aligning`. Otherwise each rank spreads its
+            cost evenly over its microbatches, as in the paper.
         starts: how hard to search where the first result can still be better; 0 is about three times as fast and a
             few tenths of a percent worse for small minibatches.
         collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see
             `Collation`.
 
     Raises:
-        ValueError: a value that is none of those above.
+        ValueError: An invalid value.
     """
 
     num_ranks: int
@@ -124,7 +124,7 @@ class Planner:
         return self._lb_mini(array, caps, bar(terms, rows, caps))
 
     def capped_for(self, lengths: Any) -> Planner:
-        """The same planner, for which these samples decide what ``max_tokens=None`` is.
+        """This planner with the caps that ``max_tokens=None`` means for these samples.
 
         Args:
             lengths: ``[n]`` tokens of all samples that will be planned.

@@ -1,9 +1,9 @@
-"""Sharing padded microbatches out to ranks.
+"""Distributing padded microbatches over ranks.
 
 The samples of all ranks together are the *pool*. Cut together, they pad least. So whole microbatches of the pool are
-shared out first; each is one thing to place, like a sample. Few large things are hard to share out evenly, so they are
-also halved and quartered, and samples are tried one by one. Then a `descent` exchanges samples between ranks, each of
-which cuts its own.
+distributed first; each is one item to place, like a sample. A few large items are hard to distribute evenly, so they
+are also halved and quartered, and samples are tried one by one. Then a `descent` exchanges samples between ranks, and
+each rank cuts its own.
 
 Example: 2 ranks, rows of 10, 10, 10 and 10 tokens, a token costs 1 and a microbatch 4. The pool is one microbatch of
 ``4 * 10 + 4 = 44``, and the other rank would be idle. No rank can be done before ``44 / 2 = 22``. Microbatches of at
@@ -65,7 +65,7 @@ def padded_bound(samples: PaddedSamples, pooled: float) -> float:
 
 
 def _share_out(samples: PaddedSamples, loads: RankLoads, starts: int, few: bool) -> Groups:
-    """For every rank its samples, numbered as in ``samples``."""
+    """The samples of every rank, numbered as in ``samples``."""
     pooled, bins = samples.pool()
     tolerance = TOLERANCE if few else _TOLERANCE
     bound = padded_bound(samples, pooled)

@@ -1,8 +1,8 @@
 """Fitting costs to measured times: least squares, one rank's fit, that of all ranks; see Note [Fitting a cost].
 
-Coefficients that are not negative come from the sums of a least-squares problem: three, and one more for each number
-after the first where samples have rows of numbers. They are plain floats, because the results must be equal on all
-processors; see Note [The same plan everywhere]. Below, ``k`` is how many they are.
+Nonnegative coefficients come from the sums of a least-squares problem: three of them, and one more for each number
+after the first if samples have rows of numbers. They are plain floats, because the results must be equal on all
+processors; see Note [The same plan everywhere]. Below, ``k`` is their number.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Sums:
 
     @classmethod
     def zero(cls, count: int) -> Sums:
-        """Without rows, for so many coefficients."""
+        """A regression without rows, with that many coefficients."""
         return cls([[0.0] * count for _ in range(count)], [0.0] * count)
 
     @property
@@ -152,7 +152,7 @@ class RankFit:
     strikes: int = 0
 
     def error(self, row: Vector) -> float:
-        """By how much the fit is above what a row of relative features measured, relative to it."""
+        """The error of the fit on a row of relative features, relative to the measured value."""
         return math.fsum(map(mul, self.fit, row)) - 1
 
     def add(self, row: Vector, forgetting: float, fitted: bool) -> None:
@@ -204,7 +204,7 @@ def features(lengths: Ints, dense: bool) -> Vector:
 
 
 def widened(coefficients: Vector, count: int) -> Vector:
-    """Of one number, for so many coefficients: every number counts like the first one, without the square."""
+    """Widen a fit of one number: further numbers count like the first one, without the square."""
     square, linear, constant = coefficients
     return [square, *[linear] * (count - 2), constant]
 
@@ -231,7 +231,7 @@ class AllRanksFit:
 
     @classmethod
     def near(cls, prior: PolynomialCost, num_ranks: int, dense: bool) -> AllRanksFit:
-        """With nothing known but a prior."""
+        """A regression that knows only a prior."""
         start = [prior.quadratic * _UNIT * _UNIT, prior.linear * _UNIT, prior.constant]
         return cls(dense, start, _unfitted(start, num_ranks))
 
@@ -273,12 +273,12 @@ class AllRanksFit:
 
     @property
     def packed_error(self) -> float:
-        """By how much it usually mispredicts a microbatch of several samples, relative to its seconds."""
+        """The usual error for a microbatch of several samples, relative to its seconds."""
         return self.mispredicted / self.predicted
 
     @property
     def coefficients(self) -> tuple[tuple[float, ...], ...]:
-        """By rank: seconds per squared token, per token (per each number), and per microbatch."""
+        """For each rank: seconds per squared token, per token (per each number), and per microbatch."""
         return tuple(
             (square / (_UNIT * _UNIT), *(each / _UNIT for each in linear), constant)
             for square, *linear, constant in (rank.fit for rank in self.ranks)
@@ -290,7 +290,7 @@ class AllRanksFit:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> AllRanksFit:
-        """From `state_dict`."""
+        """Restore one from `state_dict`."""
         ranks = [RankFit(**{**rank, "sums": Sums(**rank["sums"])}) for rank in state["ranks"]]
         return cls(**{**state, "ranks": ranks})
 

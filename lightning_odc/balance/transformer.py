@@ -32,9 +32,9 @@ _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu")
 class TransformerCost:
     """FLOPs of the forward and backward pass of each sample, attention causal and separate for each sample.
 
-    A sample of ``s`` tokens costs ``per_token * s + per_pair * pairs``, where ``pairs`` counts a query and a key that
-    it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window. Of a row of numbers,
-    the first one counts tokens; each of the others costs ``per_token``.
+    A sample of ``s`` tokens costs ``per_token * s + per_pair * pairs``, where ``pairs`` counts each query with each key
+    that it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window. In a row of
+    numbers the first one counts tokens, and each of the others costs ``per_token``.
 
     Attributes:
         per_token: FLOPs of projections, feed-forward layers and the output head, for one token.
@@ -72,7 +72,7 @@ class TransformerCost:
 
     @property
     def polynomial(self) -> PolynomialCost:
-        """The same for samples that are longer than every window."""
+        """The cost of samples that are longer than every window."""
         square = self.per_pair * self.full_layers / 2
         linear = self.per_token + square + self.per_pair * sum(self.windows)
         return PolynomialCost(square, linear, self.constant, self.dense)
@@ -128,7 +128,7 @@ class TransformerShape:
         queries: width of all query heads together.
         keys: width of all key heads together, and of all value heads.
         intermediate: width of the feed-forward layers.
-        matrices: of a feed-forward layer: three with a gate, else two.
+        matrices: Matrices of a feed-forward layer: three with a gate, else two.
         vocabulary: number of tokens; 0 if the configuration does not say.
         tied: the embedding and the output head are one matrix.
         windows: the window of each layer with sliding-window attention, in tokens.

@@ -1,4 +1,4 @@
-"""The partitioning problem in exact numbers: who would pay how much for which sample.
+"""The partitioning problem in exact numbers: the cost of each sample on each rank.
 
 Note [The same plan everywhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -46,7 +46,7 @@ class Workload:
 
     @classmethod
     def of(cls, costs: Floats, num_ranks: int, base: Floats | None = None) -> Workload:
-        """From costs ``[1 or num_ranks, n]`` and bases ``[num_ranks]``, finite and not negative."""
+        """Make one from costs ``[1 or num_ranks, n]`` and bases ``[num_ranks]``, finite and not negative."""
         base = np.zeros(num_ranks) if base is None else base
         top = max(float(costs.max()), float(base.max()))
         scale = grid_scale(top * (costs.shape[1] + 1))
@@ -81,10 +81,10 @@ def grid_scale(largest_sum: float) -> float:
 def lower_bound(work: Workload, equal_counts: bool = False) -> float:
     """No partition has a largest load below this many grid points.
 
-    The largest of: the weighted mean of the loads, for weights that make differently fast ranks equal; the cost of
-    each sample where it is cheapest; and, for ranks that are alike, ``j + 1`` of the first ``j * num_ranks + 1``
-    samples, since one rank gets that many of them. With equal counts, the rank of the largest sample gets at least the
-    smallest ones besides it.
+    It is the largest of three bounds. The first is the weighted mean of the loads, with weights that make ranks of
+    different speed equal. The second is the cost of each sample where it is cheapest. The third, for ranks that are
+    alike, is ``j + 1`` of the first ``j * num_ranks + 1`` samples, since one rank gets that many of them. With equal
+    counts, the rank of the largest sample gets at least the smallest ones besides it.
     """
     cheapest = work.costs[:, :-1].min(0)
     largest = float(cheapest.max())

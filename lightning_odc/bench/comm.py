@@ -1,9 +1,9 @@
-"""``lightning-odc bench comm``: reading, adding and settling beside the process group's collectives and a plain copy.
+"""``lightning-odc bench comm``: reading, adding and settling, the process group's collectives, and a plain copy.
 
 Every round does each exchange once, right after a barrier and in changing order, on all ranks at once, for one fp32
-unit of the given size. Without skew a round's time is that of its slowest rank. With skew rank ``r`` of ``W`` comes
-``skew * r / (W - 1)`` seconds later than the first, and a round's time is the mean over ranks of the time from a rank's
-own coming to its own leaving: whoever need not wait for latecomers is not charged for them.
+unit of the given size. Without skew a round's time is that of its slowest rank. With skew, rank ``r`` of ``W`` arrives
+``skew * r / (W - 1)`` seconds after the first. A round's time is then the time from a rank's own arrival to its own
+leaving, as the mean over ranks. So a rank that does not wait for late ranks is not charged for them.
 
 *Settle* is the meeting, taking the sums out, zeroing, writing the new shard and publishing it; beside it stands an
 all-reduce of the whole unit, which is what data parallel training without sharding does once per step. The plain
@@ -129,7 +129,7 @@ class Result:
         plain: The same of the plain operation.
         faster: Theirs over ours, round by round, quartiles.
         rate: Bytes per second, ours: read from peers, added, or for *settle* those of the own shard.
-        of_copy: That rate as a part of the rate of the plain operation, round by round, median.
+        of_copy: The rate as a part of the rate of the plain operation, round by round, median.
     """
 
     ranks: int

@@ -29,22 +29,22 @@ from lightning_odc.demo.options import PRECISIONS, check_extra_packages
 
 WHAT = ("train", "sweep", "comm", "engine")
 DEVICE_HELP = (
-    "what ranks compute on, cpu or cuda; the documentation's figures are those of cpu. If there are fewer GPUs than "
-    "ranks, ranks share them, which shows that it works, not how fast"
+    "device that ranks compute on, cpu or cuda; figures in the documentation are for cpu. If there are fewer GPUs than "
+    "ranks, ranks share them: that shows that it works, not how fast"
 )
 
 _NUMBERS: dict[str, tuple[type, str]] = {
     "ranks": (int, "processes, one rank each (2, or 8 emulated devices)"),
     "samples_per_rank": (int, "samples of each rank in a minibatch, on average (8, emulated 4)"),
     "samples_per_microbatch": (int, "samples in a microbatch under local_sort and shuffled"),
-    "minibatches": (int, "timed ones per run; one more goes before them, untimed"),
-    "repetitions": (int, "how often each combination trains the same minibatches, in turns"),
-    "max_length": (int, "longest sample in tokens: texts, files and data sets lose longer ones, named "
+    "minibatches": (int, "timed minibatches per run; an untimed one runs first"),
+    "repetitions": (int, "how often each combination trains the same minibatches; combinations take turns"),
+    "max_length": (int, "longest sample in tokens: texts, files and data sets drop longer ones, named "
         "distributions shrink (2048, emulated as they are)"),
     "packing_ratio": (float, "most tokens of a microbatch, in lengths of the longest sample"),
     "slow_rank": (float, "how many times slower the last rank is"),
-    "seconds_per_minibatch": (float, "of emulated devices; by default as long as it takes for sleeping to dominate"),
-    "seed": (int, "of weights, named distributions and the order of samples"),
+    "seconds_per_minibatch": (float, "emulated time of a minibatch; by default so long that sleeping dominates"),
+    "seed": (int, "seed of weights, named distributions and the order of samples"),
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def add_parser(commands: Any, parser_class: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure your model and data under every way to communicate and to balance",
-        description="Measure on this machine; without a further word: train.",
+        description="Measure on this machine. `bench` alone runs `bench train`.",
     )
     kinds = bench.add_subparsers(required=True, metavar="what", parser_class=parser_class)
     _add_train(kinds)
@@ -79,9 +79,9 @@ def add_parser(commands: Any, parser_class: Any) -> None:
 def _add_train(kinds: Any) -> None:
     train = kinds.add_parser(
         "train",
-        help="train under combinations of communication and balancing, in turns",
-        description="Train one model on the same minibatches under combinations of communication and balancing, in "
-        "turns; show times with confidence intervals, speed-ups split into causes, idle time and memory.",
+        help="train under combinations of communication and balancing, which take turns",
+        description="Train one model on the same minibatches under combinations of communication and balancing, which "
+        "take turns. Show times with confidence intervals, speed-ups split into causes, idle time and memory.",
         formatter_class=_Formatter,
     )
     train.set_defaults(command=_train)
@@ -91,7 +91,7 @@ def _add_train(kinds: Any) -> None:
         nargs="+",
         metavar="C+P",
         help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}; a second plus "
-        'and a cost stand for another --cost; auto is what strategy="odc_balanced" chooses by itself',
+        'and a cost override --cost; auto is the choice of strategy="odc_balanced"',
     )
     train.add_argument(
         "--emulate",
@@ -111,8 +111,10 @@ def _add_train(kinds: Any) -> None:
         help=f"one of {', '.join(DISTRIBUTIONS)}; a .txt, .json or .jsonl file of lengths or token ids; or the folder "
         "of a data set",
     )
-    train.add_argument("--cost", metavar="C", help=f"what the planner is told, one of {', '.join(COSTS)}")
-    train.add_argument("--precision", metavar="P", help=f"of the computation, {' or '.join(PRECISIONS)}")
+    train.add_argument("--cost", metavar="C", help=f"cost that the planner uses, one of {', '.join(COSTS)}")
+    train.add_argument(
+        "--precision", metavar="P", help=f"precision of the computation, {' or '.join(PRECISIONS)}"
+    )
     train.add_argument("--device", metavar="D", help=DEVICE_HELP)
     for name, (kind, text) in _NUMBERS.items():
         letter = "N" if kind is int else "X"
@@ -126,19 +128,27 @@ def _add_sweep(kinds: Any) -> None:
         "sweep",
         help="the paper's parametric study on emulated devices",
         description="Vary devices, minibatch size, longest sample and packing ratio on emulated devices, one at a "
-        "time, and show the speed-up beside its bound and the paper's; balanced is the control with equal lengths.",
+        "time. Show the speed-up, its bound and the paper's figure. balanced is the control with equal lengths.",
         formatter_class=_Formatter,
     )
     sweep.set_defaults(command=_sweep)
     sweep.add_argument(
-        "sweeps", nargs="*", metavar="sweep", help=f"among {', '.join(SWEEPS)}; by default all"
+        "sweeps", nargs="*", metavar="sweep", help=f"one or more of {', '.join(SWEEPS)}; by default all"
     )
     _add_output(sweep)
     sweep.add_argument(
-        "--minibatches", type=int, default=defaults.minibatches, metavar="N", help="timed ones per setting"
+        "--minibatches",
+        type=int,
+        default=defaults.minibatches,
+        metavar="N",
+        help="timed minibatches per setting",
     )
     sweep.add_argument(
-        "--most-ranks", type=int, default=defaults.most_ranks, metavar="N", help="leave out larger ones"
+        "--most-ranks",
+        type=int,
+        default=defaults.most_ranks,
+        metavar="N",
+        help="leave out settings with more ranks",
     )
     sweep.add_argument(
         "--seconds-per-minibatch", type=float, metavar="X", help=_NUMBERS["seconds_per_minibatch"][1]
@@ -148,9 +158,9 @@ def _add_sweep(kinds: Any) -> None:
 def _add_comm(kinds: Any) -> None:
     comm = kinds.add_parser(
         "comm",
-        help="gather, accumulate and settle beside the process group's collectives",
-        description="Time gather, accumulate and settle beside all-gather, reduce-scatter and all-reduce of the "
-        "process group, and beside a plain copy of the same bytes on this machine.",
+        help="gather, accumulate and settle, compared with the process group's collectives",
+        description="Time gather, accumulate and settle. Compare them with all-gather, reduce-scatter and all-reduce "
+        "of the process group, and with a plain copy of the same bytes on this machine.",
         formatter_class=_Formatter,
     )
     comm.set_defaults(command=_comm)
@@ -164,7 +174,7 @@ def _add_comm(kinds: Any) -> None:
         nargs="+",
         metavar="S",
         default=("4K", "64K", "1M", "16M", "64M"),
-        help="of the whole fp32 unit, 4K to 256M",
+        help="sizes of the whole fp32 unit, 4K to 256M",
     )
     comm.add_argument("--rounds", type=int, default=defaults.rounds, metavar="N", help="timed rounds")
     comm.add_argument(
@@ -172,7 +182,7 @@ def _add_comm(kinds: Any) -> None:
         type=float,
         default=defaults.skew,
         metavar="S",
-        help="seconds by which the last rank comes later than the first one, the others evenly between",
+        help="seconds by which the last rank is later than the first one; the others are spread evenly between",
     )
 
 
@@ -180,7 +190,7 @@ def _add_engine(kinds: Any) -> None:
     defaults = EngineOptions()
     engine = kinds.add_parser(
         "engine",
-        help="what the engine's Python costs, and what adding into a busy owner costs the owner",
+        help="time of the engine's Python, and how much adding slows down a busy owner",
         description="Time the engine's own Python per microbatch and unit, and the work of an owner while peers add "
         "gradients into its accumulator.",
         formatter_class=_Formatter,
@@ -193,10 +203,10 @@ def _add_engine(kinds: Any) -> None:
         type=int,
         default=defaults.peers,
         metavar="N",
-        help="how many add into the owner",
+        help="number of peers that add into the owner",
     )
     engine.add_argument(
-        "--mib", type=int, default=defaults.mib, metavar="N", help="of the gradients they add"
+        "--mib", type=int, default=defaults.mib, metavar="N", help="MiB of the gradients they add"
     )
     engine.add_argument("--rounds", type=int, default=defaults.rounds, metavar="N", help="timed rounds")
 

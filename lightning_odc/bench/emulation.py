@@ -1,4 +1,4 @@
-"""Emulated devices: everything is real but the layers' work, for which a rank sleeps as long as a cost model says.
+"""Emulated devices: everything is real except the layers' work. For that, a rank sleeps as long as a cost model says.
 
 Note [Emulated devices]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -7,10 +7,10 @@ a layer's forward pass sleeps a third of its part of the microbatch's time, its 
 rank needs no core, so many ranks fit on few cores, and the protocol decides who waits for whom, not a formula.
 
 What is real *and* takes processor time (Python, the bytes of the small shards) is not sped up with the devices, and the
-ranks share the cores for it. So sleeping has to dominate: the time of a minibatch without any sleep is measured first,
-under the slowest communication that is compared, with all ranks running, and the unit of time is chosen so long that
-it is a fiftieth of a minibatch (``--seconds-per-minibatch`` overrides). It is reported, as is the share of the
-cores that was busy.
+ranks share the cores for it. So sleeping has to dominate. First, the time of a minibatch without any sleep is measured,
+with all ranks running, under the slowest communication that is compared. Then the unit of time is chosen so long that
+this time is a fiftieth of a minibatch (``--seconds-per-minibatch`` overrides). The time is reported, as is the share of
+the cores that was busy.
 
 What is not emulated: the time that large shards take on a real interconnect, overlap of communication with computing,
 memory, and devices whose speed changes.

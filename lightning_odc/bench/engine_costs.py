@@ -1,4 +1,4 @@
-"""``lightning-odc bench engine``: what the engine's Python costs, and what adding into a busy owner costs the owner.
+"""``lightning-odc bench engine``: the time of the engine's Python, and how much adding slows down a busy owner.
 
 *The engine's own Python.* A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in
 every unit (two gathers and one accumulate) and the context of the backward pass are timed one by one, between all
@@ -7,11 +7,11 @@ The shards have a few bytes, so that copying them takes almost no time. Ranks ta
 another's lock. Processor time counts, which other programs do not enter. The hooks that note gradients are not in it:
 each is one call in C.
 
-*A busy owner.* Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things
-without a pause: nothing; add gradients into accumulators of their own, in private memory; add the same gradients into
-rank 0's accumulator. The second takes the same bandwidth but leaves the owner's memory alone, so what the third adds
-to it is the cost of being added to. By the clock, more ranks than cores compete for the cores, which is no cost of
-adding; the owner's processor time leaves that out and keeps what the memory makes slower.
+*A busy owner.* Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things without
+a pause: nothing; add gradients into accumulators of their own, in private memory; add the same gradients into rank 0's
+accumulator. The second takes the same bandwidth but leaves the owner's memory alone, so what the third adds to it is
+the cost of being added to. With more ranks than cores, wall time includes competition for cores, which is not a cost of
+adding. So the owner's processor time is measured: it leaves that out, and includes the slower memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the samples of a benchmark come from: real text, a file, a data set, or a named distribution.
+"""The samples of a benchmark: real text, a file, a data set, or a named distribution.
 
 The data sets of the paper are not shipped. What is published about their lengths is a mean and, for one of them, the
 longest: LongAlign 16.5K tokens on average and at most 64K, SWE-Smith 34.7K, answers on AIME about 9K (*Revisiting
@@ -190,7 +190,7 @@ def _from_file(path: Path, count: _Count) -> Any:
 
 
 def _length_of(record: Any, count: _Count) -> float:
-    """Of a number, of a list of token ids, or of a record with ``input_ids``, a column that says it, or a text."""
+    """The length in a number, a list of token ids, or a record with ``input_ids``, a length column or a text."""
     if isinstance(record, list):
         if not all(isinstance(token, int) for token in record):
             raise ValueError("a list is of something else than token ids")

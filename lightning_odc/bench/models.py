@@ -1,4 +1,4 @@
-"""The models of a benchmark: a small table of our own, or a Hugging Face configuration, by its type or from a file."""
+"""The models of a benchmark: our own small table, or a Hugging Face configuration, by its type or from a file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
         max_length: The longest sample in tokens.
 
     Raises:
-        OptionError: it is none of these, or not of a causal language model.
+        OptionError: it is neither of these, or not of a causal language model.
     """
     if name in SIZES:
         return byte_llama(*SIZES[name], max_length)
@@ -74,7 +74,7 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
 
 
 def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
-    """The configuration of a model of our own.
+    """The configuration of one of our own models.
 
     Args:
         layers: The number of decoder layers.
@@ -104,7 +104,7 @@ def _is_causal(config: PretrainedConfig) -> bool:
 
 
 def _configuration(name: str, own: Iterable[str]) -> PretrainedConfig:
-    """From a file, or the default one of a type; ``own`` are further names for the message."""
+    """Read a configuration from a file, or take the default of a type; ``own`` are further names for the message."""
     if Path(name).is_file():
         return _read_config(Path(name))
     if name not in CONFIG_MAPPING:
@@ -144,7 +144,7 @@ def _one_line(error: Exception) -> str:
 
 
 def count_parameters(name: str, config: PretrainedConfig) -> int:
-    """Of the model that a configuration describes, without making it.
+    """Count the parameters of the model that a configuration describes, without making it.
 
     Args:
         name: The name of the model, for the message.
@@ -162,7 +162,7 @@ def count_parameters(name: str, config: PretrainedConfig) -> int:
 
 
 def planned_cost(name: str, config: PretrainedConfig) -> Any:
-    """What ``--cost`` means for a model on this machine's CPUs, where attention runs over whole microbatches."""
+    """The cost that ``--cost`` names, for a model on this machine's CPUs. Attention covers whole microbatches there."""
     if name != "model":
         return name
     with suppress(ValueError):

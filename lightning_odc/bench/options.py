@@ -1,4 +1,4 @@
-"""What ``lightning-odc bench`` can be told, and the checks that need no process and no heavy import."""
+"""The options of ``lightning-odc bench``, and the checks that need no process and no heavy import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAPERS_OWN = "lb_micro_paper"
 SHUFFLED = "shuffled"
 """``local_sort`` without the sorting: samples in the order in which a shuffling loader delivers them."""
 AUTO = "auto"
-"""All that ``strategy="odc_balanced"`` chooses by itself, from an ordinary ``DataLoader``."""
+"""The choice of ``strategy="odc_balanced"``, from an ordinary ``DataLoader``."""
 POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED, AUTO)
 EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN, SHUFFLED)
 COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted", "auto")
@@ -30,7 +30,7 @@ KIB = 1024
 
 
 class Combination(NamedTuple):
-    """What is compared: how ranks communicate, who places the samples, and by which cost (none: ``--cost``)."""
+    """One run of a comparison: how ranks communicate, the policy, and the cost (empty: ``--cost``)."""
 
     communication: str
     policy: str
@@ -41,12 +41,12 @@ class Combination(NamedTuple):
 
     @property
     def changes_plans(self) -> bool:
-        """Whether ranks run other plans than those that were made: they take from each other."""
+        """Whether ranks change their plans while they run, because they take work from each other."""
         return self.policy in ("steal", AUTO)
 
     @classmethod
     def parse(cls, text: str) -> Combination:
-        """From ``communication+policy`` or ``communication+policy+cost``.
+        """Parse ``communication+policy`` or ``communication+policy+cost``.
 
         Raises:
             OptionError: unknown names, or a policy that this communication cannot run.
@@ -90,7 +90,7 @@ class TrainOptions:
     ``None`` stands for a default that depends on other options; see `filled`.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")
@@ -139,7 +139,7 @@ class TrainOptions:
         self._check_model()
 
     def _check_device(self) -> None:
-        """What waits by the clock of the processor says nothing about a GPU."""
+        """Refuse options that measure the processor when ranks compute on GPUs."""
         if self.device not in DEVICES:
             raise OptionError(f"--device {self.device!r} is unknown: choose from {', '.join(DEVICES)}")
         if self.device == "cuda" and self.emulate:
@@ -169,7 +169,7 @@ class TrainOptions:
             raise OptionError(f"--ranks {self.ranks} is too many{hint}: the most is {most}")
 
     def _check_model(self) -> None:
-        """Of a model only its name: whether transformers knows a type is found out by importing it, later."""
+        """Check only the name of a model. Importing transformers shows later whether it knows a type."""
         if self.model in PAPER_MODELS and not self.emulate:
             raise OptionError(
                 f"--model {self.model} can only be emulated: write --emulate, or one of {', '.join(MODELS)}"
@@ -187,7 +187,7 @@ class TrainOptions:
         return combination.cost or (AUTO if combination.policy == AUTO else self.cost)
 
     def filled(self) -> TrainOptions:
-        """The same with every default that depends on other options."""
+        """These options with every default that depends on other options."""
         emulate = self.emulate
         lengths = self.lengths or ("longalign" if emulate else "stdlib")
         given = {
@@ -206,7 +206,7 @@ class SweepOptions:
     """Options of ``lightning-odc bench sweep``.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")
@@ -228,7 +228,7 @@ class CommOptions:
     """Options of ``lightning-odc bench comm``.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")
@@ -255,7 +255,7 @@ class EngineOptions:
     """Options of ``lightning-odc bench engine``.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path | None = Path("odc-bench")
@@ -274,10 +274,10 @@ def parse_size(text: str) -> int:
     """Bytes, from ``"4K"``, ``"16M"``, ``"1G"`` or a plain number.
 
     Raises:
-        OptionError: it is nothing of the kind.
+        OptionError: the text is not a size.
     """
     units = {"K": KIB, "M": KIB**2, "G": KIB**3}
     number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
     if not number.isdecimal():
-        raise OptionError(f"--sizes {text!r} is no size: write 4K, 1M or 256M")
+        raise OptionError(f"--sizes {text!r} is not a size: write 4K, 1M or 256M")
     return int(number) * unit

@@ -81,7 +81,7 @@ def check_memory(needed: int, what: str, instead: str) -> None:
         instead: What to use instead.
 
     Raises:
-        OptionError: it does not fit.
+        OptionError: host memory does not suffice.
     """
     short = host_memory.shortage(what, needed, f"use {instead}", each=0)
     if short:
@@ -195,8 +195,8 @@ class Ranks:
         """Call ``function(rank, world_size, *arguments)`` on every rank; returns what they returned, by rank.
 
         Args:
-            function: of a module, not a closure.
-            *arguments: for it, picklable.
+            function: Function of a module, not a closure.
+            *arguments: Picklable arguments of the function.
             heard: given to the function as ``tell=...``: called here with rank and item for every ``tell(item)`` there.
 
         Raises:
@@ -237,7 +237,7 @@ class Ranks:
         return kind, item
 
     def _first_cause(self, number: int) -> str:
-        """A rank that ended, and with that broke the one that failed; empty if there is none."""
+        """A rank that ended and thereby broke the one that failed; empty if there is none."""
         ended = [
             (other, rank.process.exitcode)
             for other, rank in enumerate(self._ranks)

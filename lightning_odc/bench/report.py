@@ -223,7 +223,7 @@ def table(rows: Sequence[Row], options: TrainOptions) -> str:
 
 
 def _cells(row: Row, options: TrainOptions) -> dict[str, str]:
-    """By head; what is emulated has no memory worth telling, but may have bounds."""
+    """Cells of a row, by head. Emulated runs have no memory, but may have bounds."""
     low, middle, high = row.seconds
     communication, policy, _ = row.combination
     cells = {"communication": communication, "policy": policy, "cost": options.cost_of(row.combination)}

@@ -1,11 +1,11 @@
-"""From what ranks told during a benchmark to medians, intervals, and speed-ups split into causes: pure functions.
+"""Turn the records of ranks into medians, intervals, and speed-ups split into causes: pure functions.
 
 Note [Confidence intervals]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every run trains on the same minibatches, so what is compared is pairs: the same minibatch of the same repetition under
+Every run trains on the same minibatches, so pairs are compared: the same minibatch of the same repetition under
 two combinations. A speed-up is the ratio of the two sums of times over all pairs. Its interval, and that of a median,
-is the middle 95 % of what 2000 bootstrap resamples of the pairs (of the times) give; the generator's seed is fixed, so
-that the same file gives the same table. With few pairs such intervals are too narrow rather than too wide.
+is the middle 95 % of 2000 bootstrap resamples of the pairs (of the times). The generator's seed is fixed, so
+the same file gives the same table. With few pairs such intervals are too narrow rather than too wide.
 
 Note [When a speed-up means something]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -118,12 +118,12 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Minibatches that every rank has told of."""
+        """Minibatches that every rank has reported."""
         return min(map(len, self.ranks), default=0)
 
     @property
     def timed(self) -> range:
-        """Those that count."""
+        """The minibatches that count."""
         return range(WARM_UP, self.count)
 
     def of(self, index: int) -> list[MinibatchRecord]:
@@ -140,7 +140,7 @@ class Run:
         return sum(one.loss_sum for one in of_ranks) / max(sum(one.tokens for one in of_ranks), 1)
 
     def resolve(self, index: int) -> None:
-        """Replace the meetings of a minibatch by the waits in them, which only all ranks together tell."""
+        """Replace the meetings of a minibatch by the waits in them. That needs the records of all ranks."""
         of_ranks = self.of(index)
         if any(one.meetings for one in of_ranks):
             waited = waits_in_meetings([one.meetings for one in of_ranks], self.common_clock)

@@ -69,7 +69,7 @@ class Cell:
         over_own: `BEST` over `OWN_BASELINE`, measured.
         bound: The same ratio as `speed_up` for the very same minibatches, if communication took no time.
         long_bound: The same over 100 minibatches.
-        efficiency: Of every combination: time without communication over measured time.
+        efficiency: Time without communication over measured time, for every combination.
         idle: Measured idle fraction of every combination.
     """
 

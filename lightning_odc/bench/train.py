@@ -1,4 +1,4 @@
-"""``lightning-odc bench train``: the combinations in turns, with what was measured kept whatever happens."""
+"""``lightning-odc bench train``: runs combinations in turns, and keeps all measurements if something fails."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def check(options: TrainOptions, ranks: str = "--ranks", model: str = "a smaller
         model: What a user writes to need less memory, for messages.
 
     Raises:
-        OptionError: they cannot work.
+        OptionError: devices, the model, the lengths or memory do not suffice for them.
     """
     assert options.ranks is not None
     assert options.model is not None

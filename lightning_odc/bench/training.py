@@ -1,4 +1,4 @@
-"""What one rank does in a training benchmark: a fit of one combination, told minibatch by minibatch."""
+"""One rank of a training benchmark: a fit of one combination, reported minibatch by minibatch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fit(
     *,
     tell: Tell,
 ) -> Totals:
-    """Train one combination on this rank; tells a `MinibatchRecord` after each minibatch.
+    """Train one combination on this rank; reports a `MinibatchRecord` after each minibatch.
 
     Args:
         rank: The rank of this process.
@@ -90,7 +90,7 @@ def fit(
 
 
 class KnownCost(Callback):
-    """Tells the loader what a microbatch of emulated devices costs, as the config of a Hugging Face model would.
+    """Gives the loader the cost of emulated devices, like the config of a Hugging Face model.
 
     Args:
         cost: The cost of a microbatch on a device that is not slow.
@@ -253,7 +253,7 @@ class Dealer(Planner):
 
 
 def planned_bounds(options: TrainOptions, combination: Combination, count: int) -> list[float]:
-    """For the first ``count`` minibatches the cost of the very plan that is run, if communication took no time.
+    """The cost of the plan for the first ``count`` minibatches, if communication took no time.
 
     Collectives wait in every microbatch for the slowest rank, on demand a step takes as long as its busiest rank
     (Eq. 1 of the paper and what follows it).
@@ -273,7 +273,7 @@ def mean_bound(options: TrainOptions, combination: Combination, count: int) -> f
 
 
 def estimated_idle(options: TrainOptions, combination: Combination, count: int) -> list[float]:
-    """For the first ``count`` minibatches the idle part of all ranks' time, as the planner's cost alone estimates it.
+    """The idle part of all ranks' time in the first ``count`` minibatches, estimated from the planner's cost.
 
     The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
     """
@@ -306,7 +306,7 @@ Books = tuple[dict[str, float], float, float, int]
 
 
 class MinibatchRecorder(Callback):
-    """Tells of every minibatch after it has ended.
+    """Reports every minibatch after it has ended.
 
     Args:
         tell: A function that takes a `MinibatchRecord`.
@@ -419,7 +419,7 @@ def _balancing(options: TrainOptions, combination: Combination) -> dict[str, Any
 
 
 def _begin_memory(device: torch.device) -> None:
-    """Give back what earlier runs have freed, and let the device, or the kernel, forget the peak so far."""
+    """Give back what earlier runs have freed, and reset the peak that the device or the kernel has counted."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         CudaMemory(device).begin()

@@ -1,4 +1,4 @@
-"""Finding the first NaN or infinity: on which rank, in which microbatch, in which unit it came up."""
+"""Finding the first NaN or infinity: its rank, microbatch and unit."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from lightning_odc.errors import NotFiniteError
 
 
 class FiniteCheck(Callback):
-    """Stops training at the first NaN or infinity, on the rank, in the microbatch and at the unit where it came up.
+    """Stops training at the first NaN or infinity, and names its rank, microbatch and unit.
 
-    Without it, a NaN in one microbatch of one rank is in all gradients after the settle, and its origin is lost. It
-    looks at what every unit returns in the forward pass, and at every gradient of the backward pass before it is added
-    to the sum. It costs a pass over all of these values and a wait for the device each time: use it to find an error,
-    not in every run. Units are what ``fully_shard`` made, under any strategy; without it, the model is one unit.
+    Without it, a NaN in one microbatch of one rank is in all gradients after the settle, and its origin is lost. The
+    callback checks the outputs of every unit in the forward pass, and every gradient of the backward pass before it is
+    added to the sum. That costs a pass over all of these values and a wait for the device each time. So use it to find
+    an error, not in every run. Units are those of ``fully_shard``, under any strategy; without it, the model is one
+    unit.
 
-    A microbatch that counts nothing is passed over: the mean loss of one without labels is NaN, and ``ODCStrategy``
-    leaves it out. With ``precision="16-mixed"`` gradients are scaled and sometimes overflow: they are not looked at.
+    A microbatch of weight zero is not checked: without labels its mean loss is NaN, and ``ODCStrategy`` leaves it out.
+    With ``precision="16-mixed"`` gradients are scaled and sometimes overflow, so they are not checked.
 
     Args:
         outputs: Whether to look at what units return. Turn it off for a model whose layers return infinities on
             purpose, such as masks.
 
     Raises:
-        NotFiniteError: naming all of that; the other ranks stop with this error as with any.
+        NotFiniteError: A NaN or an infinity. The message names its place. The other ranks stop, too.
     """
 
     def __init__(self, outputs: bool = True) -> None:

@@ -44,10 +44,10 @@ PRECISION_KEY = "ODCPrecision"
 class WholeCheckpointIO(TorchCheckpointIO):
     """Writes checkpoint files that are whole at every moment.
 
-    Lightning's ``TorchCheckpointIO`` writes to the directory for temporary files and moves the result. Where that is
-    another file system, as ``/tmp`` often is, moving is copying: a process that dies meanwhile leaves half a file under
-    the checkpoint's name, in the place of the one before. This one writes local files beside their place, to the disk,
-    and then renames them.
+    Lightning's ``TorchCheckpointIO`` writes to the directory for temporary files and moves the result. If that is
+    another file system, as ``/tmp`` often is, moving is copying. A process that dies meanwhile leaves half a file in
+    place of the earlier checkpoint, under its name. This class writes local files beside their place, to the disk, and
+    then renames them.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -102,7 +102,7 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
 
     Raises:
         IsADirectoryError: if something else lies there.
-        ValueError: for a sharded checkpoint at a URL.
+        ValueError: A sharded checkpoint at a URL.
     """
     if isinstance(path, str):
         if not full:
@@ -189,7 +189,7 @@ def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Mo
     """Load the states of optimizers, in their order, from what `load` has returned. All ranks together.
 
     Raises:
-        ValueError: for the state of an optimizer with other parameters.
+        ValueError: The state of an optimizer with other parameters.
     """
     for optimizer, state in zip(optimizers, states, strict=True):
         if isinstance(state, sharded_checkpoint.OptimizerShards):

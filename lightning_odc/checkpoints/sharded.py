@@ -67,7 +67,7 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
 
 
 def _discard(before: Path, path: Path) -> None:
-    """Remove a checkpoint that ``path`` has replaced, but keep what somebody else has put into its directory."""
+    """Remove a checkpoint that ``path`` has replaced, but keep other files in its directory."""
     for entry in before.iterdir() if before.exists() else ():
         is_part = entry.suffix == ".distcp" or entry.name in (_METADATA, _compat.METADATA_FILENAME)
         if not is_part and not (path / entry.name).exists():

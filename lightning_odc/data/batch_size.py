@@ -17,7 +17,7 @@ Count = Callable[[Any], int | None]
 
 
 def microbatches_of(batch: Any) -> list[Any]:
-    """Those of a `Minibatch` that comes as a whole, as under manual optimization; else the batch alone."""
+    """The microbatches of a whole `Minibatch` (manual optimization passes one), else the batch alone."""
     return list(batch) if isinstance(batch, Minibatch) else [batch]
 
 
@@ -53,7 +53,7 @@ def label_count(batch: Any, shifted: bool) -> Tensor | None:
 
 
 def _counted(count: Count, batch: Any) -> int | None:
-    """Over all microbatches; unknown where one is. A batch may be of any kind, and none may end the training."""
+    """The count over all microbatches; unknown if one is unknown. Batches may be of any kind, and must never raise."""
     try:
         counts = [count(microbatch) for microbatch in microbatches_of(batch)]
     except Exception:
@@ -113,7 +113,7 @@ def _parts(batch: Any) -> Iterable[Any]:
     return ()
 
 
-_ROUNDED_UP = 64  # collators pad to a multiple of so many tokens at most
+_ROUNDED_UP = 64  # collators pad to a multiple of at most this many tokens
 
 
 class PaddingWatch:
@@ -148,7 +148,7 @@ class PaddingWatch:
         warnings.warn(
             f"The collate_fn pads: {rows} samples of {planned} tokens together became a microbatch of {found}, more "
             f"than max_tokens={most}. Balancing counts the samples' own tokens, so such microbatches take more memory "
-            "and time than planned: what the collate_fn does with two samples at the beginning did not show it. Pack "
+            "and time than planned: the trial of the collate_fn with two samples did not show it. Pack "
             'them, packing=True, or run one sample per microbatch: policy (or balance) "local_sort".',
             stacklevel=4,
         )

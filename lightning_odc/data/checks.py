@@ -65,7 +65,7 @@ def check_samplers(loaders: Any) -> None:
         loaders: any collection of those that yield `Minibatch`es, as Lightning made them.
 
     Raises:
-        ValueError: one has a ``DistributedSampler``.
+        ValueError: a loader has a ``DistributedSampler``.
     """
 
     def check(loader: DataLoader[Any]) -> None:
@@ -83,7 +83,7 @@ def check_unroll(recipe: Recipe) -> None:
     """Refuse to unroll minibatches in which ranks have different numbers of microbatches.
 
     Raises:
-        ValueError: the policy does not give equal numbers.
+        ValueError: the policy may give ranks unequal numbers.
     """
     if not recipe.equal_counts:
         raise ValueError(
@@ -92,7 +92,7 @@ def check_unroll(recipe: Recipe) -> None:
         )
     if recipe.learns:
         raise ValueError(
-            "A cost that learns needs to be told how long microbatches took, and with unroll=True nobody does. Write "
+            "A cost that learns needs the times of microbatches, and with unroll=True it does not get them. Write "
             'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
         )
 
@@ -101,7 +101,7 @@ def check_indexed(window: int | None, recipe: Recipe) -> None:
     """Refuse for a map-style data set what only a stream needs.
 
     Raises:
-        ValueError: a window without a purpose.
+        ValueError: a window is given, and nothing uses it.
     """
     if window is not None and not recipe.regroup:
         raise ValueError(
@@ -114,7 +114,7 @@ def check_stream(window: int | None, lengths: Any, recipe: Recipe, num_workers: 
     """Refuse for a stream what needs indices or plans made elsewhere, and a missing window.
 
     Raises:
-        ValueError: one of these.
+        ValueError: there is no window, or an option needs what a stream does not have.
     """
     if window is None:
         raise ValueError(
@@ -200,8 +200,8 @@ def check_single(loaders: Any, balance: str | None) -> None:
     members = list(loaders.values()) if isinstance(loaders, dict) else list(loaders)
     if any(getattr(loader, "yields_minibatches", False) for loader in members):
         raise ValueError(
-            f"Balancing (balance={balance!r}, BalancedDataLoader) levels one training loader, and here are "
-            f"{len(members)} at once, whose batches come together. Put the data into one: "
+            f"Balancing (balance={balance!r}, BalancedDataLoader) works with one training loader, but here are "
+            f"{len(members)}, whose batches are combined. Put the data into one: "
             "DataLoader(torch.utils.data.ConcatDataset([a, b]), batch_size=8), or leave balancing out: "
             "ODCStrategy(balance=None)."
         )

@@ -43,7 +43,7 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
         lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers. Of rows of numbers, the first one tells.
 
     Returns:
-        ``None``: it is none of these, or it raises.
+        ``None`` if it is none of these, or raises.
     """
     if not len(lengths):
         return None

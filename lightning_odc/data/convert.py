@@ -34,7 +34,7 @@ def balanced_from(
     cache_dir: str | Path | Literal[False] | None = None,
     distributed_sampler: Literal["refuse", "replace"] = "refuse",
 ) -> BalancedDataLoader:
-    """The same samples as ``dataloader`` yields, balanced: ``batch_size`` samples per rank and minibatch on average.
+    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and minibatch on average.
 
     Taken over are data set, batch size, order (shuffled or not), ``collate_fn``, ``drop_last``, the generator's seed
     and all that concerns workers. By default no microbatch has more tokens than the largest batch of ``dataloader``.
@@ -134,14 +134,14 @@ def _batch_size(dataloader: DataLoader[Any]) -> int:
         return dataloader.batch_size
     if dataloader.batch_sampler is None:
         raise ValueError(
-            "DataLoader(batch_size=None) yields what its data set made, and samples that are batches already cannot be "
-            "balanced; so with DataLoader(batch_sampler=...), which says itself which samples go together, and which "
-            "Lightning has taken apart to put a distributed sampler in. Write DataLoader(dataset, batch_size=8, "
+            "A DataLoader(batch_size=None) cannot be balanced: its samples are batches already. A "
+            "DataLoader(batch_sampler=...) cannot either: it chooses which samples go together, and Lightning "
+            "rebuilds it with batch_size=None for a distributed sampler. Write DataLoader(dataset, batch_size=8, "
             "shuffle=True), or yield `Minibatch`es and leave balancing out."
         )
     raise ValueError(
-        f"DataLoader(batch_sampler={type(dataloader.batch_sampler).__name__}(...)) says itself which samples go "
-        "together, and so does balancing. Write DataLoader(dataset, batch_size=8, shuffle=True)."
+        f"DataLoader(batch_sampler={type(dataloader.batch_sampler).__name__}(...)) chooses which samples go "
+        "together, but balancing must choose that. Write DataLoader(dataset, batch_size=8, shuffle=True)."
     )
 
 

@@ -78,7 +78,7 @@ def planned_gain(
 
 @dataclass
 class _Sum:
-    """Of minibatches: what they take, and what all ranks compute on average."""
+    """Sums over minibatches: their time, and the mean time that ranks compute."""
 
     time: float = 0.0
     work: float = 0.0

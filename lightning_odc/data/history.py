@@ -34,7 +34,7 @@ class History(Generic[Known]):
         return self.begun - 1
 
     def learn(self, number: int, value: Known) -> None:
-        """After minibatch ``number`` this is known."""
+        """Record what is known after minibatch ``number``."""
         self.known.append((number, value))
 
     def forget(self) -> None:

@@ -3,10 +3,10 @@
 Note [One stream on all ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Ranks plan alone, and a plan needs the lengths of all samples of the minibatch. So every rank reads the whole stream,
-in the same order, and keeps its part. A data set that gives every rank other samples makes ranks plan different
-minibatches; the engine finds out at the end of the first step, by the plan's text. For the same reason one worker
-at most reads the stream, and while it is read, the global generators are seeded alike on all ranks. That worker plans,
-too, and lives for one pass: a worker that is kept would not learn of the next epoch.
+in the same order, and keeps its part. If a data set gives every rank different samples, ranks plan different
+minibatches. The engine detects that at the end of the first step, by the plan's text. For the same reason at most one
+worker reads the stream, and while it reads, the global generators have the same seeds on all ranks. That worker plans,
+too, and lives for one pass: a worker that is kept would not know the next epoch.
 """
 
 from __future__ import annotations

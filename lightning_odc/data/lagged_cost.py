@@ -2,14 +2,14 @@
 
 Note [Plans of what everybody knows]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every rank plans alone, so equal plans take equal costs. Measured times reach all ranks with the meeting that ends an
+Every rank plans alone, so equal plans need equal costs. Measured times reach all ranks with the meeting that ends an
 optimizer step, but a plan may be needed sooner: workers read minibatches ahead, and accumulated minibatches meet once.
-So minibatch ``k``, counted from the beginning of training, is planned with the measurements of those up to ``k - lag``,
-where the lag is what is read ahead plus the minibatches of an optimizer step. Whenever it is planned, these are known
-to all ranks, and later ones do not count. What was known after each of the last ``lag`` minibatches is saved with the
-loader, so a resumed run makes the plans of one that was not interrupted.
+So minibatch ``k``, counted from the beginning of training, is planned with the measurements of those up to ``k - lag``.
+The lag is the number of minibatches read ahead plus those of an optimizer step. Whenever it is planned, these
+measurements are known to all ranks, and later ones do not count. The knowledge after each of the last ``lag``
+minibatches is saved with the loader, so a resumed run makes the plans of an uninterrupted one.
 
-Plans are made in the process that trains, by the sampler; workers only read what they are told to.
+The sampler plans in the process that trains; workers only read assigned samples.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LaggedCost(History[LearntCost | None]):
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks.
+            ValueError: the state is of another number of ranks.
         """
         self.cost.load_state_dict(state["cost"])
         self.begun = state["begun"]

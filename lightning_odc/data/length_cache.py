@@ -1,8 +1,8 @@
-"""Lengths remembered on disk: one file for each data set, in a folder of its own.
+"""A cache of lengths on disk: one file for each data set, in a separate folder.
 
-A cache directory may lie where others can write. So a file is believed only if it belongs to the current user, only
+Other users may be able to write to a cache directory. So a file is used only if it belongs to the current user, only
 that user may write to it, and its checksum, which covers the key, is right. It holds raw integers, never pickle.
-Whatever does not fit is computed again with a warning, never an error.
+If anything does not fit, lengths are computed again with a warning, never an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def remembered(
     compute: Callable[[], LengthArray],
     directory: str | Path | Literal[False] | None = None,
 ) -> LengthArray:
-    """The ``count`` lengths under ``key``; where there are none, one process computes them and others wait for it.
+    """The ``count`` lengths under ``key``. If there are none, one process computes them and others wait for it.
 
     What took at least :data:`WORTH_SECONDS` to compute is remembered.
 
@@ -54,9 +54,9 @@ def remembered(
         key: Hexadecimal text.
         count: The number of lengths there must be.
         compute: Finds the lengths. What it raises is passed on.
-        directory: Where to remember them; by default the environment variable ``LIGHTNING_ODC_CACHE`` says it, else
+        directory: The folder that keeps them. By default it is the environment variable ``LIGHTNING_ODC_CACHE``, else
             ``lightning-odc`` in the user's cache directory (``XDG_CACHE_HOME``, else ``~/.cache``). ``False``, or
-            ``off`` in the environment variable: nowhere.
+            ``off`` in the environment variable, keeps nothing.
     """
     folder = cache_folder(directory)
     if folder is None:

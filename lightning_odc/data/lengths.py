@@ -42,7 +42,7 @@ _TEACH = (
 
 
 class LengthsUnknownError(ValueError):
-    """Nothing tells how long the samples are, so they cannot be balanced."""
+    """The lengths of the samples are unknown, so they cannot be balanced."""
 
     @property
     def reason(self) -> str:
@@ -124,7 +124,7 @@ def measure(sample: Any) -> int:
     floating-point numbers, has ``T``.
 
     Raises:
-        LengthsUnknownError: it is nothing of the kind.
+        LengthsUnknownError: the sample is none of these.
     """
     first = sample[0] if isinstance(sample, tuple) and sample else sample
     length = len(first) if _is_series(first) else _length(sample)
@@ -267,11 +267,11 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
 
 
 def _while_memory_lasts(indices: Iterable[int], count: int) -> Iterator[int]:
-    """The same indices, as long as there is memory for the lengths that are to come.
+    """Yield the indices as long as there is memory for the remaining lengths.
 
     Raises:
-        MemoryError: there is not, for example since the data set keeps every sample that was read. The kernel would
-            end this process without a word.
+        MemoryError: host memory does not suffice, for example since the data set keeps every sample that was read.
+            Without this error the kernel would end the process and give no reason.
     """
     next_look = -math.inf
     for index in indices:

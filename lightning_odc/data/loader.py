@@ -1,11 +1,11 @@
-"""``BalancedDataLoader``: what one rank does of every minibatch, balanced over ranks.
+"""``BalancedDataLoader``: one rank's share of every minibatch, balanced over ranks.
 
-Lightning replaces every ``torch.utils.data.DataLoader`` by one with a distributed sampler of its own, and the sampler
-of whatever has a ``sampler`` and a ``dataset``. `BalancedDataLoader` is and has neither, so it is left alone.
-It has what Lightning looks for otherwise: ``__len__``; ``state_dict`` and ``load_state_dict``, saved with the loops;
-``batch_sampler.sampler.set_epoch``, called when an epoch starts; and ``_iterator``, whose workers are stopped when
-training ends. Lightning calls ``iter`` before it loads the state and before it sets the epoch, so a pass begins when
-its first minibatch is asked for.
+Lightning replaces every ``torch.utils.data.DataLoader`` by one with its own distributed sampler. In other objects with
+a ``sampler`` and a ``dataset``, it replaces the sampler. `BalancedDataLoader` is neither, so Lightning leaves it
+alone. It has the other attributes that Lightning looks for: ``__len__``; ``state_dict`` and ``load_state_dict``, saved
+with the loops; ``batch_sampler.sampler.set_epoch``, called when an epoch starts; and ``_iterator``, whose workers are
+stopped when training ends. Lightning calls ``iter`` before it loads the state and before it sets the epoch, so a pass
+begins when its first minibatch is asked for.
 """
 
 from __future__ import annotations
@@ -60,55 +60,57 @@ MaxTokens = Caps | Literal["auto"]
 
 
 class BalancedDataLoader:
-    """Yields this rank's `Minibatch` of every global minibatch; the work in them is levelled over ranks.
+    """Yields this rank's `Minibatch` of every global minibatch. The work is balanced over ranks.
 
     A global minibatch is ``minibatch_size`` samples times the number of ranks. Every rank plans it alone, from the
     lengths of its samples, and arrives at the same plan. All ranks yield equally many minibatches.
 
     Args:
-        dataset: map-style, or an ``IterableDataset`` that yields the same samples on every rank.
-        minibatch_size: samples per rank and minibatch, on average over ranks.
-        lengths: one number per sample, or a row of as many numbers for each, for example text tokens and image patches;
+        dataset: A map-style data set, or an ``IterableDataset`` that yields the same samples on every rank.
+        minibatch_size: Samples per rank and minibatch, on average over ranks.
+        lengths: One number per sample, or a row of numbers for each, for example text tokens and image patches;
             by default they are found out, see :func:`find_lengths`.
-        length_fn: the length of a sample, or a tuple of numbers.
-        max_tokens: the most tokens in a microbatch, padding included; or a list with one number for each rank, where
-            devices have unlike memory. By default as many as the longest sample has (of a stream: the longest of the
-            minibatch). For rows of numbers a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
+        length_fn: The length of a sample, or a tuple of numbers.
+        max_tokens: The most tokens in a microbatch, padding included. A list has one number for each rank, for devices
+            with different memory. By default the length of the longest sample (of a stream: the longest of the
+            minibatch). For rows of numbers, a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
             ``"auto"`` begins there and follows the memory that ``ODCStrategy`` measures on GPUs, not with ``unroll``.
             Every cap falls when a microbatch has run out of memory.
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
-        cost: what a sample costs by its length. ``"auto"``: what the model says, until times that ``ODCStrategy``
-            measures refute it; ``"fitted"``: learnt from these times from the beginning, for each rank; or one of
+        cost: The cost of a sample by its length. ``"auto"`` is the cost of the model, until times that ``ODCStrategy``
+            measures refute it. ``"fitted"`` is learnt from these times from the beginning, for each rank. Others are
             those of :func:`lightning_odc.balance.plan_minibatch`.
-        weighting: what a sample counts in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
+        weighting: The count of a sample in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
-            ``"auto"``: ``ODCStrategy`` counts the labels of every microbatch, where a mean loss has integer labels;
-            else its tokens count. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
-            ``"next_token"`` if the collator packs and ``"token"`` if not: an estimate where labels are masked, or where
-            padded rows shift theirs.
-        collate_fn: makes a microbatch of a list of samples; by default torch's ``default_collate``.
-        packing: put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`:
-            ``True``, or ``"auto"``: where ``ODCStrategy`` finds that the model keeps them apart and that it pays.
-        shuffle: a new order every epoch.
+            ``"auto"``: ``ODCStrategy`` counts the labels of every microbatch if a mean loss has integer labels,
+            and its tokens otherwise. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
+            ``"next_token"`` if the collator packs and ``"token"`` if not. That is an estimate if labels are masked, or
+            if padded rows shift theirs.
+        collate_fn: Makes a microbatch of a list of samples; by default torch's ``default_collate``.
+        packing: Put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`:
+            ``True``, or ``"auto"``, which packs if ``ODCStrategy`` finds that the model keeps them apart and that it is
+            faster.
+        shuffle: Whether every epoch has a new order.
         seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
-        drop_last: leave out the samples that do not fill a last minibatch; otherwise it is smaller.
-        unroll: yield every `Microbatch` by itself, for strategies that do not know a `Minibatch`.
-        window: how many minibatches of an ``IterableDataset`` are read ahead, and shuffled if ``shuffle``.
-        regroup: let the minibatches of a window exchange samples, so that large ones meet and ranks wait less for
-            them; see :func:`lightning_odc.balance.regroup`. For map-style data sets, too.
-        num_replicas: how many ranks share the data; by default those of the process group.
-        rank: which of them this is.
-        cache_dir: The folder for lengths that took a look at every sample; ``False``: they are not remembered.
+        drop_last: Leave out the samples that do not fill a last minibatch; otherwise it is smaller.
+        unroll: Yield every `Microbatch` by itself, for strategies that do not support a `Minibatch`.
+        window: Number of minibatches of an ``IterableDataset`` that are read ahead, and shuffled if ``shuffle``.
+        regroup: Let the minibatches of a window exchange samples, so that large ones meet and ranks wait less for
+            them; see :func:`lightning_odc.balance.regroup`. Works for map-style data sets, too.
+        num_replicas: Number of ranks that share the data; by default those of the process group.
+        rank: Number of this rank.
+        cache_dir: The folder for scanned lengths; ``False`` turns the cache off.
         **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
 
     Attributes:
-        yields_minibatches: whether it yields `Minibatch`es, and not `Microbatch`es.
-        minibatches_per_step: how many share an optimizer step; set by ``ODCStrategy`` and used by a cost that learns.
+        yields_minibatches: Whether it yields `Minibatch`es, and not `Microbatch`es.
+        minibatches_per_step: Number of minibatches per optimizer step; set by ``ODCStrategy`` and used by a cost that
+            learns.
 
     Raises:
-        ValueError: a value that is not one of those above, or values that do not go together.
-        LengthsUnknownError: when lengths are first needed, and nothing tells them.
+        ValueError: An invalid value, or values that contradict each other.
+        LengthsUnknownError: Lengths are needed for the first time, and cannot be found out.
     """
 
     def __init__(
@@ -310,7 +312,7 @@ class BalancedDataLoader:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """The length of every sample of a map-style data set; found out when first asked for."""
+        """The length of every sample of a map-style data set; found out at the first use."""
         found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
         try:
             check_longest(found.values, self.recipe.max_tokens)
@@ -438,7 +440,7 @@ class BalancedDataLoader:
         return replace(self.recipe, weighting="next_token" if packs_rows else "token")
 
     def _read_ahead(self) -> int:
-        """How many minibatches are planned before the one that is asked for has run."""
+        """The number of minibatches that are planned before the current one has run."""
         if is_stream(self._samples):
             return 1  # where the length is not known, Lightning looks one ahead
         workers = self._workers.get("num_workers", 0)
@@ -467,7 +469,7 @@ class BalancedDataLoader:
         return SimpleNamespace(sampler=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been yielded, whatever workers have read ahead, and what was learnt from measurements.
+        """The position of the last yielded minibatch (not of those read ahead), and the learnt costs.
 
         Plain numbers and text, the same on all ranks.
         """

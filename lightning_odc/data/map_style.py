@@ -15,7 +15,7 @@ interrupted before. The generators of the process itself are left as they were. 
 several samples at once, and is seeded once for them.
 
 In the same way `ODCStrategy` seeds the generators from (seed, epoch, index of the first sample, 1) before a microbatch
-goes through the model, and puts them back afterwards: dropout, too, is that of the microbatch, whoever runs it.
+goes through the model, and puts them back afterwards: dropout, too, depends on the microbatch, and not on the rank.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class SampleReader:
 
     @property
     def compares_lengths(self) -> bool:
-        """Whether it wants to know how long samples must be."""
+        """Whether it compares each sample with the length that was looked up."""
         return self._length_of is not None
 
     def __getitem__(self, assignment: Assignment) -> Minibatch:
@@ -308,7 +308,7 @@ def torch_loader(
 
 
 def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
-    """The same minibatches. Where a worker was killed that reads them, the error says whether memory had run out."""
+    """Yield the same minibatches. If a worker was killed, the error says whether memory had run out."""
     kills = host_memory.Kills()
     try:
         yield from minibatches

@@ -1,16 +1,16 @@
-"""The most tokens in a microbatch by the memory that microbatches take: measured, or found out by running out of it.
+"""The most tokens in a microbatch, from the memory that microbatches take, or from running out of it.
 
 Note [After running out]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A microbatch that ran out of memory was cut and run again, which takes time. So the plans that follow have a lower cap:
-80 % of the tokens that ran out, on all ranks that had the same cap, since the same samples may be on any of them next
-time. It stays at least the longest sample, which is never cut. Plans that were made before may run out, too, at as many
-tokens. That changes nothing more. Nor does a sample that does not fit alone: no cap helps it. For the same reason the
-whole microbatch counts and not the parts that ran out, too: one sample in all of them may be the reason.
+A microbatch that ran out of memory was cut and run again, which takes time. So later plans have a lower cap: 80 % of
+the tokens that ran out, on all ranks that had the same cap, because the same samples may be on any of them next time.
+It stays at least the longest sample, which is never cut. Earlier plans may run out, too, with as many tokens. That
+changes nothing more. Nor does a sample that does not fit alone: no cap helps it. For the same reason the whole
+microbatch counts, and not the parts that also ran out: one sample in all of them may be the reason.
 
-A cap that is a number of the user's, or his largest batch, stays there: nothing tells that more fits. Under ``"auto"``
-memory is measured. So the cap rises again by the rules below when 64 optimizer steps have passed quietly, but never
-above 90 % of what ran out. An example, with 10,000 tokens that ran out in step 5::
+If the cap is the user's number or largest batch, it stays there: nothing shows that more fits. Under ``"auto"``
+memory is measured. So the cap rises again by the rules below when 64 optimizer steps have passed without running out,
+but never above 90 % of the tokens that ran out. An example, with 10,000 tokens that ran out in step 5::
 
     step             5         6         ...    69        70                  ...
     cap              10,000    8,000            8,000     9,000 if that fits, and no more later
@@ -49,7 +49,7 @@ _TELLING = 0.8  # a microbatch with so much of the cap tells something about it
 _CHANGE = 0.05  # a smaller one is not worth other plans
 _UNLIKE = 0.1  # ranks that differ by more have caps of their own
 _LEFT = 0.8  # of the tokens that ran out of memory
-_MOST = 0.9  # of them, for ever
+_MOST = 0.9  # of them, from then on
 _QUIET = 64  # optimizer steps before a cap rises again
 _NO_LIMIT = 2**62
 
@@ -128,7 +128,7 @@ class MemoryCap:
 
         Args:
             by_rank: What each rank measured, if it ran anything.
-            ran_out: By rank, the microbatches that ran out of memory.
+            ran_out: Microbatches that ran out of memory, by rank.
         """
         failed = [(rank, one) for rank, own in enumerate(ran_out) for one in own]
         too_full = [(rank, one) for rank, one in failed if one.samples != 1]
@@ -209,7 +209,7 @@ class MemoryCap:
         """Go on from what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of ranks, or the user has chosen another cap since.
+            ValueError: the state is of another number of ranks, or the user has chosen another cap since.
         """
         if len(state["caps"]) != len(self.caps):
             raise ValueError(f"it is of {len(state['caps'])} ranks, and there are {len(self.caps)}.")
@@ -244,7 +244,7 @@ class LaggedCap(History["int | list[int]"]):
         return self.cap.rises or self.cap.ran_out > 0
 
     def observe(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
-        """Take in what the ranks told of an optimizer step; the same, in the same order, on all ranks.
+        """Take in the ranks' reports of an optimizer step; the same, in the same order, on all ranks.
 
         Args:
             by_rank: The number of the latest minibatch, the fields of a `MemoryUse` or ``None``, and of each microbatch

@@ -1,4 +1,4 @@
-"""What one rank does of a minibatch: a sequence of microbatches."""
+"""One rank's share of a minibatch: a sequence of microbatches."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class AllRanks:
         self.details = details
 
     def of(self, ranks: Sequence[int]) -> AllRanks:
-        """Those of some ranks, numbered from 0 in the given order."""
+        """The plans of some ranks, numbered from 0 in the given order."""
         fetch = self.fetch
 
         def fetch_of(index: int, number: int) -> Any:
@@ -161,27 +161,28 @@ class AllRanks:
 
 @dataclass(init=False, repr=False, eq=False)
 class Minibatch:
-    """What one rank does for one optimizer step: 0 to k microbatches, each a batch as ``training_step`` expects it.
+    """One rank's share of an optimizer step: 0 to k microbatches, each a batch as ``training_step`` expects it.
 
-    Yield one from a data loader per step and per rank. Every rank yields equally many ``Minibatch`` objects; how
-    many microbatches are in them may differ from rank to rank, and may be zero. ``ODCStrategy`` moves them to the
+    Yield one from a data loader per step and per rank. Every rank yields the same number of ``Minibatch`` objects. The
+    number of microbatches in them may differ from rank to rank, and may be zero. ``ODCStrategy`` moves them to the
     device and calls ``training_step`` (``validation_step``, ``test_step``, ``predict_step``) once per microbatch.
 
     The gradient of the step is ``sum_m w_m grad L_m / sum_m w_m`` over the microbatches of *all* ranks.
 
     Args:
-        microbatches: the batches, in the order to run them.
-        weights: one number per microbatch, for example its samples or tokens; by default each counts 1. A
+        microbatches: The batches, in the order to run them.
+        weights: One number per microbatch, for example its samples or tokens; by default each counts 1. A
             ``training_step`` that returns ``{"loss": summed_loss, "num_items": n}`` overrides them with exact counts.
-        plan: any text that is equal on all ranks when they follow the same plan (seed, epoch and step, say). It is
-            compared at the end of the step, so that ranks that drifted apart are found out.
+        plan: Any text that is equal on all ranks if they follow the same plan (seed, epoch and step, say). Ranks
+            compare it at the end of the step, and an error names those that differ.
 
     Attributes:
-        all_ranks: set by a loader that balances by stealing; lets a rank that has run dry run microbatches of others.
-        origin: set by a loader that knows more about the microbatches.
+        all_ranks: The plan of all ranks, set by a loader that balances by stealing. A rank that has finished runs
+            microbatches of others.
+        origin: Further facts about the microbatches, set by a loader.
 
     Raises:
-        ValueError: if there are not as many weights as microbatches, or a weight is negative or not finite.
+        ValueError: Numbers of weights and microbatches differ, or a weight is negative or not finite.
     """
 
     microbatches: list[Any]

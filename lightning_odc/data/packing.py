@@ -5,7 +5,7 @@ Note [Packed samples do not see each other]
 A causal model that reads a packed row as one text lets the second sample attend to the first. Hugging Face
 models keep the samples apart when each one's ``position_ids`` start again at 0, *and* no attention mask is
 given, *and* the model runs with ``use_cache=False``; with the cache on, the positions are not looked at and
-the leak is silent. `PackingCollator` makes the whole batch for them, `pack_samples` the row for models of one's own::
+the leak is silent. `PackingCollator` makes the whole batch for them, `pack_samples` the row for your own models::
 
     loss = model(**PackingCollator()(samples)).loss
 

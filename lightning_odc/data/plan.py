@@ -1,13 +1,13 @@
-"""Which samples make up a minibatch, and on which rank.
+"""Plans which samples make up a minibatch, and on which rank.
 
 A `Recipe` is what the user chose. A `Schedule` is the recipe for the samples of a map-style data set: it cuts an epoch
 into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what every rank does.
 
 Note [Ranks take turns]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Loads cannot always be level, and the planner gives equal remainders to equal ranks: of two samples on two ranks, rank 0
-gets the longer one. So ranks that are alike swap their parts from minibatch to minibatch, and neither time nor peak
-memory sticks to one of them. In epoch ``e``, rank ``r`` gets part ``(r + e + step) % num_ranks`` of the plan. ::
+Loads cannot always be equal, and the planner gives equal remainders to equal ranks: of two samples on two ranks, rank 0
+gets the longer one. So equal ranks swap their parts from minibatch to minibatch, and no rank always has the most time
+or peak memory. In epoch ``e``, rank ``r`` gets part ``(r + e + step) % num_ranks`` of the plan. ::
 
     samples of 9 and 2 tokens in every minibatch, 2 ranks, epoch 0
 
@@ -15,8 +15,8 @@ memory sticks to one of them. In epoch ``e``, rank ``r`` gets part ``(r + e + st
     part 0 (9 tokens)    r0    r1    r0    r1       r0: 9 + 2 + 9 + 2 = 22
     part 1 (2 tokens)    r1    r0    r1    r0       r1: 2 + 9 + 2 + 9 = 22
 
-This is a function of epoch and step alone, so a resumed run gets the same parts. Where a cost or ``max_tokens`` differs
-from rank to rank, the planner has placed the parts, and they stay; so they do while a cost is learnt for each rank.
+This is a function of epoch and step alone, so a resumed run gets the same parts. If a cost or ``max_tokens`` differs
+from rank to rank, the planner has placed the parts, and they stay. They also stay while a cost is learnt for each rank.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Facts:
         collation: What the ``collate_fn`` makes of the samples of a microbatch.
         prior: What ``cost="auto"`` begins with.
         dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
-        measured: Whether somebody measures how long microbatches take.
-        follows_memory: Whether the caps follow the memory that somebody measures.
+        measured: Whether the strategy measures how long microbatches take.
+        follows_memory: Whether the caps follow measured memory.
         repeats: Whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory.
     """
 
@@ -90,9 +90,9 @@ class Recipe:
         minibatch_size: samples per rank and minibatch, on average over ranks.
         max_tokens: the most tokens in a microbatch, or a list with one cap for each rank; where samples have rows of
             numbers, a cap is a tuple. ``None``: as many as the longest sample has in its row.
-        policy: One of those of `lightning_odc.balance.Planner`.
-        cost: One of those of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``,
-            what the model says, until measured times refute it.
+        policy: A policy of `lightning_odc.balance.Planner`.
+        cost: A cost of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``, the
+            cost of the model, until measured times refute it.
         weighting: what a sample counts in the gradient: its tokens (the first of several numbers), those that a causal
             model predicts (one less), one, or a function of the array of lengths. ``"auto"``: its tokens in the plan;
             where microbatches have labels, those count instead, see Note [Labels are counted].
@@ -345,7 +345,7 @@ class Schedule:
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
     ) -> MinibatchPlan:
-        """Who does what in a minibatch.
+        """Plan which rank runs which samples in a minibatch.
 
         Args:
             epoch: The epoch it belongs to.
@@ -367,7 +367,7 @@ class Schedule:
         return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
-        """The cost of every microbatch, by rank, on an average one; in tokens of this minibatch, whatever its unit was.
+        """The cost of every microbatch, by rank, on an average rank, converted to tokens of this minibatch.
 
         So what ranks measure per unit of cost can be compared, even after the cost has learnt something.
         """
@@ -385,8 +385,8 @@ class MinibatchPlan:
     """What all ranks do in one minibatch.
 
     Attributes:
-        microbatches: By rank, lists of sample indices.
-        weights: By rank, one number per microbatch; 0 for one that only keeps the ranks' counts equal.
+        microbatches: Lists of sample indices, for each rank.
+        weights: One number per microbatch, for each rank; 0 for one that only keeps the ranks' counts equal.
         text: Equal on all ranks that follow the same plan.
     """
 

@@ -1,4 +1,4 @@
-"""Where a loader is in its epochs."""
+"""The position of a loader in its epochs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Order:
 class Progress:
     """Decides where the next pass over a loader begins.
 
-    A pass begins where `set_epoch` or `load` said last; without them the first one begins at epoch 0, and each later
-    one at the epoch after that of the one before, whether that was finished or not.
+    A pass begins where the last `set_epoch` or `load` put it. Without them the first pass begins at epoch 0, and each
+    later one an epoch after the pass before, whether that was finished or not.
 
     Attributes:
-        latest: what a checkpoint taken now must remember.
+        latest: the position that a checkpoint taken now must have.
     """
 
     def __init__(self) -> None:

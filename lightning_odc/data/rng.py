@@ -73,7 +73,7 @@ class RandomState:
 
 
 class PrivateRng:
-    """Random numbers of one's own: inside :meth:`active`, the global generators go on from where they last were there.
+    """A separate state of random numbers: inside :meth:`active`, global generators continue from its last use.
 
     Args:
         key: non-negative integers to seed from.
@@ -95,7 +95,7 @@ class PrivateRng:
 
 
 def with_own_rng(value: Any) -> Any:
-    """A copy of a data set with random generators and attributes of its own, and the same samples.
+    """A copy of a data set with separate random generators and attributes, and the same samples.
 
     Data sets inside it are copied likewise; what is no ``torch.utils.data.Dataset`` is returned as it is.
     """

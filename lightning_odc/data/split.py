@@ -31,12 +31,13 @@ def middle(sizes: Sequence[float]) -> int:
 def parts_of(task: Task, shifts_labels: bool) -> list[Task]:
     """The two parts of a microbatch; empty if it cannot be cut.
 
-    A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts: where a loader planned the
-    weights it does so again, otherwise a part gets its share of the labels, or of the rows or tokens if there are none.
+    A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts. If a loader planned the
+    weights, it plans those of the parts, too. Otherwise a part gets its share of the labels, or of the rows or tokens
+    if there are no labels.
 
     Args:
         task: The microbatch.
-        shifts_labels: As in `label_count`.
+        shifts_labels: Whether the model shifts labels, see `label_count`.
     """
     samples = None if task.detail is None else task.detail.samples
     if samples is not None:
@@ -101,7 +102,7 @@ def _sliced(value: Any, count: int, part: slice) -> Any:
 
 
 def _packed(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] | None:
-    """The same for a mapping with rows of samples one behind the other, ``[1, tokens]`` or ``[tokens]``."""
+    """Cut a mapping with rows of samples one after the other, ``[1, tokens]`` or ``[tokens]``."""
     bounds = _bounds(batch) if isinstance(batch, Mapping) else None
     if bounds is None or len(bounds) < 3:
         return None

@@ -146,7 +146,7 @@ def cut_definitions(source: bytes) -> Iterator[bytes]:
 
 
 def equal_pieces(corpus: Corpus) -> Corpus:
-    """The same text in pieces of the mean length: the control, in which no sample is worth waiting for."""
+    """The same text in pieces of the mean length: the control without anything to wait for."""
     text = b"".join(corpus.samples)
     size = len(text) // len(corpus.samples)
     pieces = tuple(text[start : start + size] for start in range(0, size * len(corpus.samples), size))

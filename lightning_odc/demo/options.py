@@ -1,4 +1,4 @@
-"""What the demo can be told, and the checks that need no process and no heavy import."""
+"""The options of the demo, and the checks that need no process and no heavy import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DemoOptions:
     """Options of ``lightning-odc demo``; the command line's ``--help`` says what each one means.
 
     Raises:
-        OptionError: at construction, if a value cannot work.
+        OptionError: Raised at construction, if a value cannot work.
     """
 
     output: Path = Path("odc-demo")
@@ -69,7 +69,7 @@ class DemoOptions:
             raise OptionError(f"--hidden-size {self.hidden_size} is not a multiple of {HEAD_SIZE}")
 
     def _check_counts(self) -> None:
-        """Everything that is counted is counted from one."""
+        """Every count is at least one."""
         for name in (
             "devices",
             "minibatches",
@@ -105,7 +105,7 @@ def available_cores() -> int:
 
 
 def check_extra_packages(command: str = "demo") -> None:
-    """Raise :class:`OptionError` with the line that installs what is missing for a command, if anything is."""
+    """If packages for a command are missing, raise :class:`OptionError` with the line that installs them."""
     missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f'the {command} needs {" and ".join(missing)}: pip install "lightning-odc[demo]"')

@@ -1,4 +1,4 @@
-"""From the outcome of the training to the demo's figures and files: one entry per mode, and the speed-ups."""
+"""Turn the outcome of the training into the demo's figures and files: one entry per mode, and the speed-ups."""
 
 from __future__ import annotations
 

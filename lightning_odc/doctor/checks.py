@@ -1,4 +1,4 @@
-"""From facts of a machine to findings: one small function per topic, all of them in one table."""
+"""Turn facts about a machine into findings: one small function per topic, all of them in one table."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_kernel(machine: Machine) -> Iterable[Finding]:
-    """What the shared-memory transport asks of the kernel. GPUs need it, too: their ranks tell each other by it."""
+    """Check what the shared-memory transport needs of the kernel. GPUs need it, too, for control words."""
     yield from _of_probes("kernel", machine.kernel_trouble, _KERNEL_REMEDIES, fatal=_KERNEL_REMEDIES)
 
 
 def check_network(machine: Machine) -> Iterable[Finding]:
-    """What process groups ask of the network."""
+    """Check what process groups need of the network."""
     yield from _of_probes("network", machine.network_trouble, _NETWORK_REMEDIES, fatal=("free ports",))
 
 
@@ -201,7 +201,7 @@ def _no_gpus(machine: Machine) -> Finding:
 
 
 def check_reach(devices: Sequence[DeviceFacts]) -> Iterable[Finding]:
-    """What the CUDA transport would refuse, with its own words; each GPU stands for a rank of the same number.
+    """Check what the CUDA transport would refuse, with its messages; each GPU stands for a rank of the same number.
 
     Args:
         devices: Facts of all GPUs.

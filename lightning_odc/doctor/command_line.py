@@ -18,8 +18,8 @@ def add_parser(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, and a model if you name one; say what to do",
-        description="Check what the strategy needs: kernel, memory, network, versions, GPUs; and what it would choose "
-        "and refuse for a model. Exit code 1 if there is an error.",
+        description="Check what the strategy needs: kernel, memory, network, versions, GPUs. With a model, show what "
+        "it would choose and refuse. Exit code 1 if there is an error.",
     )
     doctor.set_defaults(command=_doctor)
     doctor.add_argument(
@@ -75,7 +75,7 @@ def show(findings: list[Finding], form: Form) -> None:
 
     Args:
         findings: All of them.
-        form: Text, text without what is in order, or JSON.
+        form: Text, text with problems only, or JSON.
     """
     if form.json:
         is_ok = all(finding.level != "error" for finding in findings)

@@ -15,8 +15,8 @@ class Finding:
 
     Attributes:
         topic: The thing that was looked at, in one or two words.
-        level: ``"ok"``; ``"warning"``: it works, with a restriction; ``"error"``: the strategy cannot run like this.
-        message: What is so, in one sentence.
+        level: ``"ok"``, ``"warning"`` (it works, with a restriction), or ``"error"`` (the strategy cannot run so).
+        message: The finding, in one sentence.
         remedy: What to do; empty if there is nothing to do.
     """
 
@@ -27,7 +27,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """For people: a line, and below it what to do."""
+        """The text for people: a line, and below it what to do."""
         line = f"{self.level:<8} {self.topic}: {self.message}"
         return f"{line}\n         -> {self.remedy}" if self.remedy else line
 

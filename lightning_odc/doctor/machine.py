@@ -1,4 +1,4 @@
-"""What the machine gives: every fact that a check judges, asked for once. Works where torch is missing or broken."""
+"""Facts about the machine, collected once for all checks. Works if torch is missing or broken."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Machine:
         shm: Bytes that are free in ``/dev/shm``; ``None`` without it.
         open_files: The most files that a process may open.
         network_trouble: What went wrong with the network, by the name of the probe.
-        versions: Of the installed packages; ``None`` where one is missing.
+        versions: Versions of the installed packages; ``None`` if one is missing.
         import_trouble: Why this package cannot be imported; empty if it can.
         devices: The GPUs.
         gpu_without_torch: There is an NVIDIA GPU that this torch cannot use.

@@ -257,7 +257,7 @@ def examine_checkpoint(path: Path, model: nn.Module | None, setting: Setting) ->
         setting: The ranks.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: it is something else.
     """
     if (path / "config.json").is_file():
         return [*_examine_hugging_face(path, setting)]
@@ -271,8 +271,8 @@ def examine_checkpoint(path: Path, model: nn.Module | None, setting: Setting) ->
         kind, names = "full", _names_in(path)
     else:
         raise OptionError(
-            f"--checkpoint {path} is none: write a .ckpt file, a folder of shards (it has a file .metadata), or the "
-            "folder of a Hugging Face model (it has a file config.json)"
+            f"--checkpoint {path} is not a checkpoint: write a .ckpt file, a folder of shards (it has a file "
+            ".metadata), or the folder of a Hugging Face model (it has a file config.json)"
         )
     return [_compare(kind, names, model)]
 
@@ -306,7 +306,7 @@ def _examine_hugging_face(path: Path, setting: Setting) -> Iterable[Finding]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     except Exception as error:
-        raise OptionError(f"--checkpoint {path}: no causal language model: {_one_line(error)}") from error
+        raise OptionError(f"--checkpoint {path}: not a causal language model: {_one_line(error)}") from error
     yield Finding("checkpoint", "ok", f"a Hugging Face model, {type(model).__name__}")
     for check in (_check_layers, _check_units, _check_cost):
         yield from check(model, setting)

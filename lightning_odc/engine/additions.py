@@ -1,15 +1,15 @@
-"""Which gradients of one microbatch are in the accumulators already, when it breaks off and has to run again.
+"""Records which gradients of a microbatch are in the accumulators, in case it breaks off and has to run again.
 
 Note [Added once]
 ~~~~~~~~~~~~~~~~~
 A backward pass adds the gradient of a unit as soon as it has gone through it. If it breaks off later, these gradients
-cannot be told from those of other microbatches: they are parts of the same sums. So they stay, and the microbatch runs
-again in parts of which these units add nothing. That is exact where the loss is a sum over samples, because then the
-gradient of the whole is the sum of those of its parts, unit by unit. A unit that ran several times adds several times,
-the last call first. Its n-th addition in a part stands for a part of the n-th addition of the whole.
+cannot be separated from those of other microbatches: they are parts of the same sums. So they stay. The microbatch runs
+again in parts, and these units add nothing for the parts. That is exact if the loss is a sum over samples, because then
+the gradient of the whole is the sum of those of its parts, unit by unit. A unit that ran several times adds several
+times, the last call first. Its n-th addition in a part stands for a part of the n-th addition of the whole.
 
 Three units, a microbatch of the samples ``x y``. Its backward pass goes through the head and block 1, and breaks off in
-block 0; the second part breaks off once more, behind the head. ``g`` stands for a gradient::
+block 0. The second part breaks off once more, after the head. ``g`` stands for a gradient::
 
     pass            head             block 1          block 0          times
     x y             adds g(x y)      adds g(x y)      breaks off       head 1, block 1 1
@@ -18,12 +18,12 @@ block 0; the second part breaks off once more, behind the head. ``g`` stands for
     y once more     is left out      is left out      adds g(y)
     in the sums     g(x y)           g(x y)           g(x) + g(y)
 
-A sample that has to be left out after all is *taken back*: it runs once more with the negative of its loss, and exactly
-the units that have added something add again. Behind the last one of them the pass is broken off on purpose. Floating
-point numbers are symmetric about zero, so what is added is the negative number to the last bit.
+If a sample has to be left out after all, it is *taken back*: it runs once more with the negative of its loss, and
+exactly the units that have added something add again. After the last one of them the pass is broken off on purpose.
+Floating point numbers are symmetric about zero, so the negative number is exact to the last bit.
 
-All this needs a unit to run as often in a part as in the whole, or not at all. That is compared before a part adds. Of
-a unit that a sample does not run, nothing is taken back.
+All this needs a unit to run as often in a part as in the whole, or not at all. A part compares that before it adds. If
+a sample does not run a unit, nothing is taken back there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Added:
         return [unit for unit in self.times if calls.get(unit, 0) not in (0, self.calls.get(unit, 0))]
 
     def within(self, calls: Mapping[int, int]) -> Added:
-        """As far as it is about units that a part runs.
+        """The additions of units that a part runs.
 
         Args:
             calls: How many times each unit ran in the forward pass of the part.
@@ -119,7 +119,7 @@ class Additions:
         return True
 
     def end_adding(self) -> None:
-        """It is added.
+        """Record that the gradient is added.
 
         Raises:
             TakenBackError: this was the last one to take back.

@@ -78,7 +78,7 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that cannot work on demand.
 
     Raises:
-        ValueError: one of them is LBFGS.
+        ValueError: an optimizer is LBFGS.
     """
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
@@ -101,7 +101,7 @@ def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
     """Refuse hooks of ``fully_shard`` that would see zeros on demand.
 
     Raises:
-        ValueError: a unit has one.
+        ValueError: a unit has such a hook.
     """
     for unit in units:
         if _compat.has_all_reduce_hook(unit.modules[0]):

@@ -1,4 +1,4 @@
-"""What a strategy asks of an engine, and the books that both engines keep.
+"""The interface of an engine, and the records that both engines keep.
 
 Note [Who divides]
 ~~~~~~~~~~~~~~~~~~
@@ -50,7 +50,7 @@ class Counting(StrEnum):
 
 @dataclass
 class SettleRecord:
-    """What a rank tells all ranks when it settles an optimizer step.
+    """The record that a rank sends to all ranks when it settles an optimizer step.
 
     It is sent as a JSON list of its fields, in this order: short, and nothing of it is unpickled. A record that is
     longer than a mailbox (64 KiB) takes several meetings.
@@ -65,7 +65,7 @@ class SettleRecord:
         logs: what the strategy logs: names and sums.
         measured: what the strategy measured: seconds and memory of microbatches.
         note: the rank's `Engine.note`.
-        used: which parameters received a gradient here, as `flags_to_hex` writes them.
+        used: Parameters that received a gradient here, as `flags_to_hex` writes them.
     """
 
     batches: str | None
@@ -85,7 +85,7 @@ class SettleRecord:
 
 
 def flags_to_hex(flags: Sequence[bool]) -> str:
-    """Flags as the bits of a number, the first one lowest: ``[True, False, True]`` is ``0b101``, hence ``"0x5"``.
+    """Flags as the bits of a number, the first one lowest: ``[True, False, True]`` is ``0b101``, which is ``"0x5"``.
 
     In decimal, Python refuses to write numbers of more than 4300 digits, which is 14,000 flags.
     """
@@ -93,7 +93,7 @@ def flags_to_hex(flags: Sequence[bool]) -> str:
 
 
 def any_flags(by_rank: Sequence[str], count: int) -> list[bool]:
-    """Of ``count`` flags those that are set on some rank: ``["0x5", "0x1"]`` is ``[True, False, True]``."""
+    """Whether each of ``count`` flags is set on any rank: ``["0x5", "0x1"]`` is ``[True, False, True]``."""
     bits = 0
     for text in by_rank:
         bits |= int(text, 16)
@@ -161,7 +161,7 @@ class Ledger:
             self.plans.append(plan)
 
     def record(self, logs: Any, measured: Any, note: Any, used: str = "0x0") -> SettleRecord:
-        """What a rank with these weights tells when it settles; the arguments are fields of the record."""
+        """The record of a rank with these weights; the arguments are fields of the record."""
         return SettleRecord(
             batches=None if self.agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
             counting=self.counting and self.counting.value,
@@ -180,8 +180,8 @@ def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> fl
     """The global sum of weights, after checking that the ranks ran the same kind of batches by the same plan.
 
     Args:
-        records: of all ranks, in rank order.
-        weight_unit: of the engine.
+        records: Records of all ranks, in rank order.
+        weight_unit: Weight unit of the engine.
 
     Returns:
         What sums of gradients are divided by.
@@ -214,7 +214,7 @@ def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> fl
             )
         if record.plans != first.plans:
             raise DisagreementError(
-                f"Rank {rank} follows another minibatch plan than rank 0: {record.plans} against {first.plans}. "
+                f"Rank {rank} follows a different minibatch plan from rank 0: {record.plans} against {first.plans}. "
                 "Every rank must plan the same global minibatch: same seed, epoch, lengths and options."
             )
         if not (record.least >= 0 and math.isfinite(record.weight)):
@@ -320,7 +320,7 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def begin_microbatch(self, index: int) -> None:
-        """For reports."""
+        """Record the microbatch, for reports."""
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
         """The microbatches for this rank to run; ends when there is nothing left to do."""
@@ -335,7 +335,7 @@ class Engine(Traced, ABC):
 
         Args:
             rank: This rank.
-            costs: By rank, the cost that every item is expected to have, in any unit.
+            costs: Expected cost of every item, by rank, in any unit.
 
         Raises:
             PeerFailedError: while it iterates, another rank has failed or died.
@@ -360,11 +360,11 @@ class Engine(Traced, ABC):
     def why_no_retry(self) -> str:
         """Why a microbatch that broke off cannot run again on this rank alone; empty if it can."""
         if self.is_behind:
-            return "its gradient had been added, and memory ran out behind its backward pass"
+            return "its gradient had been added, and memory ran out after its backward pass"
         return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
 
     def let_go(self) -> Added | None:
-        """Free all that a microbatch which broke off has gathered and computed, and forget that it ran.
+        """Free all that a microbatch which broke off has gathered and computed, and drop every trace of its run.
 
         Returns:
             What it has added, which stays: see Note [Added once]; `None` if it broke off before its backward pass.

@@ -210,7 +210,7 @@ class CollectiveEngine(Engine):
             return self._rendezvous(item)
 
     def fail(self, message: str) -> None:
-        """Collectives have no way to tell peers, who notice a closed connection."""
+        """Do nothing: collectives cannot inform peers, and peers notice a closed connection."""
         self._failed = True
 
     def close(self) -> None:

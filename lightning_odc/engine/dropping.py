@@ -1,16 +1,16 @@
-"""Gradients that ranks drop before the optimizer step that they were for: all ranks together.
+"""Gradients that all ranks drop together, before the optimizer step that would use them.
 
 Note [Who drops a gradient]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank without microbatches has no placeholder (see Note [Gradients arrive late]), so ``zero_grad()`` leaves no trace
-there. Yet its accumulators hold what others have added. Manual optimization, a `Minibatch` that is empty on rank 1, and
-two passes of which only the second is to count::
+there. Yet its accumulators hold gradients of other ranks. An example with manual optimization, a `Minibatch` that is
+empty on rank 1, and two passes, of which only the second counts::
 
     rank 0   backward   zero_grad   backward: meets to drop            settle: meets to settle
     rank 1              zero_grad   settle: meets to settle, drops     settle: meets to settle again
 
-So a rank that drops says what, and every rank drops those of them for which it has no placeholder itself. That is right
-only if it has not added since. In a later batch it may, so all ranks meet before that one begins.
+So a rank that drops gradients names them, and every other rank drops those for which it has no placeholder. That is
+right only if it has added nothing since. In a later batch it may, so all ranks meet before that batch begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Dropping:
     """Drops gradients of one rank; see Note [Who drops a gradient].
 
     Args:
-        placeholders: Of this rank.
+        placeholders: Placeholders of this rank.
         units: Returns the units of the model.
         protocol: Returns the open protocol.
     """

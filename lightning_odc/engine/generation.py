@@ -1,9 +1,9 @@
 """``generate`` of models, on demand: each rank ends with its own last token, and reads parameters once for all of them.
 
-``generate`` runs the model once per token. Two things would make that slow: to read every unit for every token, and to
-go on until the longest answer of all ranks has ended, which is what Hugging Face does for sharded models. A module has
-its ``generate`` as an attribute meanwhile, in the way of ``register_fsdp_forward_method`` of torch, so its class and
-other models of that class are as they were.
+``generate`` runs the model once per token. Two things would make that slow: reading every unit for every token, and
+going on until the longest answer of all ranks has ended. (Hugging Face does the latter for sharded models.) Meanwhile a
+module has its ``generate`` as an attribute, like torch's ``register_fsdp_forward_method``. So its class and other
+models of that class do not change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _can_generate(module: nn.Module) -> bool:
 def _generating_within(
     module: nn.Module, gathered: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """A context in which ``module.generate`` runs in a context of its own."""
+    """A context in which ``module.generate`` runs in the context ``gathered``."""
     owner: Any = module
     before, method = vars(module).get("generate"), owner.generate
 
@@ -56,7 +56,7 @@ def _generating_within(
     try:
         yield
     finally:
-        if vars(module).get("generate") is generate:  # else somebody has put another one there
+        if vars(module).get("generate") is generate:  # else other code has replaced it
             del owner.generate
             if before is not None:
                 owner.generate = before

@@ -1,12 +1,12 @@
-"""When ranks wait for long, every rank says where it is: on stderr, and in a file with the Python stack.
+"""Reports of long waits: every rank says where it is, on stderr and, with the Python stack, in a file.
 
-One-sided traffic is invisible to PyTorch's flight recorder, so this is what there is to look at after a hang.
+PyTorch's flight recorder does not see one-sided traffic. These reports show it after a hang.
 
-The rank that hangs is the one that does not wait, so a report at the place that waits would come from all ranks but
-that one. Each rank therefore has a thread that looks at all ranks' control words now and then, and reports as soon as
-*any* rank has waited for long: the waiting ranks whom they wait for, the others what they do instead. The thread
-sleeps nearly always and reads shared memory only; it needs the interpreter's lock, so a rank that holds it for ever
-is described by its peers alone.
+The rank that hangs is the one that does not wait. A report at the place that waits would come from all ranks except
+that one. So each rank has a thread that looks at all ranks' control words from time to time, and reports when *any*
+rank has waited for long. Waiting ranks say whom they wait for, and the others say what they do. The thread nearly
+always sleeps, and reads shared memory only. It needs the interpreter's lock: if a rank never releases that lock, only
+its peers describe it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class HangReport:
 
     Args:
         after: seconds of waiting after which ranks report; after a reported wait that ended well, twice that wait.
-        directory: of the file, made when it is needed; ``None`` to write to stderr alone.
-        rank: of this process.
+        directory: Directory of the file, made when it is needed; ``None`` to write to stderr alone.
+        rank: Rank of this process.
         place: where this process is in the program, for people.
 
     Attributes:
-        after: as it is now.
-        path: of the file.
+        after: The time of waiting until the next report.
+        path: Path of the file.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class HangReport:
 def _append(path: Path, text: str) -> None:
     """Write to the end of a plain file in a plain directory, made if missing; links and pipes there are errors.
 
-    A pipe that nobody reads would keep the rank here for ever.
+    Without a reader, a pipe would keep the rank here for ever.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,20 +1,20 @@
-"""Which units stay gathered until the minibatch ends, and within which memory.
+"""Decides which units stay gathered until the minibatch ends, and in how much memory.
 
 Note [Read once per minibatch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A published shard changes only after all ranks have met, at the end of the minibatch. So a rank that gathers a unit for
-the second time in a minibatch reads the same numbers again. It does so because it freed them to save memory. Where
-memory is left, the unit stays gathered: it is read once, and all units are freed before the optimizer steps. No other
-rank notices, so every rank decides for itself. (Collectives cannot do this: all ranks would have to agree about when to
+the second time in a minibatch reads the same numbers again. It has freed them only to save memory. If there is memory
+for it, the unit stays gathered: it is read once, and all units are freed before the optimizer steps. Other ranks do
+not notice, so every rank decides for itself. (Collectives cannot do this: all ranks would have to agree about when to
 gather.)
 
-Some parameters do not even change at the end: the frozen ones, which are nearly all of them in fine-tuning with
-adapters. Memory that is left over keeps the buffer into which their shards were read. In the next minibatch only the
-other parameters are read. An owner says, beside the version of a unit, in which version its frozen part changed last.
+Frozen parameters do not even change at the end. In fine-tuning with adapters, these are nearly all parameters. Spare
+memory keeps the buffer into which their shards were read, and in the next minibatch only the other parameters are
+read. Besides the version of a unit, an owner says in which version its frozen part changed last.
 
-How much each unit is worth: its visits in a minibatch less one, times the time of a read, for its bytes. A read takes
-as long as asking for it and copying it, and asking takes as long as copying 64 KiB. So of units with equally many
-visits the small ones come first. Three units, room for 60 MiB, two microbatches::
+The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. A read takes
+as long as asking for it and copying it, and asking takes as long as copying 64 KiB. So of units with the same number of
+visits, small ones come first. Three units, room for 60 MiB, two microbatches::
 
     unit     gathered  visits  worth per byte             kept
     head     40 MiB    2       1 x (1 + 64 KiB / 40 MiB)  no: 10 MiB of the room are left
@@ -25,11 +25,11 @@ The first minibatch keeps nothing: it counts visits, and shows how much memory t
 
 Note [Held for a while]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Sampling runs the model once per token, and reads every unit for every token where nothing is kept: before the first
-minibatch, while nothing is trained, or of units for which training leaves no room. For so long, `Keeping.held` holds
-more units. Room is what is free now, because the gradients and activations of training come later. It is looked at
-again in every pass, since a cache of keys and values grows. Where it has become tight, a unit is held no longer:
-``fully_shard`` frees it behind its pass. Three blocks, 5 tokens, memory tight at the third::
+Sampling runs the model once per token, and would read every unit for every token if nothing is kept: before the first
+minibatch, while nothing is trained, or for units without room in training. During sampling, `Keeping.held` holds
+more units. It uses the memory that is free now, because the gradients and activations of training come later. It looks
+again in every pass, because a cache of keys and values grows. If memory becomes tight, a unit is no longer held:
+``fully_shard`` frees it after its pass. Three blocks, 5 tokens, memory tight at the third::
 
     token          1           2    3           4           5
     is read        b0 b1 b2    -    -           b0          b0
@@ -56,7 +56,7 @@ from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
 from lightning_odc.engine.units import Unit
 
-#: Copying so many bytes takes as long as asking for them.
+#: Copying this many bytes takes as long as asking for them.
 _BYTES_OF_A_CALL = 64 * 1024
 #: Of the room, how much may be kept; the rest is for what comes suddenly. A host has other processes.
 _DEVICE_SHARE, _HOST_SHARE = 0.9, 0.5
@@ -72,7 +72,7 @@ class Memory(Protocol):
     """What one rank's memory looks like, in bytes.
 
     Attributes:
-        share: of the room beside what training takes, the part that may be kept.
+        share: The part of the memory not used by training that may hold kept units.
     """
 
     share: float
@@ -86,7 +86,7 @@ class Memory(Protocol):
         ...
 
     def peak(self) -> int:
-        """The most that it held so far, or since somebody began to count anew."""
+        """The most bytes held so far, or since the count was reset."""
         ...
 
 
@@ -94,7 +94,7 @@ class HostMemory:
     """Memory of the host, which is divided among its ranks.
 
     Args:
-        ranks: of this host.
+        ranks: Ranks of this host.
     """
 
     share = _HOST_SHARE
@@ -116,10 +116,10 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Memory of a CUDA device, by torch's allocator. It knows what was asked for without waiting for the device.
+    """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device.
 
     Args:
-        device: of this rank.
+        device: Device of this rank.
     """
 
     share = _DEVICE_SHARE
@@ -149,7 +149,7 @@ class _Kept:
 
     Attributes:
         unit: the unit.
-        comm: through which it is gathered.
+        comm: The comm object that gathers it.
         size: bytes of the whole unit on one rank, in the compute dtype.
         frozen_size: bytes of its frozen parameters.
         is_plain: it does not go over to a smaller mesh after its forward pass.
@@ -204,7 +204,7 @@ class Keeping:
 
     Args:
         budget: Bytes that may be kept, or ``"auto"``: what is left beside training, with a margin.
-        memory: Of this rank.
+        memory: Memory of this rank.
     """
 
     def __init__(self, budget: KeepGathered, memory: Memory) -> None:
@@ -323,7 +323,7 @@ class Keeping:
                 kept.keep(True)
 
     def _let_go(self) -> list[Unit]:
-        """Hold nothing any more; returns the units to free: not those that somebody else had gathered before."""
+        """Hold nothing any more; returns the units to free, without those that were gathered elsewhere before."""
         held, self._held = [one for one in self._held if one[0].gathered], []
         for kept, _ in held:
             self.bytes -= kept.size
@@ -338,7 +338,7 @@ class Keeping:
                 self._ease(kept)
 
     def _ease(self, kept: _Kept) -> None:
-        """Once in a pass: where memory is tight, hold the next unit no longer, and ask again at the one behind it."""
+        """If memory is tight, stop holding the next unit, and check again at the one after it. Once in a pass."""
         if self._asks is not None and self._asks is not kept:
             return
         self._asks = kept

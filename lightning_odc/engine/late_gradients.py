@@ -1,21 +1,20 @@
-"""Gradients between a backward pass and the settle: what stands in ``.grad``, and which hooks wait for it.
+"""Gradients between a backward pass and the settle: the content of ``.grad``, and the hooks that wait for it.
 
 Note [Gradients arrive late]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 After a backward pass the gradients lie in the accumulators of their owners, and ``fully_shard`` has put zeros into
 ``.grad`` of the shards. Until the engine settles and puts the real gradients there, these zeros are *placeholders*: a
-subclass of ``DTensor`` of which every operation is intercepted. ``fully_shard`` adds more zeros to the local tensor
-inside, which is not intercepted. So what a user does meanwhile is understood or refused, but never silently without
-effect:
+subclass of ``DTensor`` that intercepts every operation. ``fully_shard`` adds more zeros to the local tensor
+inside, which is not intercepted. So the user's operations either work or raise. They are never silently without effect:
 
 - emptying it (``zero_grad()``) drops the gradient of that shard, as under stock sharding. Before a later backward pass
   adds to the same accumulators, the ranks meet and empty them;
 - anything else (looking at the gradient, clipping it by hand) is an error that shows what to write.
 
-``fully_shard`` also calls what ``register_post_accumulate_grad_hook`` registered on a shard, once per backward pass. So
-a hook that is found when its parameter receives a gradient is held: ``fully_shard`` calls a stand-in, which does
+``fully_shard`` also calls the hooks of ``register_post_accumulate_grad_hook`` on a shard, once per backward pass. So
+the engine holds such a hook when its parameter receives a gradient: ``fully_shard`` calls a stand-in that does
 nothing. When the step settles, the hook is called with the gradient of the whole minibatch in ``.grad``: once per
-optimizer step, on every rank, in the order of the units. The stand-in has the hook's own key, so that the user's handle
+optimizer step, on every rank, in the order of the units. The stand-in has the hook's own key, so the user's handle
 still removes it.
 """
 
@@ -142,10 +141,10 @@ class Placeholders:
         return gone
 
     def check_not_laid(self, slots: Iterable[ParamSlot]) -> None:
-        """Refuse a second backward pass that the engine was not told of.
+        """Refuse a second backward pass that the engine does not know.
 
         Raises:
-            ODCError: a placeholder stands for the gradient of a parameter.
+            ODCError: a parameter has a placeholder as its gradient.
         """
         for slot in slots:
             if slot in self._laid:

@@ -63,7 +63,7 @@ class OnDemandEngine(Engine):
         timeout: seconds after which any wait gives up.
         deterministic: sum gradients in rank order (bit-equal from run to run); one accumulator per source rank.
         lockstep: a barrier at every unit, the control experiment.
-        accumulator_dtype: of the gradient accumulators; by default fp32, or wider if the parameters are.
+        accumulator_dtype: Dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         hang_report: says where this rank is when ranks have waited for long.
         keeping: decides what stays gathered until a minibatch ends; by default nothing does.
     """
@@ -389,7 +389,7 @@ class OnDemandEngine(Engine):
                 self._late_hooks.call(slot.home)
 
     def _totals(self) -> Iterator[Tensor]:
-        """By unit, the sums for this rank's shards, where these are: one after the other, for lack of memory."""
+        """The sums for this rank's shards, by unit, on the device of the shards. One at a time, to save memory."""
         protocol = self.protocol
         totals = (protocol.total(unit.index) for unit in self._units)
         if not any(unit.is_offloaded for unit in self._units):

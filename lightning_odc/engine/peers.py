@@ -76,12 +76,12 @@ class Activity(IntEnum):
 
 
 class Doing(NamedTuple):
-    """What a rank does, in one word, which is told several times per unit and microbatch.
+    """The activity of a rank, in one control word. It is written several times per unit and microbatch.
 
     Attributes:
         activity: what.
-        unit: with which unit, below 2**21.
-        since: since when, in milliseconds of the monotonic clock, below 2**39 (17 years).
+        unit: Number of the unit, below 2**21.
+        since: Begin in milliseconds of the monotonic clock, below 2**39 (17 years).
     """
 
     activity: Activity
@@ -98,7 +98,7 @@ class Doing(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """For how long, by now."""
+        """Seconds until now."""
         return max(time.monotonic_ns() // 1_000_000 - self.since, 0) / 1e3
 
 
@@ -112,11 +112,11 @@ _ACTIVITY_TEXT = {
 
 
 class Peers:
-    """What this rank tells the others about itself, and knows of them.
+    """The state that this rank shows the others, and what it knows of them.
 
     Args:
-        transport: with `Word.COUNT` control words, and a mailbox for failures.
-        units: for their names.
+        transport: Transport with `Word.COUNT` control words, and a mailbox for failures.
+        units: Units, whose names messages use.
 
     Attributes:
         beyond: tells of trouble with ranks that share no windows with this one; empty if there is none.
@@ -136,7 +136,7 @@ class Peers:
         self._transport.store(_DOING, Doing.word(activity, unit, time.monotonic_ns()))
 
     def come_to_end(self, ends: int) -> None:
-        """This rank has come to so many ends of batches and epochs. See Note [Who has left]."""
+        """Say how many ends of batches and epochs this rank has reached. See Note [Who has left]."""
         self._transport.store(Word.ENDS, ends)
 
     def fail(self, message: bytes) -> None:
@@ -152,7 +152,7 @@ class Peers:
 
     @property
     def _is_open(self) -> bool:
-        """Whether there is a window to tell and to ask: not before it was opened, nor after it was closed."""
+        """Whether the window is open, so that words can be written and read."""
         try:
             self._state(self._transport.rank)
         except LookupError:
@@ -166,7 +166,7 @@ class Peers:
     # -- the others ---------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, str]:
-        """Messages of the peers that have failed so far; none are heard once this rank has closed its windows."""
+        """Messages of the peers that have failed so far. Once this rank has closed its windows, there are none."""
         failed = [peer for peer in self._others if self._is_open and self._state(peer) == State.FAILED]
         return {peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace") for peer in failed}
 
@@ -174,7 +174,7 @@ class Peers:
         """Find out whether all peers are alive and well.
 
         Raises:
-            PeerFailedError: one is not.
+            PeerFailedError: a peer has failed or died.
         """
         trouble = self.trouble()
         if trouble:
@@ -187,7 +187,7 @@ class Peers:
             peers: Ranks of the transport for which this rank waits.
 
         Raises:
-            PeerFailedError: One has left.
+            PeerFailedError: A peer has left.
         """
         left = [peer for peer in peers if self._state(peer) == State.LEFT]
         if left:
@@ -204,8 +204,8 @@ class Peers:
             peers: Ranks of the transport that must come to this place before they end the batch.
 
         Raises:
-            PeerFailedError: One has left.
-            DisagreementError: One has ended the batch.
+            PeerFailedError: A peer has left.
+            DisagreementError: A peer has ended the batch.
         """
         self.check_not_left(*peers)
         ended = self._transport.load(self._transport.rank, Word.ENDS)
@@ -240,7 +240,7 @@ class Peers:
         return self.beyond()
 
     def _deaths(self, dead: Sequence[int]) -> str:
-        """Who died, and of what as far as it is known: see Note [Whom the kernel ended]."""
+        """The ranks that died, and the cause if it is known: see Note [Whom the kernel ended]."""
         names = ", ".join(self._transport.describe(peer) for peer in dead)
         endings = [self._transport.how_ended(peer) for peer in dead]
         parts = [f"{names} ended without a word (killed, out of memory, or crashed)."]
@@ -260,7 +260,7 @@ class Peers:
         return max((doing.seconds for doing in running if doing.activity != Activity.COMPUTE), default=0.0)
 
     def report(self) -> str:
-        """Where every rank is: version, microbatch, activity, and for how long."""
+        """A report on every rank: version, microbatch, activity, and its time."""
         return "\n".join(self._report_line(rank) for rank in range(self._transport.world_size))
 
     def _report_line(self, rank: int) -> str:

@@ -42,7 +42,7 @@ def probe(
 
 @contextmanager
 def _numbered(unit: Unit) -> Iterator[None]:
-    """A context in which the elements of this rank's shards are numbers that tell parameters and places apart.
+    """A context in which the elements of this rank's shards are distinct numbers, by parameter and place.
 
     Parameters that are equal to each other, as norms and biases are in the beginning, would look the same in any order.
     Afterwards all contents are what they were, bit for bit.

@@ -18,7 +18,7 @@ No further barrier is needed:
   written.
 - *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of version ``v + 1`` of the same unit from
   every owner, and an owner publishes that version after it took out and zeroed the sums of ``v``. This needs every
-  unit to be resharded, hence gathered again, in every step (see ``OnDemandEngine.publish``).
+  unit to be resharded, and so gathered again, in every step (see ``OnDemandEngine.publish``).
 
 Note [Meetings are at most one ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,11 +38,11 @@ mailboxes are written by the host. So wherever Note [Versions instead of barrier
 
 1. *Before a meeting* (`Protocol.finish`): all own reads and adds are done, on all streams. A peer overwrites its shard
    and takes its sums out as soon as it has my record. This is where the host waits, once per minibatch. It would wait
-   here anyway, for its peers, and everything that it wants to know of the step (losses, counts, comparisons of
-   contents) can be read then.
-2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. Nobody here needs to
-   wait for that: an event is recorded behind the writes, and a thread writes the word when the event has happened,
-   while the host prepares the next minibatch.
+   here anyway, for its peers, and everything that it needs from the step (losses, counts, comparisons of contents)
+   can be read then.
+2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. The host does not
+   wait for that. It records an event behind the writes, and prepares the next minibatch. A thread writes the word when
+   the event has happened.
 
 The other direction needs nothing: a peer's word is read by the host before it asks its device for anything that
 depends on it, and what the word announces was done on the other device before it was written. Between an own read of a
@@ -105,7 +105,7 @@ class Protocol(RankState):
         peers: how the ranks are.
         signals: what this rank and the others were sent by the operating system.
         waiter: idle seconds by cause.
-        windows: by unit, what a microbatch does with it; from `open` to `close`.
+        windows: The `UnitWindow` of each unit; from `open` to `close`.
         drop_together: called where some ranks have met for `DISCARD`, with their items and what this rank came for.
         queues: how often work was opened for other ranks to take; see `WorkQueues`.
         device_waits: how often the host waited for its own device, which is not idle time.
@@ -184,15 +184,15 @@ class Protocol(RankState):
                 report.stop()
 
     def close(self) -> None:
-        """Leave for good. Peers that still wait for this rank are told so."""
+        """Leave for good. Peers that still wait for this rank get an error."""
         if self._hang_report is not None:
             self._hang_report.stop()
         self.peers.leave()
-        self.windows = []  # they hold views of the windows, which live as long as somebody looks at them
+        self.windows = []  # they hold views of the windows, and a window lives as long as its views
         self.transport.close()
 
     def _is_staged(self) -> bool:
-        """Whether every source rank gets accumulators of its own."""
+        """Whether every source rank has separate accumulators."""
         reason = self.transport.why_not_shared(self._units)
         if reason and not self.deterministic and self.transport.rank == 0:
             warnings.warn(
@@ -210,7 +210,7 @@ class Protocol(RankState):
         return self.windows[unit].summed()
 
     def go_on_from(self, other: Protocol) -> None:
-        """Before `open`: keep the books of a protocol that was closed, and tell its tracer."""
+        """Take over the counts and the tracer of a protocol that was closed. Call it before `open`."""
         self.traffic, self.signals, self.device_waits = other.traffic, other.signals, other.device_waits
         self.waiter.seconds = other.waiter.seconds
         self.listen(other.tracer)
@@ -225,7 +225,7 @@ class Protocol(RankState):
         self.finished = True
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
-        """Wait until every rank has come to this meeting; returns everybody's item, in rank order.
+        """Wait until every rank has come to this meeting; returns the items of all ranks, in rank order.
 
         Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who drops
         a gradient]. All drop them, and the others meet again for what they came for.
@@ -248,7 +248,7 @@ class Protocol(RankState):
         return items
 
     def _hear(self, kind: str, item: Any) -> tuple[list[str], list[Any]]:
-        """For what every rank has come to a meeting, and its item."""
+        """Receive from every rank why it came to a meeting, and its item."""
         self.finish()
         records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
         kinds, items, signals = ([record[field] for record in records] for field in range(3))
@@ -257,11 +257,11 @@ class Protocol(RankState):
 
     @property
     def _ranks(self) -> Sequence[int]:
-        """Who meets, as ranks of the job, in the order of their records."""
+        """The ranks of the job that meet, in the order of their records."""
         return [self.transport.job_rank(peer) for peer in range(self.transport.world_size)]
 
     def _exchange(self, kind: str, record: Any) -> list[Any]:
-        """Everybody's record; see Note [Meetings are at most one ahead]. ``kind`` is for messages."""
+        """The records of all ranks; see Note [Meetings are at most one ahead]. ``kind`` is for messages."""
         text = json.dumps(record).encode()
         own = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         heard = self._meet_once(own[:_MAILBOX_BYTES], kind)
@@ -278,7 +278,7 @@ class Protocol(RankState):
         return items
 
     def next_version(self) -> None:
-        """After a meeting that ended a step: from now on this rank works on the next version."""
+        """Begin the next version, after a meeting that ended a step."""
         self.ended = False
         self.version += 1
         self.transport.store(Word.VERSION, self.version)
@@ -290,7 +290,7 @@ class Protocol(RankState):
         self.peers.come_to_end(self._ends)
 
     def begin_microbatch(self, index: int) -> None:
-        """For reports only."""
+        """Record the microbatch, for reports only."""
         self.transport.store(Word.MICROBATCH, index + 1)
 
     def fail(self, message: str) -> None:
@@ -298,7 +298,7 @@ class Protocol(RankState):
         self.peers.fail(message.encode()[-_MAILBOX_BYTES:])
 
     def _describe(self) -> str:
-        """Where this rank is, and where every rank is."""
+        """Describe where this rank is, and where every rank is."""
         assert self._hang_report is not None
         waiting = self.waiter.waiting_for
         mine = "does not wait" if waiting is None else f"is {waiting()}"
@@ -306,7 +306,7 @@ class Protocol(RankState):
         return f"  This is rank {self._job_rank}{place}; it {mine}.\n{report}"
 
     def _meet_once(self, message: bytes, kind: str) -> list[bytes]:
-        """Everybody's message, in rank order; none is longer than a mailbox."""
+        """The messages of all ranks, in rank order; none is longer than a mailbox."""
         self._meetings += 1
         box = self._meetings % RECORD_BOXES
         self.peers.begin(Activity.MEET)
@@ -343,5 +343,5 @@ class Protocol(RankState):
 
 
 def _times(unit: UnitSpec, count: int) -> UnitSpec:
-    """What a window holds of a unit: the shards and the sums of so many ranks, one behind the other."""
+    """The content of a window for a unit: the shards and the sums of ``count`` ranks, one after the other."""
     return replace(unit, shard_numel=count * unit.shard_numel, grad_numel=count * unit.grad_numel)

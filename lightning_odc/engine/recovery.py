@@ -102,7 +102,7 @@ class Recovery:
         return added
 
     def _calls(self) -> dict[int, int]:
-        """By unit, how many times it ran in the forward pass of this microbatch."""
+        """How many times each unit ran in the forward pass of this microbatch."""
         order = _compat.forward_order(cast(FSDPModule, self._model))
         ran = Counter(id(group) for group in order[self._mark :])
         return {unit.index: ran[id(_compat.group_of(unit.modules[0]))] for unit in self._units}

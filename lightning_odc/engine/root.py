@@ -1,4 +1,4 @@
-"""The root unit: the parameters that belong to no block, such as embeddings and the head. It is gathered by hand.
+"""The root unit: the parameters outside of blocks, such as embeddings and the head. The engine gathers it itself.
 
 ``fully_shard`` gathers the root unit when the root module is called and shards it after the backward pass. Lightning
 calls the root module once per ``training_step``. With manual optimization a step may run the model and go backward
@@ -6,8 +6,8 @@ several times within that one call, in any order. So the root unit is gathered a
 and before a backward pass (which finds the memory of the parameters that it saved filled again). The gradients of the
 root unit are reduced when a backward pass through any other unit ends.
 
-``toggle_optimizer`` freezes within the step, and freezes shards, since those are what optimizers hold. ``fully_shard``
-lets the parameters of a unit follow when it gathers them, but the root unit is gathered already.
+``toggle_optimizer`` freezes parameters within the step. It freezes shards, because optimizers hold shards. When
+``fully_shard`` gathers a unit, its parameters become frozen, too. But the root unit is gathered already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RootUnit:
     """Keeps the root unit gathered where it is needed.
 
     Args:
-        units: of a model; the root unit is the first one, if the root module has parameters of its own.
+        units: Units of a model. The root unit is the first one, if the root module has parameters of its own.
         model: the root module.
     """
 

@@ -1,13 +1,13 @@
-"""Work stealing: a rank that has run dry runs microbatches, or samples prompts, that a loaded peer has not begun.
+"""Work stealing: a rank that has finished runs microbatches, or samples prompts, that a loaded peer has not begun.
 
 Note [Every microbatch runs exactly once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every rank's microbatches are a queue: its owner takes from the front, thieves take from the back. Front and back stand
-in one word of the owner's window, which is changed under one lock, so no microbatch is taken twice; and the owner comes
+Every rank's microbatches are a queue: its owner takes from the front, thieves take from the back. One word of the
+owner's window holds front and back. It is changed under one lock, so no microbatch is taken twice. The owner comes
 to the meeting only when its queue is empty, so none is left. The word also holds the number of the minibatch, so a
 thief sees when an owner has not begun this one, or has gone on (ranks may be apart by the minibatches of one optimizer
-step). Where a microbatch runs changes neither its weight nor its data, so the gradient is that of the plan (Note [Who
-divides]).
+step). The weight and the data of a microbatch do not depend on the rank that runs it, so the gradient is that of the
+plan (Note [Who divides]).
 
 Two ranks, costs ``[[1], [5, 4, 3, 2]]`` (in seconds, say), minibatch number 7. Front and back of rank 1, whose
 microbatches are 0 to 3, and what happens::
@@ -15,15 +15,15 @@ microbatches are 0 to 3, and what happens::
     front back  left         time
       0    4    0, 1, 2, 3    0   rank 1 opens its queue: the word is 7 << 24 | 0 << 12 | 4
       1    4    1, 2, 3       0   rank 1 takes 0, rank 0 its only one
-      1    3    1, 2          1   rank 0 has run dry. Rank 1 has 5 / 2 + 4 + 3 + 2 = 11.5 s to go (half of what is under
+      1    3    1, 2          1   rank 0 is done. Rank 1 has 5 / 2 + 4 + 3 + 2 = 11.5 s to go (half of what is under
                                   way counts as done), and number 3 takes 2 s here: rank 0 takes it
       1    2    1             3   2.5 + 4 + 3 = 9.5 s there, number 2 takes 3 s here: rank 0 takes it
       2    2    none          5   rank 1 takes 1; rank 0, done at 6, finds the queue empty and goes to the meeting
 
 Rank 1 is done at 9 instead of 14.
 
-Prompts to be sampled are such queues, too. No gradient comes of them, so that they may be stolen under
-``deterministic=True`` as well.
+Prompts to be sampled are such queues, too. They have no gradient, so they may also be stolen under
+``deterministic=True``.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class WorkQueues:
     """All ranks' queues of the current minibatch, or of the prompts to be sampled.
 
     Args:
-        protocol: of this rank.
-        number: of these queues, counted from 1 on every rank.
-        costs: by rank, the planned cost of every microbatch or prompt, in any unit.
+        protocol: Protocol of this rank.
+        number: Number of these queues, counted from 1 on every rank.
+        costs: Planned cost of every microbatch or prompt, by rank, in any unit.
 
     Raises:
         ValueError: a rank has more items than a queue can count.
@@ -207,8 +207,8 @@ def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tup
     Its queue is open when this returns, so that peers can help a rank that takes nothing itself.
 
     Args:
-        protocol: of this rank.
-        costs: by rank of the job, the cost that every item is expected to have, in any unit.
+        protocol: Protocol of this rank.
+        costs: Expected cost of every item, by rank of the job, in any unit.
 
     Raises:
         ValueError: a rank has more items than a queue can count.
@@ -231,9 +231,9 @@ class Stealing:
     """Iterates over the microbatches that this rank runs: its own, then those of loaded peers.
 
     Args:
-        protocol: of this rank.
+        protocol: Protocol of this rank.
         own: this rank's microbatches.
-        everybody: all ranks' microbatches.
+        everybody: The microbatches of all ranks.
 
     Attributes:
         stolen: microbatches of peers that were handed out so far.
@@ -266,7 +266,7 @@ class Stealing:
             yield from self._timed(rank, number, microbatch)
 
     def _timed(self, rank: int, number: int, microbatch: Any) -> Iterator[Task]:
-        """Hand out a microbatch and learn from how long it takes until the next one is asked for."""
+        """Hand out a microbatch, and learn from the time until the next one is requested."""
         everybody = self._everybody
         detail = None if everybody.details is None else everybody.details[rank][number]
         self._clock.start()

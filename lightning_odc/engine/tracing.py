@@ -43,7 +43,7 @@ class Tracer:
         self.dropped = 0
 
     def begin_wait(self, cause: str) -> None:
-        """A wait begins; when it has ended, `record` is told of a ``"wait"``. Waits nest."""
+        """A wait begins. When it has ended, `record` gets a ``"wait"``. Waits nest."""
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
         """A span that ends now."""
@@ -59,7 +59,7 @@ class Tracer:
 
 
 class Fanout(Tracer):
-    """Several tracers at once, each with a place of its own.
+    """Several tracers at once, each with its own place.
 
     Args:
         tracers: who listens.
@@ -87,7 +87,7 @@ class Traced:
     """Something whose work can be traced. With no tracer set, tracing costs one comparison.
 
     Attributes:
-        tracer: who listens, if anybody.
+        tracer: The listener, or ``None``.
     """
 
     tracer: Tracer | None = None

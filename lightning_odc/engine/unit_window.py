@@ -15,7 +15,7 @@ from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitS
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError, StaleShardError
 
-#: Up to so many bytes a unit is read by one call, own shard included: calls take longer than copying.
+#: A unit of at most this many bytes is read by one call, own shard included: calls take longer than copying.
 _SMALL = 64 * 1024
 
 
@@ -47,7 +47,7 @@ class Column(NamedTuple):
 
     Attributes:
         size: How many.
-        own: Which of them this rank is.
+        own: Place of this rank among them.
     """
 
     size: int
@@ -125,7 +125,7 @@ class _Published(NamedTuple):
         owner: the window's.
         version: reads the version word of the unit.
         edited: reads in which version frozen parameters of the unit changed last.
-        parts: by rank, the shard as the only item of a list, and where it begins in the whole unit.
+        parts: The shard of each rank as the only item of a list, and where it begins in the whole unit.
     """
 
     owner: int
@@ -151,8 +151,8 @@ class _Accumulator(NamedTuple):
 
     Attributes:
         owner: the window's.
-        totals: by rank of the column that will take the sum, the view of the window.
-        lock: to hold while adding; ``None`` where no other rank adds to this place, or additions are atomic.
+        totals: View of the window for each rank of the column that will take the sum.
+        lock: Lock to hold while adding; ``None`` if no other rank adds to this place, or additions are atomic.
     """
 
     owner: int
@@ -164,16 +164,16 @@ class UnitWindow:
     """One unit as this rank sees it in the windows of all ranks, which must be open.
 
     Args:
-        state: of this rank.
+        state: State of this rank.
         index: the number of the unit.
         spec: its sizes.
         sources: accumulators per owner: 1, or one for every rank.
         edited_word: the control word for the version in which frozen parameters changed last.
 
     Attributes:
-        gathers: how often the unit was gathered, since somebody set it to 0.
-        owners: among how many ranks the unit is sharded.
-        own: which of them this rank is.
+        gathers: Number of gathers of the unit since it was last set to 0.
+        owners: Number of ranks over which the unit is sharded.
+        own: Place of this rank among them.
         shards: what this rank's window holds, shape ``[column.size, shard_numel]``.
         own_shard: this rank's row of it.
         own_accumulator: where this rank adds what its own window takes.
@@ -218,7 +218,7 @@ class UnitWindow:
         self.own_accumulator = self._sums[source]
 
     def _by_node(self, whole: Tensor, numel: int) -> list[Tensor]:
-        """By rank of the column, its part of a shard or an accumulator in one window."""
+        """The part of each rank of the column in a shard or an accumulator of one window."""
         return [whole.narrow(0, node * numel, numel) for node in range(self._state.column.size)]
 
     def _parts_in(self, owner: int) -> list[tuple[list[Tensor], int]]:
@@ -293,7 +293,7 @@ class UnitWindow:
 
         Args:
             chunks: 1-D, ``owners * numel`` elements: one chunk for every owner, in rank order.
-            segments: which elements of a chunk go where in the accumulator.
+            segments: Where each element of a chunk goes in the accumulator.
 
         Raises:
             StaleShardError: between the end of a version and the next one.

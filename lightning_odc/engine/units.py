@@ -278,7 +278,8 @@ class Unit:
 
         Args:
             accumulator: Shape ``[column.size, grad_numel]``.
-            gradients: By parameter name, of all ranks of the column, padded: shape ``[column.size, padded_numel]``.
+            gradients: Padded gradients of all ranks of the column, by parameter name. Shape ``[column.size,
+                padded_numel]``.
         """
         for slot in self.trainable:
             if slot.name in gradients:
@@ -299,7 +300,7 @@ class Unit:
         return segments
 
     def take_used(self) -> list[bool]:
-        """Which parameters (by position in `slots`) received a gradient on this rank; then forget it."""
+        """Which parameters (by position in `slots`) received a gradient on this rank. Clears the record."""
         used = [slot in self.used for slot in self.slots]
         self.used.clear()
         return used
@@ -311,7 +312,7 @@ class Unit:
         Args:
             total: 1-D, ``grad_numel`` elements, on the device of the shards; see `at_home`.
             scale: A factor.
-            used: By position in `slots`, which parameters received a gradient on any rank.
+            used: Whether a parameter received a gradient on any rank, by position in `slots`.
         """
         empty: list[tuple[DTensor, Tensor]] = []
         kept: list[tuple[DTensor, Tensor]] = []
@@ -350,7 +351,7 @@ class Unit:
 
 
 def _joined(fresh: list[ParamSlot]) -> list[Segment]:
-    """Of parameters of 4, 2 and 3 numbers, of which the second has no gradient, ``(0, 0, 4)`` and ``(6, 4, 3)``."""
+    """Join segments: parameters of 4, 2, 3 numbers, the second without gradient, give ``(0, 0, 4)``, ``(6, 4, 3)``."""
     segments: list[Segment] = []
     source = 0
     for slot in fresh:
@@ -364,7 +365,7 @@ def _joined(fresh: list[ParamSlot]) -> list[Segment]:
 
 
 def _runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of ``(0, 4), (4, 6), (9, 12)`` it is ``(0, 6), (9, 12)``."""
+    """Join adjacent runs: ``(0, 4), (4, 6), (9, 12)`` become ``(0, 6), (9, 12)``."""
     runs: list[tuple[int, int]] = []
     for start, end in places:
         if runs and runs[-1][1] == start:

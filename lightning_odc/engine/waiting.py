@@ -43,7 +43,7 @@ class Waiter(Traced):
         timeout: seconds after which a wait gives up.
         check: called about 20 times a second in every wait; raises if a peer has failed.
         report: describes where every rank is, for the message of a timeout.
-        hang_report: is told about a timeout, too.
+        hang_report: receives a timeout, too.
 
     Attributes:
         seconds: idle seconds by cause since the start.
@@ -100,9 +100,9 @@ class Waiter(Traced):
         """Enter the time inside as a wait. `until` does it; so does a rank in a collective, which has its own end.
 
         Args:
-            cause: As in `until`.
-            what: As in `until`.
-            peer: As in `until`.
+            cause: See `until`.
+            what: See `until`.
+            peer: See `until`.
         """
         if cause is not None and self.tracer is not None:
             self.tracer.begin_wait(str(cause))

@@ -31,7 +31,7 @@ def open_ranks(units: Sequence[UnitSpec], ranks: int = 2, timeout: float = 1.0) 
 def together(
     *functions: Callable[[], Any], catch: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> list[Any]:
-    """Call each function in a thread of its own, at the same time; returns their results, in order.
+    """Call each function in its own thread, at the same time; returns their results, in order.
 
     Args:
         functions: The functions to call.

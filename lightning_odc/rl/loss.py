@@ -74,8 +74,8 @@ def policy_loss(
         max_response_length: The constant of ``"dr_grpo"``, in tokens.
 
     Raises:
-        ValueError: a value that is none of those, ``beta`` without ``ref_logprobs``, ``"dr_grpo"`` without its
-            constant, or a roll-out without advantage.
+        ValueError: An invalid value, ``beta`` without ``ref_logprobs``, ``"dr_grpo"`` without its constant, or a
+            roll-out without advantage.
 
     Source: *DAPO*, arXiv 2503.14476; *DeepSeekMath* (GRPO), arXiv 2402.03300; *GSPO*, arXiv 2507.18071; k3:
     *Approximating KL Divergence*, joschu.net/blog/kl-approx.html.

@@ -1,4 +1,4 @@
-"""Where ranks meet to learn of each other's roll-outs, which travel as raw numbers and JSON, without pickle."""
+"""The exchange of roll-outs between ranks, as raw numbers and JSON, without pickle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exchange(
         The same roll-outs in the same order on every rank, with a plan.
 
     Raises:
-        TypeError: another strategy than those of this package; or ``own`` holds something that is no `Rollout`.
+        TypeError: A strategy of another package, or an item of ``own`` that is not a `Rollout`.
         PeerFailedError: another rank has failed, for example in its reward function. It names the rank and shows the
             error.
     """

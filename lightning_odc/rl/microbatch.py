@@ -75,7 +75,7 @@ class Microbatch:
         """Advantages of the roll-outs, ``[S]`` fp32.
 
         Raises:
-            ValueError: one has none.
+            ValueError: a roll-out has none.
         """
         values = [one.advantage for one in self.rollouts]
         if None in values:

@@ -1,10 +1,10 @@
-"""Prompts that ranks share while they sample: a rank that is done takes prompts of a rank that is still at it.
+"""Prompts that ranks share while they sample: a rank that is done takes prompts of a rank that still samples.
 
 Note [The answer does not depend on the rank]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Which rank samples a prompt is decided by time. Three things keep time out of the answers. A prompt has an *index*, its
+Time decides which rank samples a prompt. Three things keep time out of the answers. A prompt has an *index*, its
 place among the prompts of all ranks, rank 0's first. Random numbers are seeded from that index while a prompt is
-sampled. And a prompt is not regrouped: what one rank passes as one item, a batch too, is sampled as one item.
+sampled. And items are not regrouped: one item of a rank, even a batch, is sampled as one item.
 
 Two ranks with prompts ``[a, b]`` and ``[c, d, e]``; the responses to ``c`` and ``d`` are long::
 
@@ -33,11 +33,11 @@ _MEETS = ("collective", "lockstep")
 
 
 class _Share(NamedTuple):
-    """What a rank tells the others, as a JSON list of these fields.
+    """The message of a rank to the others, as a JSON list of these fields.
 
     Attributes:
         prompts: JSON texts.
-        costs: of the prompts.
+        costs: Costs of the prompts.
         order: places of the prompts in the order in which they are sampled, the most expensive first.
         seed: a random number.
     """
@@ -60,7 +60,7 @@ def claim_prompts(
             tokens = self.model.generate(prompt, do_sample=True, max_new_tokens=512)
 
     Inside the loop's body, ``torch``'s random numbers begin from a seed of the prompt's own. So the responses are the
-    same whoever samples them. After the loop, random numbers go on as if it had not been.
+    same on every rank. After the loop, random numbers continue as if it had not run.
 
     All ranks call it together; that is a meeting. Where ranks meet at every unit (``communication="collective"``),
     every rank gets its own prompts only, since there they must generate equally often. With several nodes, prompts are
@@ -111,10 +111,10 @@ def _sampled(
 
 
 def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
-    """What this rank tells the others."""
+    """The message of this rank to the others."""
     if isinstance(prompts, str | Mapping):
         raise TypeError(
-            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, and shares out the items of a list. "
+            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, but needs a list. "
             "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
         )
     texts = [_encode(prompt) for prompt in prompts]

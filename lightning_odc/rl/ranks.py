@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who shares roll-outs.
+    """The ranks that share roll-outs.
 
     Attributes:
         rank: This rank.
@@ -80,7 +80,7 @@ def strategy_of(where: Any, call: str) -> Any:
         call: What the user wrote, for the message.
 
     Raises:
-        TypeError: it is another one than those of this package.
+        TypeError: it is not a strategy of this package.
     """
     strategy = getattr(getattr(where, "trainer", where), "strategy", None)
     if not hasattr(type(strategy), "engine"):

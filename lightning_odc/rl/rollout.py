@@ -1,4 +1,4 @@
-"""A roll-out: a prompt, a sampled response, and what is known about it; and its form on the way between ranks.
+"""A roll-out: a prompt, a sampled response and its scores, and their form on the way between ranks.
 
 Note [Bytes of roll-outs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -9,8 +9,8 @@ Two roll-outs of 3 and 2 tokens, the first one with 2 log-probabilities::
             length of    token ids, int64   log-probs,      JSON: a list with one list of numbers,
             the JSON                        fp32            text and metadata per roll-out
 
-Numbers come before text, so they lie at multiples of their size. Every rank reads its own roll-outs from these bytes,
-too. So what JSON would change is the same on all ranks; it is refused where it can be.
+Numbers come before text, so they are at multiples of their size. Every rank reads its own roll-outs from these bytes,
+too. So a change by JSON would be the same on all ranks. Metadata that JSON would change is refused if possible.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Rollouts(Sequence[Rollout]):
         return _PACKED if time_of(_PACKED) < time_of(_PADDED) * _CLEARLY else _PADDED
 
     def _planned(self, indices: Sequence[int], collation: Collation) -> Plan:
-        """Who runs which of some roll-outs."""
+        """Plan which rank runs which roll-outs."""
         if not len(indices):
             return [[] for _ in range(self.ranks.count)]
         plan = plan_minibatch(

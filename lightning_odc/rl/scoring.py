@@ -96,7 +96,7 @@ def _check_same(plans: list[str]) -> None:
     other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
     if other is not None:
         raise DisagreementError(
-            f"Rank {other} has planned the roll-outs otherwise than rank 0. Give the same values to rl.exchange(self, "
+            f"Rank {other} planned the roll-outs differently from rank 0. Give the same values to rl.exchange(self, "
             "own, max_tokens=..., cost=...) on all ranks."
         )
 

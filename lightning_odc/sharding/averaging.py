@@ -35,7 +35,7 @@ def check_kept_whole(found: list[nn.Module], full: bool) -> None:
     """Refuse what cannot be saved: the callback puts a second model into the checkpoint.
 
     Raises:
-        ValueError: for sharded checkpoints.
+        ValueError: Checkpoints are sharded.
     """
     if found and not full:
         raise ValueError(

@@ -4,7 +4,7 @@ An initialiser must see whole parameters: fans are computed from full shapes, an
 shard from an equal seed, shards would be copies of each other. So the parameters of one unit at a time are made whole,
 initialised as the constructors would have done it (children before the modules around them), and cut into shards. With
 one seed on all ranks the values are those of a model made on the CPU, for any number of ranks. Tensors are filled
-with a mark beforehand, so that what no initialiser has written is found out.
+with a mark beforehand, so a tensor that no initialiser has written is found.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Materializer:
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """Adapters of PEFT begin as zeros by a reset of their own, which that of their layers would undo."""
+    """Refuse adapters of PEFT: their own reset makes zeros, and the reset of their layers would undo it."""
     for name, module in model.named_modules():
         if hasattr(module, "reset_lora_parameters") and any(p.is_meta for p in module.parameters()):
             raise ValueError(

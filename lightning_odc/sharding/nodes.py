@@ -82,11 +82,11 @@ def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
 
 
 def why_versions_differ(versions: Sequence[str], names: Sequence[str]) -> str:
-    """Who runs which version of this package; empty if all run the same.
+    """Describe which node runs which version of this package; empty if all run the same.
 
     Args:
-        versions: By rank.
-        names: Of their hosts, by rank.
+        versions: Versions by rank.
+        names: Names of the hosts, by rank.
     """
     if len(set(versions)) == 1:
         return ""
@@ -106,7 +106,7 @@ def why_rows_are_apart(layout: Layout, hosts: Sequence[str], names: Sequence[str
     Args:
         layout: The rows and columns of ranks.
         hosts: What only ranks of one host have in common, by rank.
-        names: Of the hosts, by rank.
+        names: Names of the hosts, by rank.
     """
     if all(len({hosts[rank] for rank in row}) == 1 for row in layout.rows):
         return ""

@@ -55,7 +55,7 @@ class ParameterNames:
         was the model's stays, with a warning if it is trained.
 
         Raises:
-            ValueError: for state that has neither the shape of its parameter nor is a scalar.
+            ValueError: State that neither has the shape of its parameter nor is a scalar.
         """
         current = {_compat.checkpoint_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         own = set(current.values())
@@ -92,7 +92,7 @@ def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
         advice: What to do if it cannot be sharded.
 
     Raises:
-        ValueError: if its shape is another one.
+        ValueError: if its shape differs.
     """
     if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.ndim):
         return value
@@ -125,7 +125,7 @@ def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     unfreeze it only in one epoch, which may be over.
 
     Args:
-        trainer: With callbacks that have loaded their states.
+        trainer: Trainer whose callbacks have loaded their states.
         module: The sharded model.
     """
     before = _held(trainer.optimizers)

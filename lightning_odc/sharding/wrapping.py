@@ -405,7 +405,7 @@ def _refuse_fsdp1(model: nn.Module) -> None:
 
 
 def _refuse_mixed_units(model: nn.Module) -> None:
-    """Of a model that the user has sharded."""
+    """Refuse units of several dtypes in a model that the user has sharded."""
     for name, unit in model.named_modules():
         dtypes = [*_elements(unit)]
         if len(dtypes) > 1 and (isinstance(unit, FSDPModule) or unit is model):

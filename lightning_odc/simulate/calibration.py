@@ -22,7 +22,7 @@ def this_cpu(ranks: int = 2, seconds: float = 0.5) -> Device:
 
     Args:
         ranks: How many ranks share the machine.
-        seconds: About how long to measure.
+        seconds: Approximate time to measure.
 
     Raises:
         ValueError: ``ranks`` or ``seconds`` is not positive.

@@ -23,7 +23,7 @@ class Cluster:
         devices_per_node: How many share a node; ``None``: all.
         slowness: How many times as long each takes: one number, or one per device.
         jitter: Spread of the time of each microbatch: sigma of a lognormal distribution whose mean is 1.
-        seed: Of the jitter.
+        seed: Seed of the jitter.
 
     Raises:
         ValueError: a value out of range.
@@ -81,7 +81,7 @@ class Cluster:
         return cls(device, devices, devices_per_node).but(**others)
 
     def but(self, **others: Any) -> Cluster:
-        """The same with other values: fields of `Cluster` or `Device`, such as ``devices=32, network=25e9``.
+        """This cluster with other values: fields of `Cluster` or `Device`, such as ``devices=32, network=25e9``.
 
         Raises:
             ValueError: an unknown field, or a value out of range.
@@ -90,7 +90,7 @@ class Cluster:
         parts = {field.name for field in fields(Device)}
         if unknown := set(others) - own - parts:
             raise ValueError(
-                f"{sorted(unknown)[0]!r} is no field of a cluster; there are {', '.join(sorted(own | parts))}."
+                f"{sorted(unknown)[0]!r} is not a field of a cluster; its fields are {', '.join(sorted(own | parts))}."
             )
         device = replace(others.pop("device", self.device), **{k: v for k, v in others.items() if k in parts})
         return replace(self, device=device, **{k: v for k, v in others.items() if k in own})

@@ -18,13 +18,13 @@ class Device:
         name: What it is called.
         flops: Floating-point operations per second that training reaches, not the peak.
         memory: Bytes.
-        memory_bandwidth: Between the device and its own memory.
+        memory_bandwidth: Bandwidth between the device and its own memory.
         link: Bandwidth to the other devices of its node, all of them together.
         network: Bandwidth to other nodes: its part of what the node has.
-        link_latency: Of one read or one addition inside the node.
-        network_latency: Of one message to another node.
+        link_latency: Latency of one read or one addition inside the node.
+        network_latency: Latency of one message to another node.
         collective_link: Bandwidth that collectives reach inside the node; ``None``: that of `link`.
-        collective_latency: Of one hop of a collective inside the node.
+        collective_latency: Latency of one hop of a collective inside the node.
         one_sided_network: The part of `network` that one-sided reads and additions reach (``sharding="flat"``).
         sum_bytes: Bytes of a sum of gradients by collectives over those of a reduce-scatter: 2 for gloo.
         overlap: The part of the communication that can run beside computing: 1 on GPUs, 0 on CPUs.

@@ -17,12 +17,12 @@ class Memory:
 
     Attributes:
         parameters: Its shards, as the optimizer has them.
-        gradients: Of these.
+        gradients: Gradients of these shards.
         optimizer: Adam's two moments.
         window: Published shards and accumulators, with the copies for other nodes; 0 under collectives.
         gathered: Whole units: those that stay gathered, and the two largest that are in use beside them.
-        activations: Of the largest microbatch, padding included.
-        padding: Of the activations those of padding.
+        activations: Activations of the largest microbatch, padding included.
+        padding: The part of the activations that is padding.
         limit: What the device has.
         kept: Part of the gathered bytes that stays gathered until the minibatch ends.
     """
@@ -63,7 +63,7 @@ def memory_of(
 
     Args:
         model: What is trained.
-        cluster: On what.
+        cluster: Cluster to run on.
         max_tokens: The most tokens that a microbatch computes.
         communication: See `simulate`.
         sharding: See `simulate`.

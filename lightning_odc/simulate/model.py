@@ -48,11 +48,11 @@ class Model:
     Attributes:
         cost: Seconds of a microbatch, forward and backward, on a device of slowness 1: any `Cost` of the planner.
         units: The root unit (embedding and head) first, then the layers. Their shares add up to 1.
-        compute_bytes: Of a parameter as it is published and computed with.
-        gradient_bytes: Of a gradient as it is sent.
-        accumulator_bytes: Of an accumulator.
-        parameter_bytes: Of a parameter and of its gradient in the optimizer's shard.
-        activation_bytes: Per token of a microbatch.
+        compute_bytes: Bytes of a parameter as it is published and computed with.
+        gradient_bytes: Bytes of a gradient as it is sent.
+        accumulator_bytes: Bytes of an accumulator.
+        parameter_bytes: Bytes of a parameter and of its gradient in the optimizer's shard.
+        activation_bytes: Bytes per token of a microbatch.
         forward: Part of the time of a microbatch that the forward pass takes.
 
     Raises:
@@ -97,7 +97,7 @@ class Model:
             dense: Whether attention runs over all tokens of a packed microbatch, as on CPUs.
 
         Raises:
-            ValueError: the config is not that of such a model, or the precision is unknown.
+            ValueError: the config belongs to another kind of model, or the precision is unknown.
         """
         check_choice("precision", precision, tuple(PRECISIONS))
         shape = shape_of(config)
@@ -137,7 +137,7 @@ class Model:
             parameters: How many.
             layers: The number of units, all alike.
             precision: See `from_config`.
-            activation_bytes: Per token.
+            activation_bytes: Bytes of activations per token.
             dense: See `from_config`.
 
         Raises:

@@ -40,7 +40,7 @@ def simulate(
     Args:
         lengths: ``[n]`` tokens of the samples of the data set.
         model: What is trained.
-        cluster: On what.
+        cluster: Cluster to run on.
         minibatch_size: Samples per device and minibatch.
         policy: See `plan_work`.
         communication: See `simulate_work`.

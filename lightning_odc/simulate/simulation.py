@@ -22,7 +22,7 @@ class Simulation:
     Attributes:
         seconds: ``[S]``.
         busy: ``[S, D]`` seconds in which a device computes or moves its own bytes.
-        idle: By cause ``[S, D]`` seconds of waiting for others: ``"units"`` (at every unit, not on demand),
+        idle: Seconds of waiting for others, ``[S, D]`` for each cause: ``"units"`` (at every unit, not on demand),
             ``"settle"`` (at the end of the minibatch), ``"network"`` (for other nodes, with the time on the link).
         causes: Where the time of an average minibatch goes; the values add up to `mean_seconds`. ``"compute"``: level
             and without padding. ``"padding"``. ``"longest_sample"``: beyond the mean, since no plan can share a
@@ -30,9 +30,9 @@ class Simulation:
             inside nodes, as far as it is not hidden. ``"network"``: the same between nodes. ``"step"``: optimizer,
             settle, publish.
         traffic: Bytes of a device per minibatch, on average: ``"read"``, ``"added"``, ``"collective"``, ``"network"``.
-        memory: Of one rank.
-        samples: In all minibatches.
-        tokens: In all minibatches, without padding.
+        memory: Memory of one rank.
+        samples: Samples in all minibatches.
+        tokens: Tokens in all minibatches, without padding.
         communication: What was simulated.
         policy: What was simulated.
         sharding: What was simulated.
@@ -54,25 +54,25 @@ class Simulation:
 
     @property
     def total_seconds(self) -> float:
-        """Of all minibatches."""
+        """Seconds of all minibatches."""
         return float(self.seconds.sum())
 
     @property
     def mean_seconds(self) -> float:
-        """Of a minibatch."""
+        """Mean seconds of a minibatch."""
         return float(self.seconds.mean())
 
     @property
     def idle_fraction(self) -> float:
-        """Of all devices' time, the part in which they wait for others."""
+        """The part of all devices' time in which they wait for others."""
         return 1 - float(self.busy.sum()) / (self.busy.shape[1] * self.total_seconds)
 
     @property
     def samples_per_second(self) -> float:
-        """Of all devices together."""
+        """Samples per second of all devices together."""
         return self.samples / self.total_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together, without padding."""
+        """Tokens per second of all devices together, without padding."""
         return self.tokens / self.total_seconds

@@ -1,8 +1,8 @@
-"""Who runs what when devices that run dry take microbatches from others: a greedy simulation.
+"""Work stealing, simulated greedily: a device that has finished takes microbatches from others.
 
 Note [Simulated stealing]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-As in `lightning_odc.engine.stealing`: an owner takes from the front of its list; a device that has run dry takes the
+As in `lightning_odc.engine.stealing`: an owner takes from the front of its list; a device that has finished takes the
 last microbatch of the one with the most left, if it would end there before its owner ends everything. Devices steal
 inside their node. Two alike devices, seconds ``[[1], [5, 4, 3, 2]]``::
 
@@ -28,7 +28,7 @@ _LEAST_GAIN = 0.02  # as in the engine
 
 
 def steal(seconds: Floats, counts: Ints, slowness: Floats, row: int) -> tuple[Floats, Ints, int]:
-    """Move microbatches of one minibatch to devices that run dry.
+    """Move microbatches of one minibatch to devices that have finished.
 
     Args:
         seconds: ``[M, D]`` of microbatches where they were planned.

@@ -2,19 +2,21 @@
 
 Note [Hidden communication]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-``fully_shard`` gathers the next unit while one computes. Of ``n`` alike units the first gather has nothing to hide
-behind, so of ``n`` gathers ``n - 1`` run beside computing. What is seen of them is what takes longer than the unit
-computes. So are gathers and sums of the backward pass together. The root unit is alone in its kind: all of it is seen.
+``fully_shard`` gathers the next unit while one computes. With ``n`` equal units, nothing hides the first gather, and
+the other ``n - 1`` gathers run while units compute. The visible part of a gather is the time beyond that of the
+computing unit. The same holds for gathers and sums of the backward pass together. There is one root unit only: all of
+it is visible.
 
 An example: 3 layers of 2 s each in the forward pass, gathers of 3 s. Time is ``3 + 3 + 3 + 2 = 11``: the computing, 6,
-and what is seen, ``3 x 3 - 2 x min(2, 3) = 5``. Where nothing can be hidden (``overlap=0``), all 9 are seen.
+and the visible part, ``3 x 3 - 2 x min(2, 3) = 5``. If nothing can be hidden (``overlap=0``), all 9 are visible.
 
 Note [A busy owner]
 ~~~~~~~~~~~~~~~~~~~
-All shards are equally large, so an owner is asked for as many bytes as an average rank moves. Yet several ranks may ask
-the same one at the same moment, and share its bandwidth. Ranks that all move bytes all the time, each from or to a
-random one of ``n`` owners, keep ``1 - (1 - 1/n)^n`` of the owners busy: 1 for one, 0.75 for two, 0.63 for many. Their
-transfers take the inverse of that longer. Ranks that move bytes for a part of the time collide in that part only.
+All shards are equally large, so an owner serves as many bytes as an average rank moves. Yet several ranks may ask
+the same owner at the same moment, and share its bandwidth. If all ranks move bytes all the time, each from or to a
+random one of ``n`` owners, they keep ``1 - (1 - 1/n)^n`` of the owners busy: 1 for one, 0.75 for two, 0.63 for many.
+Their transfers take longer by the inverse factor. Ranks that move bytes for a part of the time collide in that part
+only.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Steps:
     Attributes:
         seconds: ``[S]``.
         busy: ``[S, D]``.
-        idle: By cause ``[S, D]``.
+        idle: ``[S, D]`` for each cause.
         waits: ``[S]`` seconds of waiting at every unit that the one meeting on demand would not need.
         step: Seconds of optimizer, settle and publish.
     """
@@ -102,7 +104,7 @@ def with_barriers(model: Model, transfers: Transfers, compute: Floats, exists: B
 
 
 def with_one_meeting(model: Model, transfers: Transfers, compute: Floats, exists: Bools) -> Steps:
-    """On demand: every rank at its own pace until all meet; see `with_barriers`."""
+    """Simulate on-demand communication: every rank runs at its own pace until all meet; see `with_barriers`."""
     factor = collisions(model, transfers, compute, exists)[:, None, None]
     own = compute + seen(model, transfers, compute, first=False, factor=factor)
     own[:, :1] = compute[:, :1] + seen(model, transfers, compute[:, :1], first=True, factor=factor)

@@ -45,13 +45,13 @@ _SETTLE_PASSES = 4  # over the own accumulators: read, divide, write, zero
 
 @dataclass(frozen=True)
 class UnitTransfers:
-    """Of one unit: seconds and bytes of a rank.
+    """Seconds and bytes of a rank for one unit.
 
     Attributes:
         gather: Seconds of one gather.
         again: Seconds of a gather after the first of a minibatch, where the unit is gathered again.
         add: Seconds in which its gradients are summed.
-        sum_nodes: Of these, seconds of a sum over nodes in every microbatch.
+        sum_nodes: The part of these seconds that is a sum over nodes in every microbatch.
     """
 
     gather: float
@@ -83,7 +83,7 @@ class Transfers:
 
     Args:
         model: What is moved.
-        cluster: Over what.
+        cluster: Cluster to run on.
         communication: One of `COMMUNICATIONS`.
         sharding: One of `SHARDINGS`.
         kept: Part of the gathered bytes that stay gathered until the minibatch ends; only on demand.
@@ -131,7 +131,7 @@ class Transfers:
         return UnitTransfers(gather, gather * (1 - self.kept), add + over, over)
 
     def seconds(self, size: float) -> float:
-        """Of a gather or a sum of so many bytes; see Note [Seconds of bytes]."""
+        """Seconds of a gather or a sum of ``size`` bytes; see Note [Seconds of bytes]."""
         device, row, nodes = self.cluster.device, self.cluster.row, self.cluster.nodes
         everybody = self.cluster.devices
         if not self._is_flat:
@@ -148,13 +148,13 @@ class Transfers:
         return moved + (row - 1) * device.link_latency + (everybody - row) * device.network_latency
 
     def _column(self, size: float) -> float:
-        """A reduce-scatter, or an all-gather, of a node's copy of so many bytes, over all nodes."""
+        """A reduce-scatter, or an all-gather, of a node's copy of ``size`` bytes, over all nodes."""
         device, nodes = self.cluster.device, self.cluster.nodes
         moved = size / self.cluster.row * (nodes - 1) / nodes / device.network
         return moved + (nodes - 1) * device.network_latency / 2
 
     def _columns(self, width: int) -> float:
-        """`_column` of all units' trained parameters, of so many bytes each."""
+        """`_column` of all units' trained parameters, ``width`` bytes each."""
         sizes = ((unit.parameters * unit.trained * width, unit.count) for unit in self.model.units)
         return sum(self._column(size) * count for size, count in sizes)
 
@@ -195,7 +195,7 @@ class Transfers:
         """Bytes that a rank moves on average.
 
         Args:
-            microbatches: Of a rank, on average.
+            microbatches: Mean number of microbatches of a rank.
         """
         gathered = sum(self._gathered(unit, microbatches) * unit.count for unit in self.model.units)
         added = microbatches * self.model.trained * self._sum_width

@@ -84,7 +84,7 @@ def plan_work(
         collation: What the ``collate_fn`` makes of a microbatch.
         minibatches: How many; by default one epoch.
         shuffle: Whether samples come in the order of `epoch_order`.
-        seed: Of that order.
+        seed: Seed of that order.
         starts: How hard the planner searches; see `Planner`.
         knows_slowness: Whether plans are made for how slow each device is, as by a fitted cost.
 
@@ -116,7 +116,7 @@ def plan_work(
 
 
 def _minibatches(samples: int, size: int, count: int, shuffle: bool, seed: int) -> Iterable[Ints]:
-    """Sample indices ``[size]`` of so many minibatches, epoch after epoch; what an epoch has left over is dropped."""
+    """Sample indices ``[size]`` of that many minibatches, epoch after epoch. The rest of an epoch is dropped."""
     epoch, left = 0, np.zeros(0, dtype=np.int64)
     for _ in range(count):
         if len(left) < size:
@@ -139,7 +139,7 @@ def work_of(
     """The work of plans that were made elsewhere.
 
     Args:
-        planned: Of every minibatch the plan, and ``[n]`` the lengths of the samples that its indices name.
+        planned: Plan of every minibatch, and ``[n]`` the lengths of the samples that its indices name.
         model: What it costs.
         cluster: The devices.
         collation: What the ``collate_fn`` makes of a microbatch.
@@ -250,7 +250,7 @@ class _Flat:
         return seconds, tokens, seconds
 
     def padded(self) -> tuple[Floats, Floats, Floats]:
-        """The same where every row is as long as the longest; an empty microbatch costs its overhead."""
+        """The work if every row is padded to the longest; an empty microbatch costs its overhead."""
         filled = self.sizes > 0
         starts = (np.cumsum(self.sizes) - self.sizes)[filled]
         longest, costs = np.zeros(len(self.sizes)), np.zeros(len(self.sizes))

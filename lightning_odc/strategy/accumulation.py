@@ -87,7 +87,7 @@ class Accumulation:
         setattr(self._trainer, name, value)
 
     def fold_schedulers(self, schedulers: Iterable[LRSchedulerConfig]) -> None:
-        """Let schedulers that step by batches step as often as before; once per fit, which makes them anew."""
+        """Let schedulers that step by batches step as often as before. Once per fit: a fit creates new ones."""
         for config in schedulers:
             if config.interval == "step":
                 config.frequency //= math.gcd(config.frequency, self.batches)

@@ -29,7 +29,7 @@ def compare_batches(engine: Engine, trainer: pl.Trainer) -> None:
         trainer: The trainer.
 
     Raises:
-        DisagreementError: with all numbers.
+        DisagreementError: The numbers differ; the message has all of them.
     """
     batches = trainer.num_training_batches
     counts = engine.exchange("begin training", -1 if batches == float("inf") else batches)

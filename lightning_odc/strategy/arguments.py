@@ -53,8 +53,8 @@ def check_strategy(given: Mapping[str, Any]) -> None:
         given: The arguments, by name.
 
     Raises:
-        ValueError: for a value that is not one of those it knows.
-        TypeError: for a value of another kind, or an argument it does not know.
+        ValueError: An invalid value.
+        TypeError: A value of another type, or an unknown argument.
     """
     balance, communication, deterministic = (
         given[name] for name in ("balance", "communication", "deterministic")
@@ -99,14 +99,14 @@ def memory_size(value: int | str) -> int | Literal["auto"]:
     """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is not an amount of memory.
     """
     if value == "auto":
         return "auto"
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
     if found is None or isinstance(value, bool):
         raise ValueError(
-            f'ODCStrategy(keep_gathered={value!r}) is no amount of memory: write "auto", 0 to keep nothing, or the '
+            f'ODCStrategy(keep_gathered={value!r}) is not an amount of memory: write "auto", 0 to keep nothing, or the '
             'most that a rank may keep, such as "4GiB".'
         )
     number, prefix, is_binary = found.groups()
@@ -123,7 +123,7 @@ def offloading_backend(given: str | None) -> str:
         given: The user's, or that of a process group that is there already; ``None`` if it is for us to choose.
 
     Raises:
-        ValueError: for one that has nothing for host memory.
+        ValueError: The process group has no backend for host memory.
     """
     if given is None:
         return "cpu:gloo,cuda:nccl"
@@ -243,8 +243,8 @@ def _check_mesh(device_mesh: Any) -> None:
         )
     if not is_right:
         raise ValueError(
-            f"ODCStrategy(device_mesh={device_mesh!r}) is no mesh of nodes: write device_mesh=(nodes, ranks per node), "
-            "or pass a 2-D DeviceMesh."
+            f"ODCStrategy(device_mesh={device_mesh!r}) is not a mesh of nodes: write device_mesh=(nodes, ranks per "
+            "node), or pass a 2-D DeviceMesh."
         )
 
 
@@ -267,7 +267,7 @@ def _check_wrapping(argument: str, policy: Any) -> None:
 def _check_time(argument: str, value: Any, example: str) -> None:
     """Reject a value that is not a duration."""
     if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
-        raise ValueError(f"ODCStrategy({argument}={value!r}) is no time to wait: write {example}.")
+        raise ValueError(f"ODCStrategy({argument}={value!r}) is not a duration: write {example}.")
 
 
 def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
@@ -280,8 +280,8 @@ def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
         )
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
         raise TypeError(
-            f'ODCStrategy(mixed_precision={mixed_precision!r}) is no policy: write Trainer(precision="bf16-mixed"), or '
-            "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
+            f'ODCStrategy(mixed_precision={mixed_precision!r}) is not a policy: write Trainer(precision="bf16-mixed"), '
+            "or mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
         )
 
 
@@ -309,7 +309,7 @@ def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
     if names:
         rank_zero_warn(
             f"ODCStrategy({names}) has no effect without a policy: write "
-            f'ODCStrategy(balance="auto", {names}). What a BalancedDataLoader needs to know, it is told itself.'
+            f'ODCStrategy(balance="auto", {names}). Pass arguments of your own BalancedDataLoader to the loader.'
         )
 
 

@@ -11,11 +11,11 @@ from lightning_odc.strategy.model_cost import ModelCost
 
 
 def brief(loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "") -> str:
-    """What a user wants to know of balanced training before it begins.
+    """The lines that describe balanced training before it begins.
 
     Args:
         loader: The training loader, as it will be read.
-        model: What the model said.
+        model: The cost that was read from the model.
         batches: Batches of the user's loader that make up a minibatch.
         reason: The reason for the policy, where it is not the usual one.
     """

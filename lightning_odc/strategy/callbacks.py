@@ -1,10 +1,10 @@
-"""Callbacks of the strategy before and behind those of the user, and who leaves a loop.
+"""Callbacks of the strategy before and after those of the user, and the ranks that leave a loop.
 
 Note [Who has left]
 ~~~~~~~~~~~~~~~~~~~
-Every rank counts the ends of batches, epochs and training that it has come to. A rank that waits at a meeting for a
-peer whose count is higher than its own waits in vain: the peer has passed the place (`Peers.check_not_past`). That
-finds out who leaves out an optimizer step.
+Every rank counts the ends of batches, epochs and training that it has reached. If a rank waits at a meeting for a peer
+with a higher count, the peer will not come: it has passed that place (`Peers.check_not_past`). That shows which rank
+has skipped an optimizer step.
 
 Between two meetings the counts may differ. Under gradient accumulation a rank with little work ends its batches first.
 So the count says nothing to a rank that waits for a lock, for a shard, or for its own device. The holder of a lock
@@ -12,9 +12,10 @@ gives it back, wherever that rank is in the loop. A shard that was not published
 published (`Peers.check_not_left`). A shard whose owner has ended a batch may still be published: the owner's device
 may be behind its host.
 
-It is not enough for a rank that leaves an epoch, since Lightning 2.6 broadcasts from rank 0 before every batch, and
-that is where rank 0 then hangs, outside of our sight. So all ranks broadcast in the same way at the end of every epoch
-and of training, another number. A rank that has left and hears the number of a batch knows that rank 0 has not.
+Counts are not enough if a rank leaves an epoch. Lightning 2.6 broadcasts from rank 0 before every batch, and rank 0
+then hangs there, where the engine does not see it. So all ranks broadcast in the same way at the end of every epoch and
+of training, with another number. If a rank has left and receives the number of a batch, it knows that rank 0 has not
+left.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NAMES = {
 
 
 class FirstCallback(Callback):
-    """Stands before all other callbacks, so that none of them communicates or looks at the model before.
+    """Runs before all other callbacks, so that none of them communicates or looks at the model earlier.
 
     It counts the ends that this rank has come to: see Note [Who has left]. Callbacks that change the model at the end
     of an evaluation find its shards. Those that save when a rank has failed find its peers told: these come to save,
@@ -97,7 +98,7 @@ class FirstCallback(Callback):
 
 
 class LastCallback(Callback):
-    """Stands behind all other callbacks: publishes what they write into the model when an evaluation begins.
+    """Runs after all other callbacks: publishes what they write into the model when an evaluation begins.
 
     Args:
         engine: The engine of the run.
@@ -118,7 +119,7 @@ class LastCallback(Callback):
 
 @contextmanager
 def first_and_last(trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None]) -> Iterator[None]:
-    """Put `FirstCallback` before and `LastCallback` behind the callbacks of a trainer, for a while."""
+    """Put `FirstCallback` before and `LastCallback` after the callbacks of a trainer, inside this context."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     own = (FirstCallback(engine, fail), LastCallback(engine))
     callbacks[:] = [own[0], *callbacks, own[1]]

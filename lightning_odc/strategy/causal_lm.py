@@ -2,8 +2,8 @@
 
 Note [A leak is measured by a leak]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Three tiny samples ``a``, ``b`` and ``c`` of four tokens go through the model, in eval mode. What ``b`` gives is
-compared between rows (logits, ``[4, vocabulary]``)::
+Three tiny samples ``a``, ``b`` and ``c`` of four tokens go through the model, in eval mode. The logits of ``b``,
+``[4, vocabulary]``, are compared between rows::
 
     packed  a b c      p1      b among others
     packed  c b a      p2      b among the same others, swapped
@@ -12,10 +12,10 @@ compared between rows (logits, ``[4, vocabulary]``)::
     plain   c b a      q2
 
 The samples are kept apart if ``|p1 - p2|`` is zero, and they are at the right positions if ``|p1 - alone|`` is. Neither
-is exactly so: attention adds in another order, and experts get other rows together. How much is too much depends on
-dtype, depth and initial values. So it is compared with a real leak of the same model, ``|q1 - q2|`` and
+is exactly zero: attention adds in another order, and experts get other rows together. The right tolerance depends on
+dtype, depth and initial values. So the difference is compared with a real leak of the same model, ``|q1 - q2|`` and
 ``|q1 - alone|``. In a leak the ratio is about 1. Rounding in bf16 (2^-9 of every value, twice per layer) adds up to
-``sqrt(2 * 80) * 2^-9``, 2.5 % of a logit in 80 layers. What stands before ``b`` changes logits by their own size in a
+``sqrt(2 * 80) * 2^-9``, 2.5 % of a logit in 80 layers. The text before ``b`` changes logits by their own size in a
 trained model, and by a fifth of it in a small random one. So a quarter of the leak is between both. ``p1`` and ``p2``
 have the same shapes and differ far less.
 """
@@ -101,7 +101,7 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
     model = causal_model(module)
     if model is None:
         return (
-            f"{_name(module)} has no causal model of Hugging Face's to pack for: write packing=False, or "
+            f"{_name(module)} has no Hugging Face causal model to pack for: write packing=False, or "
             "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
         )
     engine.refresh()
@@ -118,7 +118,7 @@ def keeps_apart(model: nn.Module, device: torch.device) -> bool:
     model.
 
     Args:
-        model: That of `causal_model`.
+        model: Model that `causal_model` returned.
         device: The device to run it on.
     """
     attention = _compat.attention_of(model.config)
@@ -132,7 +132,7 @@ def keeps_apart(model: nn.Module, device: torch.device) -> bool:
 
 @contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Without dropout and gradients; modes and random numbers are put back."""
+    """Run without dropout and gradients, and restore modes and random numbers."""
     modes = [(part, part.training) for part in module.modules()]
     devices = [device] if device.type == "cuda" else []
     module.eval()
@@ -180,7 +180,7 @@ def _trouble_of(model: nn.Module, device: torch.device) -> str:
 
 
 def _name(module: nn.Module) -> str:
-    """As the user knows its class."""
+    """The class name that the user knows."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
@@ -233,13 +233,13 @@ def watch_packed_calls(model: nn.Module) -> RemovableHandle:
     apart, and nothing else would tell.
 
     Args:
-        model: That of `causal_model`.
+        model: Model that `causal_model` returned.
 
     Returns:
         A handle to remove the watch by; it removes itself after the first call that trains.
 
     Raises:
-        ValueError: in that call, with the line to write.
+        ValueError: Raised in that call, with the line to write.
     """
 
     def look(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:

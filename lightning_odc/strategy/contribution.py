@@ -1,20 +1,20 @@
-"""What one microbatch adds to the gradient: a loss, and what it counts.
+"""The contribution of one microbatch to the gradient: a loss and its weight.
 
 Note [Labels are counted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 ``return self.model(**batch).loss`` is a mean over the labels of a microbatch that are not -100. The mean over those of
 the minibatch is ``sum_m n_m L_m / sum_m n_m``, where ``n_m`` counts them in microbatch ``m``. So under
-``weighting="auto"`` that count is the weight, whoever runs the microbatch, and the planned weight is used where there
-are no integer labels. Two samples, the prompts masked (``-`` stands for -100)::
+``weighting="auto"`` that count is the weight, on any rank. Without integer labels, the planned weight is used. Two
+samples, the prompts masked (``-`` stands for -100)::
 
     labels                      tokens  a causal model counts           planned by tokens: wrong
     a  [[-, -, -, -, -, 7]]     6       1, the first column never       6 La + 3 Lb
     b  [[1, 2, 3]]              3       2                               counted: 1 La + 2 Lb
 
-The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. A microbatch
-without any label that counts has a NaN for a mean. It is left out; its backward pass runs, since with collectives the
-others wait for it, and the engine adds zeros: ``0 * NaN`` is NaN, and so are the gradients of ``sum / 0``.
-``"num_items"`` goes before all of that. A loss that is not a mean over labels (over samples, say) needs
+The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. Without any
+label that counts, the mean of a microbatch is NaN, and it is left out. Its backward pass still runs, because others
+wait for it with collectives. The engine adds zeros, because ``0 * NaN`` is NaN, and so are gradients of ``sum / 0``.
+``"num_items"`` overrides all of that. A loss that is not a mean over labels (over samples, say) needs
 ``weighting="sample"`` or ``"num_items"``.
 """
 
@@ -96,7 +96,7 @@ def contribution(
         is_part: Whether it is a part of a microbatch that counts. A weight of 0 then says nothing of items and labels.
 
     Raises:
-        TypeError: if it is something else.
+        TypeError: if it is of another type.
     """
     if output is None:
         return None

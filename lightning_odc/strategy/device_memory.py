@@ -34,11 +34,11 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
 
 
 class MemoryMeter:
-    """Measures the memory of minibatches, and hears where it ran out, for the caps of the loader, if it has any.
+    """Measures the memory of minibatches and records where it ran out, for the loader's caps, if it has any.
 
     Args:
-        memory: The memory of this rank's device, if it can be asked.
-        engine: The engine. What it keeps is given back when microbatches need it, so that counts as free.
+        memory: The memory of this rank's device, if the device reports it.
+        engine: The engine. What it keeps is given back when microbatches need it, and so counts as free.
     """
 
     def __init__(self, memory: DeviceMemory | None, engine: Engine) -> None:
@@ -96,7 +96,7 @@ class MemoryMeter:
         ran_out = [(max(one[2])[0], rank) for rank, one in enumerate(by_rank) if one is not None and one[2]]
         if ran_out and after != before:
             tokens, rank = max(ran_out)
-            begin = "" if self._cap.measures else f" To begin with it, write max_tokens={after}."
+            begin = "" if self._cap.measures else f" To start with it, write max_tokens={after}."
             rank_zero_warn(
                 f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
                 f"tokens ran out of memory on rank {rank}.{begin}"
@@ -104,7 +104,7 @@ class MemoryMeter:
 
 
 def _ran_out(reliefs: Sequence[Relief]) -> list[list[int]]:
-    """Of each microbatch the largest part that ran out of memory, as the fields of a `RanOut`."""
+    """The largest part of each microbatch that ran out of memory, as the fields of a `RanOut`."""
     whole: dict[int, list[int]] = {}
     for relief in reliefs:
         if relief.reason == "memory":

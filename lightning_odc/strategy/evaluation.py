@@ -67,7 +67,7 @@ class Evaluation:
         self._added: list[tuple[Any, str]] = []
 
     def begin(self) -> None:
-        """Before the first batch: take over what is logged. Not for predictions, which log nothing."""
+        """Take over logging before the first batch. Not for predictions, which log nothing."""
         if self._engine.world_size == 1:
             return
         self._changes.enter_context(_compat.before_epoch_values(self._module.trainer, self._complete))
@@ -195,7 +195,7 @@ def set_value(results: Any, total: Total, metric: Metric | None, device: torch.d
     """Make a total (or what its metric computes now) the value of the epoch; all ranks together if it is a metric.
 
     Args:
-        results: As in `totals_in`.
+        results: Results, see `totals_in`.
         total: The total over all ranks.
         metric: Its torchmetrics object on this rank, if it is one.
         device: The device for the value.

@@ -1,4 +1,4 @@
-"""What a rank that fails tells the others: its own error, or which peer had failed before."""
+"""The message of a failing rank to the others: its own error, or the peer that had failed before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks for an interactive session (a notebook, a console): forked, watched to their end, results brought back."""
+"""Ranks for an interactive session (a notebook, a console): fork them, watch them, and copy results back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
 
 
 def interactive_launcher(strategy: Any) -> ForkLauncher | None:
-    """The launcher for a Python that somebody types into: a notebook's kernel, IPython, ``python -i``; else ``None``.
+    """The launcher for an interactive Python: a notebook's kernel, IPython, ``python -i``; else ``None``.
 
     Args:
         strategy: The strategy to launch. Where its environment starts the processes, this is ``None``, too.

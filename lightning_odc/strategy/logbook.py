@@ -41,12 +41,14 @@ class LogBook:
         self._entries: dict[str, _Entry] = {}
         self._open: list[tuple[_Entry, int]] = []
         self._posted: list[Total] = []
-        self._agreed: dict[str, dict[str, Any]] = {}  # Lightning wants the same options under a name for ever
+        self._agreed: dict[
+            str, dict[str, Any]
+        ] = {}  # Lightning never accepts other options under the same name
         self._attributes: dict[str, tuple[Metric, str | None]] = {}
 
     @contextmanager
     def recording(self, module: LightningModule) -> Iterator[None]:
-        """Record ``module.log`` (hence ``log_dict``) of this one module object."""
+        """Record ``module.log`` (and so ``log_dict``) of this one module object."""
         log = module.log
         signature = _signature(log)
 
@@ -91,7 +93,7 @@ class LogBook:
         return totals.to_message(total for total in self._posted if total.is_shared)
 
     def merge(self, by_rank: list[Message], own: int) -> list[Total]:
-        """What to log on rank ``own``: shared totals over all ranks, then those of its own that it last posted.
+        """The values to log on rank ``own``: shared totals over all ranks, then its own totals that it last posted.
 
         Args:
             by_rank: what every rank posted.
@@ -248,7 +250,7 @@ def _reduction(reduce_fx: Any) -> str:
 
 
 def _signature(log: Callable[..., Any]) -> inspect.Signature:
-    """Of ``log``, or of Lightning's where an override takes whatever comes."""
+    """The signature of ``log``, or of Lightning's if an override takes any arguments."""
     signature = inspect.signature(log)
     if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
         signature = inspect.signature(LightningModule.log)

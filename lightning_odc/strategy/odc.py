@@ -66,49 +66,50 @@ class ODCStrategy(ShardedStrategy):
         process_group_backend: The same as in ``FSDPStrategy``.
         timeout: The longest wait for another rank. After it, an error says where every rank is.
         cpu_offload: The same as in ``FSDPStrategy``.
-        mixed_precision: The same as in ``FSDPStrategy``; by default what ``Trainer(precision=...)`` says.
+        mixed_precision: The same as in ``FSDPStrategy``; by default, it follows ``Trainer(precision=...)``.
         auto_wrap_policy: The modules that become units; by default the model's repeated blocks, and with manual
             optimization the layers of networks that have none.
         activation_checkpointing: The same as in ``FSDPStrategy``.
         activation_checkpointing_policy: The same as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
-            On several nodes they shard over all ranks, and every node keeps a copy of what is published.
-            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) shards inside every node, which holds the whole model.
+            On several nodes they shard over all ranks, and every node keeps a copy of all published shards.
+            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) shards inside every node. Each node holds the whole model.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
         device_mesh: The mesh of hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
         communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
-            the on-demand transport with a barrier at every unit, the control that tells cheaper bytes from fewer waits.
-        transport: ``"auto"``; or by name ``"shared_memory"``, which is for CPU ranks, or ``"cuda"``, for GPUs.
+            the on-demand transport with a barrier at every unit. That control separates cheaper bytes from fewer waits.
+        transport: ``"auto"``; or ``"shared_memory"`` for CPU ranks, or ``"cuda"`` for GPUs.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for parameters that stay gathered, to be read once per minibatch: bytes, or
             text such as ``"4GiB"``. 0 frees them at once, as FSDP does; ``"auto"`` uses what training leaves free.
-        balance: ``"auto"``, or the policy that levels the work by name: ``"lb_mini"``, ``"lb_micro"``,
-            ``"local_sort"``, ``"steal"``; ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a
+        balance: ``"auto"``, or the name of a policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``;
+            ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] with one `Minibatch` per optimizer step, of
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
-            waits least, and leaves data alone whose lengths are unknown; ``strategy="odc_balanced"`` means it.
+            waits least, and leaves data of unknown lengths alone. ``strategy="odc_balanced"`` is this choice.
         max_tokens: The most tokens in a microbatch, padding included; a list has one cap for each rank, a tuple one for
             each number of a sample. By default as in the loader's largest batch; ``"auto"`` follows memory from there.
-        cost: The cost of a sample by its length, as in ``BalancedDataLoader``: ``"auto"``, what the model says until
-            measured times refute it; ``"quadratic"``, ``"fitted"``, ...
-        length_fn: The function that returns the length of a sample, or a tuple of numbers; by default the data tells.
+        cost: The cost of a sample by its length, as in ``BalancedDataLoader``. ``"auto"`` is the cost of the model,
+            until measured times refute it; others are ``"quadratic"``, ``"fitted"``, ...
+        length_fn: The function that returns the length of a sample, or a tuple of numbers; by default the loader finds
+            lengths out.
         weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``: by default the labels of a
-            microbatch are counted. Counts that ``training_step`` returns as ``num_items`` go before it.
+            microbatch are counted. ``num_items`` that ``training_step`` returns override it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
-            model keeps them apart: ``True``, ``False``, or ``"auto"`` where that pays by the cost.
-        on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts, and
-            raises for a single sample: the gradient stays what it was, and the alternative is the end of the run.
-            ``"skip"`` leaves a single sample out of the gradient and its weight. ``"raise"`` ends the run at once.
+            model keeps them apart: ``True``, ``False``, or ``"auto"``, which packs if the plan is then faster.
+        on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts,
+            which keeps the gradient, and raises for a single sample. ``"skip"`` leaves a single sample out of the
+            gradient and its weight. ``"raise"`` ends the run at once.
         on_nonfinite: ``"skip"`` leaves a microbatch out of the gradient and its weight if its loss is not finite.
         hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
-        **kwargs: Arguments of FSDP1. Those that have no meaning for ``fully_shard`` are refused by name.
+        **kwargs: Arguments of FSDP1. Those without a meaning for ``fully_shard`` are refused by name.
 
     Raises:
-        ValueError: for a value that is not one of those above.
-        TypeError: for an argument it does not know, with the closest one it does.
+        ValueError: An invalid value.
+        TypeError: An unknown argument. The message suggests the closest one.
     """
 
     strategy_name = "odc"
@@ -335,7 +336,7 @@ class ODCStrategy(ShardedStrategy):
                 batch cannot run again: under ``communication="collective"``, or with torch before 2.13.
         """
         if self._training is None:
-            raise RuntimeError(f"retrying() belongs into a training step:\n{TRY}")
+            raise RuntimeError(f"Call retrying() inside a training step:\n{TRY}")
         with self._training.retrying():
             yield
 
@@ -349,7 +350,7 @@ class ODCStrategy(ShardedStrategy):
             RuntimeError: outside ``trainer.fit``.
         """
         if self._training is None:
-            raise RuntimeError("settle_gradients() belongs into a training step, behind its backward pass.")
+            raise RuntimeError("Call settle_gradients() inside a training step, after its backward pass.")
         self._training.settle()
 
     def publish_parameters(self) -> None:
@@ -448,7 +449,7 @@ class ODCStrategy(ShardedStrategy):
         return self._evaluation
 
     def _hold_signals(self, *, meeting: bool) -> None:
-        """When the trainer has set its handlers, where ranks are ``meeting``. See Note [Signals wait for a meeting].
+        """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting].
 
         Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
         """

@@ -1,12 +1,13 @@
-"""Running out of memory inside a microbatch: it is let go of, and runs again in parts. Other ranks do not notice.
+"""Running out of memory inside a microbatch: it is freed, and runs again in parts. Other ranks do not notice.
 
 Note [Run again in parts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-On demand a rank is alone inside a minibatch, so a microbatch that does not fit is cut in two, and a part that does not
-fit is cut again, down to single samples. A sample alone runs once more, since by then what stayed gathered has been
-freed. Gradients that units had added before stay: Note [Added once]. The weight of the whole goes, those of the parts
-come. What the whole has logged stays if its forward pass had ended, and the parts then log nothing. What counts nothing
-(its loss was not finite, say) does not run again. Eight samples, of which the last one is too long::
+On demand, ranks do not wait for each other inside a minibatch. So a microbatch that does not fit is cut in two, and a
+part that does not fit is cut again, down to single samples. A single sample runs once more, because units that stayed
+gathered have been freed by then. Gradients that units had added before stay: Note [Added once]. The weights of the
+parts replace that of the whole. If the forward pass of the whole had ended, its logged values stay, and the parts log
+nothing. A microbatch that does not count (its loss was not finite, say) does not run again. Eight samples, the last one
+too long::
 
     12345678             runs out in its backward pass
       1234               fits
@@ -49,7 +50,7 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-#: So many samples in a row are left out, and then it is no accident.
+#: After this many samples in a row that were left out, the step raises: it is no accident.
 _MOST_LEFT_OUT = 16
 _MAKE_ROOM = (
     "Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
@@ -73,7 +74,7 @@ class Relief:
     Attributes:
         tokens: Its tokens, padding included; 0 where they are not known.
         samples: The number of its samples; 0 where it is not known.
-        index: Which microbatch of this rank's minibatch it is, from 0.
+        index: Number of the microbatch in this rank's minibatch, from 0.
         action: Whether it was cut in two, or left out.
         reason: ``"memory"``, or ``"nonfinite"`` for a loss that is not finite.
     """
@@ -104,7 +105,7 @@ class Reliefs:
             self._has_warned = True
             warnings.warn(
                 f"{what} ran out of memory, and runs again in parts. The gradient stays the same if the loss is a mean "
-                "or a sum over samples. This is said once.",
+                "or a sum over samples. This message appears once.",
                 stacklevel=2,
             )
 
@@ -137,7 +138,7 @@ def explained() -> Iterator[None]:
 
 
 def release(error: BaseException) -> None:
-    """Let go of all frames that an error has come through, which hold what was computed. A note says where that was."""
+    """Release all frames of an error, because they hold computed tensors. A note keeps their places."""
     error.add_note("It came from here:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
     found: list[BaseException] = [error]
     for one in found:
@@ -174,7 +175,7 @@ def _described(task: Task) -> str:
 
 
 def _copied(task: Task) -> Task:
-    """A task with a mapping of its own."""
+    """A task with its own copy of the mapping."""
     batch = task.microbatch
     return task._replace(microbatch=copy.copy(batch)) if isinstance(batch, MutableMapping) else task
 
@@ -184,7 +185,7 @@ class Attempt:
 
     Args:
         task: The microbatch.
-        index: Which of this rank's minibatch it is.
+        index: Position in this rank's minibatch.
         device: The device whose random numbers belong to it.
         is_part: Whether it is a part of a microbatch.
         is_last_try: It ran out of memory before, and cannot be cut.
@@ -208,7 +209,7 @@ class Attempt:
         self._random_state = RandomState(device) if task.detail is None else None
 
     def take_back(self) -> None:
-        """It broke off: free its graph, and let random numbers go on from where it began."""
+        """Free the graph of an attempt that broke off, and restore the random numbers of its beginning."""
         if self.item is not None:
             cut_graph(self.item.extras)  # others may hold them, too
             self.item.let_go()
@@ -255,7 +256,7 @@ class Rescue:
         engine: The engine of the model.
         steps: What runs them.
         device: The device of this rank.
-        shifts_labels: As in `label_count`.
+        shifts_labels: Whether the model shifts labels, see `label_count`.
 
     Attributes:
         reliefs: What was done.
@@ -310,7 +311,7 @@ class Rescue:
         self._in_a_row = 0
 
     def let_go(self, before: Added) -> Added:
-        """For a user's own ``except``: free what the error that is being handled holds, and what it broke off.
+        """Free the memory of the current error and of the broken attempt, in a user's own ``except``.
 
         Args:
             before: What was added for that of which this is a part.
@@ -419,8 +420,8 @@ class Rescue:
         self._steps.break_off(None)
         if not is_taken_back:
             error.add_note(
-                f"It cannot be left out: some units have added its gradient, and to take it back they would have to "
-                f"run as far again, which failed. {self._advice()}"
+                f"It cannot be left out: some units have added its gradient. Taking it back needs a second run up to "
+                f"the same point, and that run failed. {self._advice()}"
             )
             raise error
 
@@ -444,4 +445,6 @@ class Rescue:
                 "something else takes the memory. That may be tensors that are kept from step to step with their "
                 "graph, such as `self.losses.append(loss)` without `.detach()`."
             )
-        return f"It cannot be cut any smaller. What ran out, one after the other: {tried}.{instead}"
+        return (
+            f"It cannot be cut any smaller. These ran out of memory, one after the other: {tried}.{instead}"
+        )

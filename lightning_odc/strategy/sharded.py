@@ -117,7 +117,7 @@ class ShardedStrategy(FSDPStrategy):
 
     @property
     def _on_demand(self) -> bool:
-        """Whether gradients are summed by other means than ``fully_shard``'s own, in a dtype of their own."""
+        """Whether gradients are summed outside of ``fully_shard``, in a separate dtype."""
         return False
 
     def _device_type(self) -> str:
@@ -143,7 +143,7 @@ class ShardedStrategy(FSDPStrategy):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Over which ranks ``fully_shard`` shards: what to pass as ``mesh`` when calling it in ``configure_model``.
+        """The mesh of ranks over which ``fully_shard`` shards. Pass it as ``mesh`` in ``configure_model``.
 
         One dimension: all ranks, or under hybrid sharding those of this node, since what happens between nodes is left
         to the engine; or two, ``(replicate, shard)``, if ``fully_shard`` itself communicates. Needs the process group.
@@ -296,7 +296,7 @@ class ShardedStrategy(FSDPStrategy):
 
     @property
     def _optimizers_with_state(self) -> list[Optimizer]:
-        """Without Lightning's stand-in where ``configure_optimizers`` made none."""
+        """The optimizers, without Lightning's stand-in if ``configure_optimizers`` made none."""
         return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
 
     def on_train_start(self) -> None:

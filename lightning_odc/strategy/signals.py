@@ -2,14 +2,14 @@
 
 Note [Signals wait for a meeting]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A signal reaches a rank at any moment, and some ranks earlier than others, or not at all. Lightning's handlers answer it
-with collectives (a broadcast, a checkpoint), which then meet other collectives of the ranks, or none. So the rank that
-got a signal only says so in its record of the next meeting. All ranks read the same records, so all of them call the
-handler that was there before at the same place: at the end of the training batch in which they met, where callbacks
+A signal reaches a rank at any moment, some ranks earlier than others, and some not at all. Lightning's handlers run
+collectives (a broadcast, a checkpoint), which then meet other collectives of the ranks, or none. So a rank that
+gets a signal only says so in its record of the next meeting. All ranks read the same records, so all of them call the
+previous handler at the same place: at the end of the training batch in which they met, where callbacks
 save checkpoints, too.
 
-A meeting may be far away: a validation, a slow loader, a peer that hangs. Where SIGTERM has waited for `PATIENCE`
-seconds, the rank that got it raises where it is, and the others follow as they follow any failed rank.
+A meeting may be far away: a validation, a slow loader, a peer that hangs. When SIGTERM has waited for `PATIENCE`
+seconds, the rank that got it raises at once, and the others stop as they do for any failed rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOK_EVERY = 0.5
 
 
 class HeldSignals(Callback):
-    """Stands before Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
+    """Replaces Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
 
     Args:
         signals: The signals that ranks tell each other at meetings.

@@ -207,7 +207,7 @@ class Training:
         return output
 
     def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch that is one microbatch, with Lightning's backward pass behind it."""
+        """Run a batch that is one microbatch. Lightning's backward pass follows."""
         self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
         with self._logged.noting():
             attempt, output, failure = self._forward(Task(batch, 1.0, None), 0)
@@ -466,7 +466,7 @@ class Training:
         """Refuse an epoch in which hooks of parameters waited for a step that never came.
 
         Raises:
-            ODCError: with the two ways to end a step.
+            ODCError: No step ended; the message has the two ways to end one.
         """
         if self._hooks_wait:
             raise ODCError(

@@ -1,8 +1,8 @@
-"""What a logged name adds up to, on one rank and over ranks, and how ranks tell each other.
+"""Totals of logged names, on one rank and over ranks, and their exchange.
 
-A torchmetrics object adds up by itself: it sums or concatenates its states over ranks with collectives, one per state,
-whose shapes must fit together. States that are sums do, whatever a rank has seen. States that are lists have neither
-dtype nor shape while they are empty, so a rank without data must be told what the others' lists hold.
+A torchmetrics object adds up by itself: it sums or concatenates its states over ranks with collectives, one per state.
+Their shapes must fit together. Sums always fit. Lists have neither dtype nor shape while they are empty, so a rank
+without data must get those of the other ranks' lists.
 """
 
 from __future__ import annotations

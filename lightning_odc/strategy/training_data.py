@@ -1,4 +1,4 @@
-"""The training data of one fit: balanced if the user asked for it, else left alone."""
+"""The training data of one fit: balanced if the user requested it, else unchanged."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Wanted:
     Attributes:
         balance: A policy, ``"auto"``, or ``None``.
         options: Arguments of `balanced_from`.
-        communication: That of ``ODCStrategy``.
-        deterministic: That of ``ODCStrategy``.
+        communication: The argument of ``ODCStrategy``.
+        deterministic: The argument of ``ODCStrategy``.
     """
 
     balance: str | None
@@ -116,7 +116,7 @@ class TrainingData:
         return dataloader
 
     def _adapt(self, loader: BalancedDataLoader) -> None:
-        """Tell the loader what the model says, and the user what is planned."""
+        """Give the loader the model's facts, and show the user the plan."""
         wanted, trainer = self._wanted, self._trainer
         device = trainer.strategy.root_device
         model = cost_of_model(trainer.lightning_module, device.type)
@@ -140,7 +140,7 @@ class TrainingData:
         """Find out before training that ranks would make different plans; streams are compared as they are read.
 
         Raises:
-            DisagreementError: ranks have other samples, or treat them otherwise.
+            DisagreementError: ranks have different samples, or treat them differently.
         """
         if self.engine is None or loader.is_stream:
             return
@@ -158,7 +158,7 @@ class TrainingData:
         """Find out whether the model keeps packed samples apart; once per fit.
 
         Raises:
-            ValueError: ``packing=True``, and it does not.
+            ValueError: ``packing=True``, and it cannot be packed.
         """
         if self._packing_trouble is None:
             strategy: Any = self._trainer.strategy
@@ -279,7 +279,8 @@ class TrainingData:
             rank_zero_info(
                 f"Samples have {gain.shortest} to {gain.longest} tokens, and ranks wait for the longest ones: "
                 f"{gain.idle:.0%} of the time, planned from lengths.\n"
-                f'Trainer(strategy="odc_balanced") levels the work: {gain.factor:.2f}x as fast, planned, not measured.'
+                f'Trainer(strategy="odc_balanced") balances the work: {gain.factor:.2f}x as fast, planned, not '
+                "measured."
             )
 
 

@@ -292,7 +292,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_ranks": True}, r"num_ranks must be"),
     ({"policy": "lb-mini"}, r"policy='lb-mini' is unknown; write one of 'local_sort', 'lb_micro', 'lb_mini'"),
     ({"cost": "cubic"}, r"cost='cubic' is unknown.*transformer\(model.config\)"),
-    ({"cost": 3}, r"cost=3 is no cost"),
+    ({"cost": 3}, r"cost=3 is not a cost"),
     ({"cost": lambda x: x[:1]}, r"shape \[1\] for 3 samples on 2 ranks"),
     ({"cost": lambda x: x * 0}, r"cost of sample 0 \(5 tokens\) is \[0.0\].*must be positive"),
     ({"cost": lambda x: x * float("nan")}, r"must be positive and finite"),

@@ -344,7 +344,7 @@ def test_nothing_measured_leaves_earlier_results(
         ("--slow-rank 0.5", "--slow-rank 0.5: use 1 or more"),
         ("--output {words}", "File exists"),
         ("sweep colours", "sweep 'colours' is unknown: choose from devices"),
-        ("comm --sizes many", "'many' is no size: write 4K"),
+        ("comm --sizes many", "'many' is not a size: write 4K"),
         ("comm --ranks 17", "--ranks 17: use 1 to 16"),
         ("comm --ranks 16 --sizes 1G --rounds 1", "or use fewer --ranks or smaller --sizes"),
         ("engine --peers 0", "--peers: use 1 to 15"),

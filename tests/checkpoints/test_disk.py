@@ -101,7 +101,7 @@ def test_where_files_must_have_a_name_nothing_is_left_either(tmp_path, monkeypat
     write(path, b"whole")
     with pytest.raises(OSError, match="no space left") as caught:
         write(path, b"half", OSError("no space left"))
-    assert caught.value.__notes__ == [f"{path} was not written. If there was one before, it is as it was."]
+    assert caught.value.__notes__ == [f"{path} was not written. An earlier file of that name is unchanged."]
     assert path.read_bytes() == b"whole"
     assert list(tmp_path.iterdir()) == [path]
     write(path, b"new")

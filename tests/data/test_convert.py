@@ -129,10 +129,10 @@ class OwnSampler(SequentialSampler):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": None}, "batches already cannot be balanced"),
+        ({"batch_size": None}, "samples are batches already"),
         (
             {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(ROWS), 2, False)},
-            r"DataLoader\(batch_sampler=BatchSampler\(...\)\) says itself which samples go together",
+            r"DataLoader\(batch_sampler=BatchSampler\(...\)\) chooses which samples go together",
         ),
         ({"sampler": WeightedRandomSampler([1.0] * 13, 13)}, "would ignore .*WeightedRandomSampler"),
         ({"sampler": RandomSampler(ROWS, replacement=True)}, "would ignore .*RandomSampler"),

@@ -31,8 +31,8 @@ description: Every command of lightning-odc and its options, as the program itse
 
 # Command line
 
-`lightning-odc` and `python -m lightning_odc` are the same. This page is what each command prints with `--help`.
-A misspelt word gets the closest one that exists as an answer. Every command takes `--json` and `--quiet`.
+`lightning-odc` and `python -m lightning_odc` are the same. This page shows what each command prints with `--help`.
+For a misspelt word, the error suggests the closest one. Every command takes `--json` and `--quiet`.
 
 The experiments behind other figures of this documentation are in `benchmarks/` of the repository, not in the package:
 `make bench NAME=planner ARGS="--help"`.

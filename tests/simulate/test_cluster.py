@@ -46,7 +46,7 @@ def test_a_jitter_is_one_on_average_and_the_same_every_time() -> None:
         (lambda: Cluster.of("A100", 2, slowness=[1, 2, 3]), "one per device"),
         (lambda: Cluster.of("A100", 2, slowness=-1), "positive"),
         (lambda: Cluster.of("A100", 2, jitter=-0.1), "jitter=0.1"),
-        (lambda: Cluster.of("A100", 2, bandwidth=1), "'bandwidth' is no field"),
+        (lambda: Cluster.of("A100", 2, bandwidth=1), "'bandwidth' is not a field"),
         (lambda: Cluster.of("A100", 2, link=0), "link=1e11"),
         (lambda: Cluster.of("A100", 2, overlap=2), "from 0 to 1"),
         (lambda: Cluster.of("A100", 2, meeting=float("nan")), "not negative"),

@@ -314,7 +314,9 @@ def test_uneven_samples_without_balancing_are_told_once_what_it_would_gain():
     (uneven, *silent), (*others,) = run_ranks(_said)
     assert uneven.count("odc_balanced") == 1
     assert re.search(r"Samples have 2 to 25 tokens, and ranks wait .*: \d+% of the time, planned", uneven)
-    assert re.search(r'Trainer\(strategy="odc_balanced"\) levels the work: 1\.\d\dx as fast, planned', uneven)
+    assert re.search(
+        r'Trainer\(strategy="odc_balanced"\) balances the work: 1\.\d\dx as fast, planned', uneven
+    )
     assert not any("odc_balanced" in text for text in [*silent, *others])
 
 

@@ -84,9 +84,9 @@ CASES: list[tuple[str, bool, str]] = [
     ("too few lengths", True, "20 entries, but the data set has 24 samples"),
     ("few samples", True, r"1 samples, fewer than 2 ranks.*Write Trainer\(devices=1\)"),
     ("no minibatch", True, "drop_last=True leaves no minibatch"),
-    ("batch sampler", True, r"says itself which samples go together.*DataLoader\(dataset, batch_size=8"),
-    ("batch sampler", False, r"says itself which samples go together.*DataLoader\(dataset, batch_size=8"),
-    ("own batch sampler", False, r"says itself which samples go together.*DataLoader\(dataset, batch_size=8"),
+    ("batch sampler", True, r"chooses which samples go together.*DataLoader\(dataset, batch_size=8"),
+    ("batch sampler", False, r"chooses which samples go together.*DataLoader\(dataset, batch_size=8"),
+    ("own batch sampler", False, r"chooses which samples go together.*DataLoader\(dataset, batch_size=8"),
     ("sampler", True, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     ("sampler", False, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     (
@@ -100,7 +100,7 @@ CASES: list[tuple[str, bool, str]] = [
         True,
         'policy="steal" reads the samples of other ranks by index.*write policy="lb_mini"',
     ),
-    ("batches", True, "samples that are batches already cannot be balanced"),
+    ("batches", True, "samples are batches already"),
     ("list", True, "Only a torch DataLoader can be balanced, got Tensor"),
 ]
 

@@ -388,7 +388,7 @@ def ends(rank: int, what: str) -> None:
         train(Short([["1", "backward", 0, 1]] if rank == 1 else ()), [table(2, 4, 0)])
 
 
-BEHIND = "its gradient had been added, and memory ran out behind its backward pass."
+BEHIND = "its gradient had been added, and memory ran out after its backward pass."
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,9 @@ def _different_plans(rank: int) -> None:
 
 def test_different_plans_are_found_at_the_first_minibatch():
     for message in errors(_different_plans):
-        assert "Rank 1 follows another minibatch plan than rank 0: ['seed 1'] against ['seed 0']" in message
+        assert (
+            "Rank 1 follows a different minibatch plan from rank 0: ['seed 1'] against ['seed 0']" in message
+        )
 
 
 def _different_kinds(rank: int) -> None:

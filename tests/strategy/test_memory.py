@@ -165,7 +165,7 @@ def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once
     assert (len(first["falls"]), len(second["falls"])) == (1, 0)
     assert f"falls from 40 to {cap} for the plans that follow" in first["falls"][0]
     assert (
-        f"of {ran_out} tokens ran out of memory on rank 1. To begin with it, write max_tokens={cap}."
+        f"of {ran_out} tokens ran out of memory on rank 1. To start with it, write max_tokens={cap}."
         in (first["falls"][0])
     )
     for own in (first, second):

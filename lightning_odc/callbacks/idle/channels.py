@@ -1,6 +1,6 @@
 """How every rank learns every rank's numbers without waiting for them on the training path.
 
-A round is what all ranks sent at the same step. It arrives one step later, or when somebody asks for all of them.
+A round is what all ranks sent at the same step. It arrives one step later, or when all rounds are asked for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, numbers: Sequence[float]) -> None:
-        """At the end of a step, all ranks once. Does not wait."""
+        """Send an item. All ranks call it once at the end of a step. Does not wait."""
 
     @abstractmethod
     def receive(self) -> list[Round]:
@@ -76,7 +76,7 @@ class LocalChannel(Channel):
 
 
 class NoteChannel(Channel):
-    """Numbers ride on the record that the ranks exchange anyway when they settle: no message of their own.
+    """Sends numbers in the record that ranks exchange anyway when they settle, without further messages.
 
     Args:
         engine: The engine whose `Engine.note` and `Engine.notes` carry the numbers.
@@ -121,7 +121,7 @@ class _Pending(NamedTuple):
 
 
 class SideChannel(Channel):
-    """Numbers go through a process group of their own, while training goes on; no step waits for them.
+    """Sends numbers through a separate process group while training goes on; no step waits for them.
 
     Args:
         capacity: The most numbers to send, the same on all ranks.

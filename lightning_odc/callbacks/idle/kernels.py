@@ -1,12 +1,12 @@
-"""What a device did in a step, from the records of its kernels. Plain values and arithmetic.
+"""The activity of a device in a step, from the records of its kernels. Plain values and arithmetic.
 
 Note [Waiting inside a kernel]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-On GPUs a collective is a kernel beside those of the model. It begins when its own rank has come, waits inside for the
-others, moves the bytes, and ends on all ranks together; the host waits for nothing. All ranks run the same collectives
+On GPUs a collective is a kernel, like those of the model. It begins when its own rank has come, waits inside for the
+others, moves the bytes, and ends on all ranks together. The host does not wait. All ranks run the same collectives
 in the same order, so the n-th kernel of a name on one rank is the n-th on the others. The rank that comes last does not
-wait, so the shortest of these kernels is the transfer, and what lies before the transfer in the others is waiting. The
-device is idle in that part of it in which none of its own kernels runs. In ms, with a gather that rank 0 begins early:
+wait, so the shortest of these kernels is the transfer. In the other kernels, the time before the transfer is waiting.
+The device is idle while it waits and none of its own kernels runs. In ms, with a gather that rank 0 begins early:
 
     ms       0    2    4    6    8   10   12   14
     rank 0   |model ...|                   |model ...

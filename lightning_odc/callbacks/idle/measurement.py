@@ -1,4 +1,4 @@
-"""From waits and batches to the idle time of every rank."""
+"""Turn waits and batches into the idle time of every rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepMeter:
         self._step = StepNumbers(0.0)
 
     def resume(self) -> None:
-        """From now on time counts. Idempotent."""
+        """Count time from now on. Idempotent."""
         if not self.running:
             self.running, self._began, self._waited = True, time.monotonic(), self._waits()
 
@@ -195,7 +195,7 @@ class IdleMeasurement:
         return True
 
     def between_steps(self) -> None:
-        """After a step has ended: what takes time itself, and counts in no step. All ranks together."""
+        """Do the measurement's own slow work after a step has ended. It counts in no step. All ranks together."""
         if self.watch.samples:
             self._meter.pause()
             self.watch.end_step(self._unsent[-1][0])
@@ -215,7 +215,7 @@ class IdleMeasurement:
         return self._add(rounds)
 
     def finish(self) -> Iterator[int]:
-        """The same for all steps so far. Waits; all ranks together."""
+        """Like `receive`, for all steps so far. Waits; all ranks together."""
         self._send(wait=True)
         return self._add(self._channel.finish())
 
@@ -262,7 +262,7 @@ class IdleMeasurement:
             self._unsent.popleft()
 
     def _fetch(self, begin: int, end: int) -> None:
-        """Between two batches lies Lightning's broadcast: see `DataClock`."""
+        """Fetch the next batch. Between two batches is Lightning's broadcast: see `DataClock`."""
         if self._meter.running and not self._in_batch:
             self._broadcasts.append(Passage(begin, end))
         self._resume()

@@ -27,32 +27,32 @@ class DeviceIdleMonitor(Callback):
     Values, each also with the suffix ``_epoch``; seconds are means over ranks, per optimizer step:
 
     - ``idle/fraction``, ``idle/worst_fraction``, ``idle/worst_rank``: waiting as a part of the time, over all ranks,
-      and of the rank that waited most;
+      and for the rank that waited most;
     - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``network``, ``collective``,
       ``broadcast``, ``data``;
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
-    - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, where steps on GPUs are profiled;
+    - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, if steps on GPUs are profiled;
     - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``;
     - with a `BalancedDataLoader`, by the latest step: ``memory/max_tokens``, the smallest over ranks;
       ``memory/ran_out``, microbatches so far that ran out of memory; with ``max_tokens="auto"``
       ``memory/used_fraction``, the peak of the fullest rank over what it could hold.
 
-    Which of them can be measured depends on the strategy; what cannot is left out, never guessed. See the page
-    *Idle time* of the documentation for what is measured where. Ranks tell each other their numbers without a
-    message that anybody waits for in a step: the values of a step are logged one step later, under its own number.
+    The strategy decides which of them can be measured. The others are left out, never guessed. The page *Idle time* of
+    the documentation has the list. No rank waits in a step for a message of the monitor: the values of a step are
+    logged one step later, under its own number.
 
     Args:
-        every_n_steps: log the mean over so many optimizer steps; by default ``Trainer(log_every_n_steps=...)``.
-        per_rank: also log the single ranks' values, under names that end in ``_rank0``, ``_rank1``, ...
-        progress_bar: show ``idle/fraction`` (or data waits where that is not measured) in the progress bar.
+        every_n_steps: Number of optimizer steps whose mean is logged; by default ``Trainer(log_every_n_steps=...)``.
+        per_rank: Whether to log the values of single ranks, too, as ``..._rank0``, ``..._rank1`` and so on.
+        progress_bar: Show ``idle/fraction`` (or data waits if it is not measured) in the progress bar.
 
     Attributes:
-        last_step: the values that were last logged for steps, whether or not there is a logger.
-        last_epoch: the values of the last epoch.
-        complete: whether all waiting for other ranks is measured under this strategy.
+        last_step: The values that were last logged for steps, even without a logger.
+        last_epoch: The values of the last epoch.
+        complete: Whether all waiting for other ranks is measured under this strategy.
 
     Raises:
-        ValueError: for a number of steps below 1.
+        ValueError: A number of steps below 1.
     """
 
     def __init__(

@@ -1,21 +1,21 @@
-"""Single steps profiled, where only the records of kernels show who waits: collectives on GPUs.
+"""Profiles single steps, for collectives on GPUs: only the records of kernels show which rank waits.
 
 Note [A step under the profiler]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Collectives wait on streams that ``FSDP``, ``fully_shard`` and NCCL keep to themselves, where events cannot be put. The
+Collectives wait on private streams of ``FSDP``, ``fully_shard`` and NCCL, where events cannot be recorded. The
 profiler sees the kernels, but it must be started and stopped, which makes the device wait. So two steps are profiled,
 and the second one counts. At the ends of four steps in a row:
 
-1. Every rank waits for its device and starts its profiler, and all go on when all have. Ranks that are early would wait
-   for the others inside the first collective, and collectives that are under way would be recorded on some ranks only.
+1. Every rank waits for its device and starts its profiler, and all go on when all have. Otherwise early ranks would
+   wait for the others inside the first collective, and only some ranks would record the collectives under way.
 2. The first step lets the host get ahead of its device again, as in every other step. An event A is recorded.
-3. Here the step ends that counts. An event B is recorded, and one kernel is launched behind it. Now the host waits for
-   the device and stops the profiler. The last record is that kernel, so the step lies between its begin, and as long
-   before as A is before B.
-4. From here on nothing is different from steps that are not profiled.
+3. The step that counts ends here. An event B is recorded, and one kernel is launched after it. Then the host waits for
+   the device and stops the profiler. The last record is that kernel. The step ends where this kernel begins, and its
+   length is the time from A to B.
+4. From here on, steps are no longer profiled.
 
-Nothing waits for the device inside a step. What 1 and 3 take is measured on all ranks. The next sample comes when it is
-less than a hundredth of the time since.
+The host never waits for the device inside a step. All ranks measure the time of 1 and 3. The next sample comes when
+that time is less than a hundredth of the time since.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceProfile(Protocol):
         """Record from now on. Waits for the device.
 
         Raises:
-            RuntimeError: It cannot.
+            RuntimeError: The device cannot be profiled.
         """
         ...
 
@@ -66,7 +66,7 @@ class DeviceProfile(Protocol):
         ...
 
     def abandon(self) -> None:
-        """After an error: record no longer, if the device comes to its end, and forget what was recorded."""
+        """Stop recording after an error, and drop what was recorded."""
         ...
 
 
@@ -150,7 +150,7 @@ class StepSampler:
         return self._begin is not None
 
     def try_out(self) -> None:
-        """Before the first step: find out whether there is a profiler, and have it ready."""
+        """Find out before the first step whether there is a profiler, and prepare it."""
         if self._together(self._start):
             self._together(self._stop)
 
@@ -158,8 +158,8 @@ class StepSampler:
         """A step has ended. Begins a sample if one is due; completes the numbers of the step that counts.
 
         Args:
-            numbers: Those of the step. Of the one that counts they get its time on the device, the parts of it, and
-                the waiting inside collectives if the ranks can be compared.
+            numbers: The numbers of the step. If it is the step that counts, they get its time on the device, the parts
+                of that time, and the waiting inside collectives if the ranks can be compared.
         """
         self._steps += 1
         if self._begin is not None:
@@ -225,7 +225,7 @@ class StepSampler:
 
 
 def _attempt(act: Callable[[], Any]) -> str:
-    """What went wrong, in one line; empty if nothing did. The profiler is not what is to be trained."""
+    """The error of a call, in one line; empty if there is none. A profiler's error must not stop training."""
     try:
         act()
     except Exception as error:
@@ -239,7 +239,7 @@ class SampledWatch(Watch):
     Args:
         sampler: Profiles single steps.
         waits: What the host has waited for, on the same stream.
-        channel: Through which the sampler's ranks agree; it is closed with this.
+        channel: Channel over which the sampler's ranks agree. It is closed with this object.
     """
 
     samples = True

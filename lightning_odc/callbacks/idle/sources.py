@@ -1,4 +1,4 @@
-"""Where idle time comes from: which watch sees the waiting under each strategy, and what waits for data."""
+"""The sources of idle time: which watch sees the waiting under each strategy, and what waits for data."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class MeetingTracer(Tracer):
     """Remembers when this rank entered and left each collective, and nothing else.
 
     Attributes:
-        meetings: since they were last taken.
+        meetings: Meetings since they were last taken.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWait
     Args:
         trainer: The trainer, at the beginning of training.
         module: The module that it trains.
-        waits: What is told of the host's waits, on GPUs, which run ahead of it.
+        waits: Receives the host's waits, on GPUs, which run ahead of the host.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1:
@@ -247,7 +247,7 @@ def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWait
 
 
 def _watch_by_host(strategy: Any, on_demand: bool) -> Watch:
-    """On CPU ranks, where the host's time is the device's."""
+    """Choose a watch for CPU ranks, where the host's time is the device's."""
     on_cpu = strategy.root_device.type == "cpu"
     if isinstance(strategy, ODCStrategy) and (on_demand or on_cpu):
         return Watch(complete=True, engine=strategy.engine) if on_demand else CollectiveWatch(strategy.engine)
@@ -264,15 +264,15 @@ def _meets_all(strategy: Any) -> bool:
 
 
 class DataClock(Profiler):
-    """Stands before the trainer's profiler, passes everything on, and times what lies between two batches.
+    """Wraps the trainer's profiler, passes everything on, and times the gap between two batches.
 
     Lightning tells its profiler about every hook it calls, and when the training loop asks the loader for a batch and
     has got it. The fetching is waiting for data, and nothing else lies in it.
 
     Right before it fetches a batch, Lightning's training loop (2.6) broadcasts from rank 0 whether the job was told to
-    end. A rank that comes before rank 0 waits there, which no hook shows. It lies between the last profiled hook of a
-    batch and the next fetching; beside it there is only what the rank logs. So from a rank's own begin of this gap to
-    rank 0's begin the rank waits for rank 0, up to the time that it takes to log.
+    end. A rank that comes before rank 0 waits there, which no hook shows. The wait lies in the gap between the last
+    profiled hook of a batch and the next fetching, and beside it the gap has only what the rank logs. So a rank waits
+    for rank 0 from its own begin of the gap to rank 0's begin, up to the time that it takes to log.
 
     Args:
         inner: The trainer's own profiler.
@@ -280,7 +280,7 @@ class DataClock(Profiler):
             and the present, in nanoseconds of the monotonic clock.
         waited: The seconds for which this rank has waited for other ranks so far. A loader that plans with them does
             so while it fetches.
-        waits: What is told of the fetching, on a device that runs ahead of its host.
+        waits: Receives the time spent fetching, on a device that runs ahead of its host.
 
     Attributes:
         seconds: Seconds spent fetching so far, without what ``waited`` counts.

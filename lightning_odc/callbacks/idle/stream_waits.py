@@ -2,17 +2,17 @@
 
 Note [Idle on a stream]
 ~~~~~~~~~~~~~~~~~~~~~~~
-On GPUs the host asks, and the device does later what it was asked for. A host that waits for 7 ms says nothing about
-the device, which may have 7 ms of kernels before it. So an event is recorded on the compute stream where a wait begins
-(A) and another one where it ends (B). A passes when all kernels that were asked for before are done, B right behind it,
-but not before the host has asked for it. So from A to B the stream had nothing to do, because the host waited:
+On GPUs the host launches work, and the device does it later. While the host waits for 7 ms, the device may have 7 ms of
+kernels to run. So one event is recorded on the compute stream where a wait begins (A), and another one where it ends
+(B). A passes when all earlier kernels are done. B passes right after it, but not before the host has recorded it. So
+from A to B the stream had nothing to do, because the host waited:
 
     ms       0    1    2    3    4    5    6    7    8    9   10
     host     launches .... |waits for a peer .................|launches
     device   |kernels ..................|. nothing to do .....|kernels
                                         A                     B        5 ms idle, while the host waited for 7
 
-Both events are recorded without waiting for anything, and read when they have passed, a step later if need be.
+Recording the events does not wait. They are read when they have passed, sometimes a step later.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class ComputeStream:
         self.follow()
 
     def follow(self) -> None:
-        """From now on it is the stream that is current now. For the thread that trains."""
+        """Follow the stream that is current now. The training thread calls this."""
         self._stream = torch.cuda.current_stream(self._device)
 
     def mark(self) -> Moment:
-        """The moment at which the stream has done what it was asked for so far. Any thread, any current stream."""
+        """The moment at which the stream has done all work so far. Any thread, any current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
@@ -120,10 +120,10 @@ class StreamWaits:
 
 
 class WaitTracer(Tracer):
-    """Tells of the waits of an engine, and of nothing else.
+    """Reports the waits of an engine, and nothing else.
 
     Args:
-        waits: What is told.
+        waits: Receives the waits.
     """
 
     def __init__(self, waits: StreamWaits) -> None:
@@ -143,7 +143,7 @@ class StreamWatch(Watch):
 
     Args:
         engine: The engine that waits.
-        waits: What is told of them.
+        waits: Receives the engine's waits.
     """
 
     def __init__(self, engine: Engine, waits: StreamWaits) -> None:

@@ -46,8 +46,8 @@ class StepNumbers:
         seconds: length of the step, evaluation not counted.
         waits: seconds of waiting by cause.
         microbatches: how many this rank ran.
-        samples: in these microbatches.
-        tokens: in these microbatches.
+        samples: Samples in these microbatches.
+        tokens: Tokens in these microbatches.
         meetings: when this rank entered and left each collective, in order.
         broadcasts: when this rank entered and left each broadcast from rank 0, in order.
         seen: waiting was measured in this step. Where single steps are looked at, it is not in the others.
@@ -75,7 +75,7 @@ class StepNumbers:
         return max(self.seconds - self.idle, 0.0)
 
     def to_floats(self) -> list[float]:
-        """As numbers to send; `from_floats` is the inverse."""
+        """Convert to numbers to send; `from_floats` is the inverse."""
         waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
         parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
         counts = [len(self.meetings), len(self.broadcasts)]
@@ -108,7 +108,7 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) 
     """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``.
 
     Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that the
-    one that spent least time inside came last; the result is off by what they left apart.
+    one that spent least time inside came last. The error is the time between the first leaving and the last.
 
     Args:
         by_rank: the same collectives on every rank, in the same order.
@@ -133,7 +133,7 @@ def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | N
     """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock.
 
     Args:
-        by_rank: as in `waits_in_meetings`.
+        by_rank: Records of every rank, see `waits_in_meetings`.
     """
     if len({len(broadcasts) for broadcasts in by_rank}) > 1:
         return None

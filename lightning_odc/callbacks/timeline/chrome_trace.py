@@ -1,7 +1,7 @@
 """Timelines as Chrome traces (Trace Event Format), which Perfetto and chrome://tracing open.
 
 A rank is a process with three threads, computing, communicating and waiting. Every span is a complete event
-(``"ph": "X"``) in microseconds, its kind is the event's category, and what else is known stands in ``args``. Each rank
+(``"ph": "X"``) in microseconds. Its kind is the event's category, and further facts are in ``args``. Each rank
 keeps its own timeline in a file until all of them are merged.
 """
 

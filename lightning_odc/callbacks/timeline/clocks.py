@@ -1,14 +1,14 @@
-"""The clocks of several machines brought together, with bounds that cannot be wrong.
+"""Puts the clocks of several machines on one time axis, with safe bounds.
 
 Note [Bounds of a clock's offset]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-No rank leaves an exchange with all ranks before every rank has entered it. Let rank ``r`` read its clock on entering
-and on leaving, and let ``offset`` be how far its clock is ahead of rank 0's. Rank 0 left after ``r`` entered:
+No rank leaves an exchange with all ranks before every rank has entered it. Rank ``r`` reads its clock on entering
+and on leaving, and its clock is ``offset`` ahead of rank 0's. Rank 0 left after ``r`` entered:
 ``entered[r] - offset <= left[0]``. And ``r`` left after rank 0 entered: ``entered[0] <= left[r] - offset``. Hence
 
     entered[r] - left[0]  <=  offset  <=  left[r] - entered[0]
 
-in every round; the truth lies in the intersection, the estimate is its middle, the uncertainty half its width.
+in every round. The true value is in the intersection. The estimate is its middle, the uncertainty half its width.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Passage(NamedTuple):
-    """When a rank went through an exchange or a collective: nanoseconds of its own monotonic clock."""
+    """The moments at which a rank entered and left an exchange or a collective, in nanoseconds of its own clock."""
 
     entered: int
     left: int
@@ -68,8 +68,8 @@ def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequenc
     """The arithmetic of `measure_clocks`: see Note [Bounds of a clock's offset].
 
     Args:
-        machines: by rank, the host's name and what tells machines apart.
-        passages: by rank, one per round.
+        machines: Host's name and identity of the machine, by rank.
+        passages: Passages of every rank, one per round.
     """
     bounds: dict[str, list[tuple[int, int]]] = {}
     for (_, machine), mine in zip(machines, passages, strict=True):
@@ -87,7 +87,7 @@ def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequenc
 
 
 def offset_bounds(mine: Sequence[Passage], reference: Sequence[Passage]) -> tuple[int, int]:
-    """Between which values a clock is ahead of the reference, from their passages through the same exchanges."""
+    """Bounds of how far a clock is ahead of the reference, from their passages through the same exchanges."""
     pairs = list(zip(mine, reference, strict=True))
     lower = max(own.entered - other.left for own, other in pairs)
     upper = min(own.left - other.entered for own, other in pairs)
@@ -95,7 +95,7 @@ def offset_bounds(mine: Sequence[Passage], reference: Sequence[Passage]) -> tupl
 
 
 def machine() -> str:
-    """The same for all processes that share a monotonic clock, containers included."""
+    """An id that all processes share that have the same monotonic clock, containers included."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

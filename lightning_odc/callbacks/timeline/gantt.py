@@ -54,9 +54,9 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     """Draw timelines one above the other, each from its own beginning, on the same time axis, as PNG.
 
     Args:
-        timelines: by the title to give them, for example
+        timelines: Timelines by their titles, for example
             ``{"collective": load_timeline("a/timeline.json"), "on demand": load_timeline("b/timeline.json")}``.
-        path: of the picture.
+        path: Path of the picture.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -31,26 +31,26 @@ class TimelineRecorder(Callback):
 
     For the given optimizer steps: forward and backward of every microbatch with its tokens, reads and adds of
     shards, every wait with its peer and its cause, the meeting at the minibatch's end, the optimizer, and the time
-    between batches, in which data are loaded. Under `ODCStrategy` the engine tells; under any other strategy,
-    Lightning's hooks tell what they can, and the file says what is not seen.
+    between batches, in which data are loaded. Under `ODCStrategy` the engine reports them. Under any other strategy,
+    the recorder sees Lightning's hooks only, and the file says what is missing.
 
     Writes ``timeline.json`` (open it in https://ui.perfetto.dev) and ``timeline.png`` (needs ``matplotlib``) when the
-    fit ends; until then, every rank keeps its own timeline in ``timeline-rank<r>.json``, a trace too, up to date
-    within some seconds. What is there after a crash can be opened, too. Recording sends no message between ranks from
-    the first step to the last.
+    fit ends. Until then, every rank keeps its own timeline in ``timeline-rank<r>.json``, at most a few seconds old.
+    That file is a trace, too: open it after a crash. Between the first and the last step, recording sends no message
+    between ranks.
 
     Args:
-        dirpath: where to write; made if it does not exist. Use one directory per run. If a rank cannot write to it, a
+        dirpath: Where to write; made if it does not exist. Use one directory per run. If a rank cannot write to it, a
             warning says so when the fit begins, and nothing is recorded.
-        steps: optimizer steps to record, counted as ``trainer.global_step`` counts them, from 0: a ``range``, or
+        steps: Optimizer steps to record, counted from 0 like ``trainer.global_step``: a ``range``, or
             ``(first, last)``, both included. By default all, until ``capacity`` is reached.
-        capacity: most spans that a rank keeps, of some 400 bytes each; later ones are counted and dropped.
+        capacity: The most spans that a rank keeps, of about 400 bytes each; later ones are counted and dropped.
 
     Attributes:
-        timeline: after the fit, on rank 0, what was recorded.
+        timeline: The recording, on rank 0 after the fit.
 
     Raises:
-        ValueError: for steps or a capacity that cannot be.
+        ValueError: Invalid steps, or an invalid capacity.
     """
 
     def __init__(self, dirpath: str | Path, steps: Steps = None, *, capacity: int = 100_000) -> None:
@@ -269,7 +269,7 @@ def _exchange(item: T) -> list[T]:
 
 
 def _gather(item: T) -> list[T]:
-    """On rank 0, every rank's item; elsewhere nothing that matters."""
+    """Every rank's item on rank 0; the result on other ranks has no meaning."""
     if not (dist.is_available() and dist.is_initialized()):
         return [item]
     items: list[Any] = [None] * dist.get_world_size()

@@ -63,7 +63,7 @@ class MicrobatchTracer(Tracer):
 
 
 class Phases:
-    """Forward, backward and optimizer from Lightning's hooks, one after another, where no engine tells.
+    """Forward, backward and optimizer, one after another, from Lightning's hooks, if there is no engine.
 
     Args:
         tracer: The tracer that gets the spans.
@@ -98,7 +98,7 @@ class RunFacts:
         name: distinguishes this run from earlier ones in the same directory.
         origin_ns: rank 0's clock at the beginning.
         world_size: number of ranks.
-        strategy: for people.
+        strategy: Name of the strategy, for people.
         notes: what cannot be seen under this strategy.
         waits: whether the engine traces waits.
     """
@@ -147,7 +147,7 @@ class Recording:
     # -- what happens -------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """From now on it is data that are waited for."""
+        """Count waits as waits for data from now on."""
         self._gap_began = time.monotonic_ns()
 
     def begin_batch(self, step: int, batch: Any) -> None:

@@ -1,9 +1,9 @@
-"""Timelines: what every rank did when, on one common clock. Plain values and arithmetic.
+"""Timelines: the activities of all ranks on one common clock. Plain values and arithmetic.
 
 Note [Waiting inside a collective]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A collective cannot end on any rank before the last rank has begun it. So on a common clock, the time from a rank's own
-begin to the last rank's begin is waiting, for that last rank, and the rest is moving bytes. All ranks run the same
+begin to the last rank's begin is waiting for that last rank. The rest is moving bytes. All ranks run the same
 collectives in the same order, so the n-th on one rank is the n-th on the others.
 """
 
@@ -26,7 +26,7 @@ class RankTimeline:
     Attributes:
         rank: its number.
         host: the machine it ran on.
-        spans: in nanoseconds since the beginning of the run, on the clock of rank 0.
+        spans: Spans in nanoseconds since the beginning of the run, on the clock of rank 0.
         dropped: spans that found no place.
         complete: whether all steps that were asked for are in it.
         offset_ns: what was subtracted from this rank's own clock.
@@ -66,7 +66,7 @@ class Timeline:
     """What the ranks of one run did when.
 
     Attributes:
-        ranks: in rank order; some are missing if they died before they wrote anything.
+        ranks: Ranks in order; some are missing if they died before they wrote anything.
         world_size: how many ranks there were.
         strategy: how they trained, for people.
         run: distinguishes runs that write to the same directory.
@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end."""
+        """Seconds from the first begin to the last end."""
         return (self.end_ns - self.begin_ns) / 1e9
 
     @property
@@ -107,7 +107,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     """One timeline from those of single ranks, with the waits inside collectives as spans of their own.
 
     Args:
-        timelines: At least one, all of the same run.
+        timelines: One or more timelines of the same run.
     """
     ranks = sorted((rank for one in timelines for rank in one.ranks), key=lambda rank: rank.rank)
     notes = list(dict.fromkeys(note for one in timelines for note in one.notes))
@@ -123,7 +123,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline], bool]:
-    """See Note [Waiting inside a collective]. Also tells whether there were collectives."""
+    """See Note [Waiting inside a collective]. Also returns whether there were collectives."""
     meetings = [sorted(rank.of(*COLLECTIVES), key=lambda span: span.begin) for rank in ranks]
     waits: list[list[Span]] = [[] for _ in ranks]
     for together in zip(*meetings, strict=False):

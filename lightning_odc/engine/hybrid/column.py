@@ -24,7 +24,7 @@ class ColumnGroup:
     """The process group of this rank's column. All ranks of the column are there when a collective begins.
 
     Args:
-        layout: of all ranks.
+        layout: Layout of all ranks.
         device: where parameters and gradients are.
         stall: time without progress after which a collective gives up.
 
@@ -99,7 +99,7 @@ class ColumnGroup:
 
         Args:
             what: What it was to do.
-            trouble: Which rank is gone, as far as that is known.
+            trouble: The rank that is gone, as far as it is known.
             error: What it said.
         """
         others = [rank for rank in self._layout.column if rank != self._layout.rank]
@@ -126,5 +126,5 @@ def in_turn(begins: Iterable[Callable[[], Callable[[], _Answer]]]) -> Iterator[_
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Whatever the dtype, a backend can move it."""
+    """View a tensor in a dtype that every backend can move."""
     return tensor.view(torch.uint8)

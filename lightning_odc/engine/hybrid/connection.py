@@ -1,11 +1,11 @@
-"""A connection to a rank on another host: small messages, and knowing when the other end is gone.
+"""A connection to a rank on another host: small messages, and a notice when the other end is gone.
 
-Ranks that wait for each other across hosts wait at a TCP connection and not inside a collective: a collective cannot be
-left before its own deadline, and does not say who is missing. The kernel answers for a rank that computes, so a long
-microbatch is no silence; a process that ends closes its connection at once; and a host that is cut off or down is found
-out by keep-alive probes, and by data that stays without acknowledgement, after a *silence* of seconds. A rank that
-fails says why before it closes. Gradients do not take this way: they go by a collective, which begins when everybody is
-there.
+Ranks that wait for each other across hosts wait at a TCP connection and not inside a collective: a rank cannot leave a
+collective before its deadline, and a collective does not say who is missing. The kernel answers for a rank that
+computes, so a long microbatch is not a silence. A process that ends closes its connection at once. A host that is cut
+off or down is found after a *silence* of seconds, by keep-alive probes and by data without acknowledgement. A rank that
+fails says why before it closes. Gradients do not use this connection: they use a collective, which begins when all
+ranks are there.
 """
 
 from __future__ import annotations

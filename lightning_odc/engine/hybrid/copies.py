@@ -1,15 +1,15 @@
-"""Full sharding over several nodes: every node has a copy of what is published, and sums its own gradients.
+"""Full sharding over several nodes: every node has a copy of all published shards, and sums its own gradients.
 
 Note [A copy per node]
 ~~~~~~~~~~~~~~~~~~~~~~
-The model is sharded over all ranks of all nodes. Yet ranks read and add inside their node only, and each byte goes over
-the link between nodes once per minibatch, however many microbatches there are. Two facts allow that. A published shard
+The model is sharded over all ranks of all nodes. Yet ranks read and add inside their node only. Each byte goes over
+the link between nodes once per minibatch, for any number of microbatches. Two facts allow that. A published shard
 does not change inside a minibatch, so a node needs to receive it once. And a node can add up its own gradients, so it
-needs to send them once. Both fall on moments at which all ranks are there: publishing, and the end of a version.
+needs to send them once. Both happen when all ranks are there: at publishing, and at the end of a version.
 
-So the window of a rank holds, for every unit, the shards and the sums of its whole *column*, one row per node. Two
-nodes of two ranks, columns ``(0, 2)`` and ``(1, 3)``, a unit of 8 numbers, 2 per rank, all equal to 10 times the rank;
-``. .`` is a row that has not come yet::
+So the window of a rank holds, for every unit, the shards and the sums of its whole *column*, one row per node. An
+example: two nodes of two ranks, columns ``(0, 2)`` and ``(1, 3)``, and a unit of 8 numbers, 2 per rank, all equal to 10
+times the rank. ``. .`` is a row that has not come yet::
 
     rank                          0                1                2                3
     its shard, shape [2]          [0, 0]           [10, 10]         [20, 20]         [30, 30]
@@ -57,13 +57,13 @@ class CopiesProtocol(SpanningProtocol):
     """`SpanningProtocol` over a model that is sharded over all ranks; see Note [A copy per node].
 
     Args:
-        transport: as in `SpanningProtocol`.
-        units: as in `Protocol`; sizes are those of one rank of the job.
-        layout: of all ranks; ranks ascend from row to row.
-        group: of this rank's column, opened.
+        transport: Transport, see `SpanningProtocol`.
+        units: Units, see `Protocol`. Sizes are those of one rank of the job.
+        layout: Layout of all ranks. Ranks ascend from row to row.
+        group: Process group of this rank's column, opened.
         sharing: not yet opened.
-        trained: by unit, the parts of a shard that every optimizer step changes.
-        **options: as in `SpanningProtocol`.
+        trained: Parts of a shard that every optimizer step changes, by unit.
+        **options: Options of `SpanningProtocol`.
     """
 
     def __init__(

@@ -1,18 +1,18 @@
 """Hybrid sharding: on demand inside a node, one sum over nodes per minibatch.
 
-Every node holds a whole replica of the model, sharded over its own ranks, which run the protocol among themselves as if
-there were no other nodes. After a meeting that ends a version (see Note [Two levels]) gradients leave a node, the only
-time that they do: every rank sums what its row has added up for its shards over its column, unit by unit, and takes up
-a unit while later ones are under way. After that all replicas take the same optimizer step, so that parameters need not
-be sent. Four ranks on two nodes, a unit of 4 numbers, 2 per rank::
+Every node holds a whole replica of the model, sharded over its own ranks. They run the protocol among themselves as if
+there were no other nodes. Gradients leave a node only after a meeting that ends a version (see Note [Two levels]).
+Every rank then sums over its column, unit by unit, the sums that its row has made for its shards. It uses the sum of a
+unit while those of later units are under way. After that all replicas take the same optimizer step, so parameters need
+not be sent. Four ranks on two nodes, a unit of 4 numbers, 2 per rank::
 
     rank                      0            1            2            3
     has added up, shape [2]   [1, 1]       [5, 5]       [2, 2]       [7, 7]       of the microbatches of its row
     sum over the column       [3, 3]       [12, 12]     [3, 3]       [12, 12]     of all microbatches
     optimizer step on         numbers 0, 1 numbers 2, 3 numbers 0, 1 numbers 2, 3
 
-Replicas begin equal, because the values of the first node are sent to the others when the engine attaches; and whenever
-parameters are published outside a step, ranks compare checksums of them.
+Replicas begin equal, because the first node sends its values to the others when the engine attaches. When parameters
+are published outside a step, ranks compare checksums of them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class HybridProtocol(SpanningProtocol):
     """`SpanningProtocol` that sums gradients over replicas.
 
     Args:
-        transport: as in `SpanningProtocol`.
-        units: as in `Protocol`.
-        group: of this rank's column, opened.
-        **options: as in `SpanningProtocol`.
+        transport: Transport, see `SpanningProtocol`.
+        units: Units, see `Protocol`.
+        group: Process group of this rank's column, opened.
+        **options: Options of `SpanningProtocol`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class HybridEngine(SpanningEngine):
     """`SpanningEngine` of nodes with a replica of the model each.
 
     Args:
-        make_transport: as in `SpanningEngine`.
-        rendezvous: as in `SpanningEngine`.
-        group: of this rank's column, not yet opened.
-        **options: as in `SpanningEngine`.
+        make_transport: See `SpanningEngine`.
+        rendezvous: See `SpanningEngine`.
+        group: Process group of this rank's column, not yet opened.
+        **options: Options of `SpanningEngine`.
     """
 
     def __init__(

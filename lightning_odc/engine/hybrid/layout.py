@@ -15,7 +15,7 @@ class Layout:
 
     Args:
         rows: the ranks of every row, equally many in each.
-        rank: of this process.
+        rank: Rank of this process.
     """
 
     rows: tuple[tuple[int, ...], ...]

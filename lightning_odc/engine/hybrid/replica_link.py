@@ -1,8 +1,8 @@
 """The link between ranks that hold the same shards, one on every node (a *column*): connections to the first one.
 
 The first rank of a column listens on a free port until all others have connected, and then never again. Both ends prove
-that they belong to the job by a keyed hash of a secret, which the process group has carried and which no connection
-carries: a stranger's connection is dropped, and a stranger's answer is not trusted.
+that they belong to the job, by a keyed hash of a secret. The process group has carried the secret; no connection
+carries it. A stranger's connection is dropped, and a stranger's answer is not trusted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ATTEMPT = 10.0  # seconds for one address
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where the first rank of a column listens, and what it answers to."""
+    """The address and the secret with which the first rank of a column listens."""
 
     addresses: list[str]
     port: int
@@ -43,10 +43,10 @@ class ReplicaLink:
     """This rank's connections to the others of its column. `open` connects, on all ranks together.
 
     Args:
-        rank: of this process.
-        ranks: of the column, in ascending order.
+        rank: Rank of this process.
+        ranks: Ranks of the column, in ascending order.
         rendezvous: gives every rank's object to every rank of the job; used only while opening.
-        main_address: of the host of rank 0, as all ranks know it.
+        main_address: Address of the host of rank 0, which all ranks know.
         main_ranks: the ranks on that host.
         silence: see `Connection`.
     """
@@ -149,7 +149,7 @@ class ReplicaLink:
                 sock.sendall(hello + self.rank.to_bytes(_RANK_BYTES, "little"))
                 answer = _receive(sock, _DIGEST_BYTES)
                 if not hmac.compare_digest(answer, _proof(first.secret, "welcome", self.rank)):
-                    raise ConnectionError("somebody else answered")
+                    raise ConnectionError("another program answered")
                 return Connection(sock, f"{self._first} ({host})", self._silence)
             except OSError as error:
                 errors.append(f"{host}: {error}")
@@ -163,16 +163,16 @@ class ReplicaLink:
     # -- meeting ------------------------------------------------------------------------------------------
 
     def begin(self, record: Any) -> None:
-        """Say this rank's record; `complete` tells when everybody's has come."""
+        """Send this rank's record; `complete` tells when all records have come."""
         self._own, self._all = json.dumps(record).encode(), None
         if self.rank != self._first:
             self._peers[self._first].send(Kind.RECORD, self._own)
 
     def complete(self) -> bool:
-        """Whether everybody's record is here, and on its way to everybody.
+        """Whether all records are here, and on their way to all ranks.
 
         Raises:
-            PeerFailedError: somebody left without saying a record.
+            PeerFailedError: A rank left without sending a record.
         """
         for peer in self._peers.values():
             peer.pump()
@@ -190,16 +190,16 @@ class ReplicaLink:
         return self._all is not None and all(peer.sent for peer in self._peers.values())
 
     def records(self) -> list[Any]:
-        """Everybody's record in the order of the column, once it is `complete`."""
+        """The records of all ranks in the order of the column, once they are `complete`."""
         assert self._all is not None
         return self._all
 
     # -- how the others are -------------------------------------------------------------------------------
 
     def missing(self) -> str:
-        """For whom this rank waits, for messages; also for those of other threads."""
+        """The ranks that this rank waits for, other threads included, as messages name them."""
         return (
-            ", ".join(f"rank {peer.name}" for peer in self._peers.values() if not peer.has_come) or "nobody"
+            ", ".join(f"rank {peer.name}" for peer in self._peers.values() if not peer.has_come) or "no rank"
         )
 
     def trouble(self) -> str:

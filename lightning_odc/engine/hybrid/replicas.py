@@ -44,7 +44,7 @@ class Replicas(ColumnGroup):
         """`level` the shards whose `checksums` differ within the column, and say so.
 
         Args:
-            shards: of this rank.
+            shards: Shards of this rank.
             sums_by_rank: the `checksums` of every rank of the job.
         """
         column = [sums_by_rank[rank] for rank in self._layout.column]
@@ -59,7 +59,7 @@ class Replicas(ColumnGroup):
 
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, int]:
-    """By name, a number that differs if the bits of two shards do (nearly always)."""
+    """A number for each shard, by name. If the bits of two shards differ, it (nearly always) differs, too."""
     return {
         name: int(shard.contiguous().view(-1).view(_WIDTHS[shard.element_size()]).sum(dtype=torch.int64))
         for name, shard in shards.items()

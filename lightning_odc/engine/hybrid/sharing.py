@@ -50,8 +50,8 @@ class Sharing:
     column has published, as ranks do at meetings. Only then does it begin collectives, which may so give up early.
 
     Args:
-        link: To this rank's column, for this thread alone; not yet opened.
-        group: Of the column.
+        link: Link to this rank's column, not yet opened. This thread alone uses it.
+        group: Process group of the column.
 
     Attributes:
         trouble: What ended the thread, for the message of an error; empty as long as nothing did.
@@ -79,9 +79,9 @@ class Sharing:
         """Start the thread.
 
         Args:
-            state: Of this rank, for what was moved.
-            windows: By unit, what this rank's window holds.
-            trained: By unit, what is shared in every version; the rest of a shard is shared when it was edited.
+            state: State of this rank; it counts what was moved.
+            windows: Contents of this rank's window, by unit.
+            trained: Parts that are shared in every version, by unit. The rest of a shard is shared after an edit.
         """
         self._state = state
         self._units = list(zip(windows, trained, strict=True))
@@ -123,7 +123,7 @@ class Sharing:
             pass
         except PeerFailedError as error:
             self.trouble = str(error)
-        except BaseException as error:  # of a backend or of a device: for whoever waits for the shards
+        except BaseException as error:  # of a backend or of a device: raised where the shards are awaited
             self.trouble = self._group.blame("Sharing of parameters", self._link.trouble(), error)
 
     def _share(self, job: _Job) -> None:
@@ -137,7 +137,7 @@ class Sharing:
             self._check_halted()
 
     def _await_column(self, record: Any) -> list[Any]:
-        """Everybody's record, once all ranks of the column have published this version."""
+        """The records of all ranks, once all ranks of the column have published this version."""
         begin = time.monotonic()
         self._link.begin(record)
         while not self._link.complete():
@@ -175,7 +175,7 @@ class Sharing:
 
 
 def _cut(shard: Tensor, runs: Trained) -> Tensor:
-    """Of ``a b c d e`` and the runs ``(0, 2), (4, 5)`` it is ``a b e``."""
+    """Cut runs out and join them: ``a b c d e`` with the runs ``(0, 2), (4, 5)`` gives ``a b e``."""
     return torch.cat([shard[:0], *(shard[start:end] for start, end in runs)])
 
 

@@ -1,4 +1,4 @@
-"""On demand inside a node, meetings over all nodes: what the engines of several nodes have in common.
+"""The common part of the engines for several nodes: on demand inside a node, meetings over all nodes.
 
 Note [Two levels]
 ~~~~~~~~~~~~~~~~~
@@ -15,8 +15,8 @@ Four ranks on two nodes, rows ``(0, 1)`` and ``(2, 3)``, columns ``(0, 2)`` and 
     after the column     R0 R2        R1 R3        R0 R2        R1 R3
     after the row        R0 R1 R2 R3 on every rank, in this order
 
-What goes over the link between nodes beside these records are collectives over a column (``column.py``), a few for
-every unit and minibatch, each at a moment at which all ranks of the column are there.
+Besides these records, collectives over a column (``column.py``) use the link between nodes: a few for every unit and
+minibatch, each when all ranks of the column are there.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SpanningProtocol(Protocol):
     """`Protocol` within a row, whose meetings span all nodes; see Note [Two levels].
 
     Args:
-        transport: between the ranks of this row, not yet opened.
-        units: as in `Protocol`.
-        layout: of all ranks.
-        link: to this rank's column, not yet opened.
-        group: of this rank's column, opened.
-        **options: as in `Protocol`.
+        transport: Transport between the ranks of this row, not yet opened.
+        units: Units, see `Protocol`.
+        layout: Layout of all ranks.
+        link: Link to this rank's column, not yet opened.
+        group: Process group of this rank's column, opened.
+        **options: Options of `Protocol`.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class SpanningEngine(OnDemandEngine):
     """`OnDemandEngine` over the ranks of several nodes.
 
     Args:
-        make_transport: as in `OnDemandEngine`, between the ranks of this row.
+        make_transport: Makes the transport between the ranks of this row, see `OnDemandEngine`.
         rendezvous: gives every rank's object to every rank of the job; used at `attach` only.
-        layout: of all ranks.
+        layout: Layout of all ranks.
         make_link: makes a fresh, unopened link to this rank's column.
-        group: of this rank's column, not yet opened.
-        **options: as in `OnDemandEngine`.
+        group: Process group of this rank's column, not yet opened.
+        **options: Options of `OnDemandEngine`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class SpanningEngine(OnDemandEngine):
         self._group.close()
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
-        """As in `OnDemandEngine`; work is stolen within the row, whose windows are at hand."""
+        """See `OnDemandEngine`. Work is stolen within the row, because its windows can be read."""
         if minibatch.all_ranks is not None:
             everybody = minibatch.all_ranks
             minibatch = minibatch.map(lambda microbatch: microbatch)

@@ -3,11 +3,11 @@
 Every rank owns one *window*. Its **data plane** holds, per unit, the published shard and the gradient
 accumulators; its **control plane** holds 64-bit words and mailboxes. The rules that every body keeps:
 
-- a control word or mailbox is written by its owner only, and read by everybody;
-- a published shard is written by its owner only, and read by everybody;
-- an accumulator is added to by everybody, under the lock of its (owner, unit) unless each source has its own;
-- the claim word of an owner is written by everybody, under the owner's claim lock;
-- what a rank wrote before `Transport.store` is visible to whoever `Transport.load`-s the stored value.
+- only its owner writes a control word or mailbox, and all ranks read it;
+- only its owner writes a published shard, and all ranks read it;
+- all ranks add to an accumulator, under the lock of its (owner, unit) unless each source has its own;
+- all ranks write the claim word of an owner, under the owner's claim lock;
+- when a rank `Transport.load`-s a value, it sees everything written before the `Transport.store` of that value.
 
 When a shard may be read or written is not decided here: see the Notes in ``lightning_odc/engine/protocol.py``.
 """
@@ -194,7 +194,7 @@ class Transport(ABC):
         """The lock of an owner's claim word."""
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
-        """Copy published shards (views that `shard` gave), one behind the other, into ``out`` (1-D, same dtype)."""
+        """Copy published shards (views from `shard`), one after the other, into ``out`` (1-D, same dtype)."""
         torch.cat(list(shards), out=out)
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
@@ -215,7 +215,7 @@ class Transport(ABC):
             self.add(self.accumulator(owner, unit, source).narrow(0, start, rows.size(1)), rows[owner])
 
     def drain(self) -> Callable[[], bool]:
-        """What tells whether all is done that this rank has asked for so far: reads, adds, and what it wrote."""
+        """An object that tells whether all reads, adds and writes that this rank has requested so far are done."""
         return lambda: True
 
     # -- control plane ------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Transport(ABC):
         """Read a control word of ``owner``; later reads see at least what its writer had written before it."""
 
     def watch(self, owner: int, word: int) -> Callable[[], int]:
-        """`load` of one word, for whoever reads it often; to use until `close`."""
+        """`load` of one word, prepared for frequent reads; valid until `close`."""
         return partial(self.load, owner, word)
 
     @abstractmethod
@@ -233,7 +233,7 @@ class Transport(ABC):
         """Write an own control word, after everything this rank wrote before."""
 
     def announce(self, word: int, value: int) -> None:
-        """`store`, once everything that this rank asked for so far on the current stream is done. Need not wait."""
+        """`store` a word after everything on the current stream so far is done. Need not wait."""
         self.store(word, value)
 
     @abstractmethod
@@ -249,7 +249,7 @@ class Transport(ABC):
         """Put a message into an own mailbox, over the last one (announce it with `store`).
 
         Raises:
-            ValueError: if it is longer than the mailbox.
+            ValueError: the record is longer than the mailbox.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ def check_transport(transport: str, device_type: str, strategy: str = "ODCStrate
     """Refuse devices that have no windows, and a transport that is another device's.
 
     Raises:
-        ValueError: with the line to write instead.
+        ValueError: No transport fits; the message has the line to write instead.
     """
     fitting = _BY_DEVICE.get(device_type)
     if fitting is None:
@@ -45,9 +45,9 @@ def make_transport(
     """A fresh, unopened transport for ranks on such devices.
 
     Args:
-        device: of this rank.
-        rank: in the group.
-        world_size: of the group.
+        device: Device of this rank.
+        rank: Rank in the group.
+        world_size: World size of the group.
         rendezvous: exchanges small objects between all ranks of the group.
         group: process group of the ranks.
         job_ranks: where these are a part of the job, their ranks in it, for messages.

@@ -1,10 +1,10 @@
 """The CUDA body of the transport contract: GPUs of one host that map each other's memory.
 
-The data plane is one block of device memory per rank, mapped by all; the control plane is the shared-memory
-transport's, in host memory. Reads are plain copies between mapped addresses, which the copy engines do; additions are
-a kernel with atomic additions, so that no lock is needed. Both are asked for on the stream that ``fully_shard`` has
-made current, so its prefetching and overlapping stay what they are. What the host waits for, and when, is told in
-Note [When the host waits for its device].
+The data plane is one block of device memory per rank, mapped by all. The control plane is that of the shared-memory
+transport, in host memory. Reads are plain copies between mapped addresses, done by copy engines. Additions are a
+kernel with atomic additions, which needs no lock. Both run on the stream that ``fully_shard`` has made current, so its
+prefetching and overlapping work as usual. Note [When the host waits for its device] says when the host waits, and for
+what.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CudaTransport(Transport):
         rank: this rank.
         world_size: number of ranks.
         rendezvous: exchanges small objects between all ranks; used only while opening.
-        device: that holds this rank's window.
+        device: Device that holds this rank's window.
         job_ranks: where these are a part of the job, their ranks in it, for messages.
     """
 
@@ -251,5 +251,5 @@ class Announcer:
                 mark, word, value = item
                 mark.synchronize()  # without the interpreter's lock
                 self._store(word, value)
-        except BaseException as error:  # of the device or of the driver: for whoever asks next
+        except BaseException as error:  # of the device or of the driver: raised at the next call
             self._error = error

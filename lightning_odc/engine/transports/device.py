@@ -40,8 +40,8 @@ class DeviceFacts:
         shares_device: several ranks on one device are allowed.
         expandable: torch's allocator works with expandable segments.
         socket: path of the socket by which torch hands handles over.
-        reaches: by uuid of the other devices that this process sees, whether this one can access their memory.
-        atomics: by uuid of the same devices, whether additions of this one to their memory are atomic.
+        reaches: Whether this device can access the memory of another device that this process sees, by its uuid.
+        atomics: Whether additions of this device to the memory of the same devices are atomic, by uuid.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Device(ABC):
 
     @abstractmethod
     def add_plainly(self) -> None:
-        """From now on add by reading and writing, since a link between the devices does not add atomically.
+        """Add by reading and writing from now on, because a link between the devices does not add atomically.
 
         What an atomic addition over such a link does is not defined, not even where nothing else adds to its place.
         """
@@ -101,11 +101,11 @@ class Device(ABC):
 
     @abstractmethod
     def wait_for(self, stream: Hashable) -> None:
-        """Let the current stream go on only after what ``stream`` was asked for so far."""
+        """Let the current stream wait for all work on ``stream`` so far."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """A mark behind everything that the current stream was asked for so far."""
+        """A mark after all work on the current stream so far."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -120,7 +120,7 @@ class Device(ABC):
 
     @abstractmethod
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
-        """The same for all windows at once: row ``r`` from byte ``offset`` of rank ``r``'s window on, in ``dtype``.
+        """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``.
 
         Args:
             offset: Bytes from the begin of each window.

@@ -2,18 +2,18 @@
 
 Note [What orders memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Data is announced by a word: its owner writes the data, then the word; a reader reads the word, then the data. x86-64
-keeps the order of stores, and that of loads. Weaker processors (Arm, as in NVIDIA's Grace) do not, and taking and
-giving back a lock of Python's in between does not help: what stands before it may move past the taking, and what stands
-behind it before the giving back. So there both sides need a full barrier in between.
+A word announces data: its owner writes the data, then the word; a reader reads the word, then the data. x86-64
+keeps the order of stores, and that of loads. Weaker processors (Arm, as in NVIDIA's Grace) do not. Acquiring and
+releasing a Python lock in between does not help: an access before it may move past the acquire, and an access after it
+may move before the release. So both sides need a full barrier there.
 
 Python has none. The C function ``atomic_thread_fence`` is one, a few nanoseconds long, and exported by libatomic. Where
 that is missing, the system call ``membarrier`` does the same and more: Linux documents that all accesses of every
 thread of a registered process are ordered with respect to it. Each orders the accesses of the rank that calls it, so
 ranks may use either.
 
-A reader needs its barrier only when a word is another one than the same thread read last: what an old value announces
-was ordered when it was new. A rank that waits for a word reads it thousands of times and has one barrier.
+A reader needs its barrier only when a word differs from the one that the same thread read last: the data of an old
+value was ordered when that value was new. So a rank that waits for a word reads it thousands of times with one barrier.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def check_platform() -> None:
 
 
 def boot_id() -> str:
-    """The same for all processes that share this kernel, and for no others."""
+    """An id that all processes of this kernel share, and no others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def how_ended(pid: int, pidfd: int) -> str:
-    """How a process ended that is no child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty where Linux hides it.
+    """How a process ended that is not a child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty if Linux hides it.
 
-    Only its parent is told. But until the parent has asked, the number stands in ``/proc``. Afterwards a descriptor of
-    the process that was opened while it lived has it, since Linux 6.15.
+    Linux gives this only to the parent. But until the parent has read it, the number stands in ``/proc``. Since Linux
+    6.15 a descriptor that was opened while the process lived has it afterwards.
 
     Args:
         pid: The process.
@@ -103,7 +103,7 @@ def make_fence(machine: str = "") -> Fence | None:
     """The fence of this machine. Every process that shares memory must make one before any of them uses it.
 
     Args:
-        machine: as ``platform.machine()`` says, which is the default.
+        machine: Name of the machine type; by default ``platform.machine()``.
 
     Raises:
         WindowError: nothing is known to order memory here.
@@ -130,7 +130,7 @@ def membarrier(machine: str) -> Fence:
     """A full barrier between this process and all others that have registered by a call of this function.
 
     Raises:
-        WindowError: the kernel has no such system call, or something does not let it through.
+        WindowError: the kernel has no such system call, or something (a container, say) forbids it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     number = _MEMBARRIER.get(machine)

@@ -2,13 +2,13 @@
 
 Note [Few programs that stride]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The kernel runs beside the backward pass, on a stream of high priority. A link between GPUs is much slower than memory,
-so additions wait for it, and programs that wait keep multiprocessors from the matrix products. So there are few of
-them, as NCCL has few blocks, and each goes over its part of the row in strides.
+The kernel runs at the same time as the backward pass, on a stream of high priority. A link between GPUs is much slower
+than memory, so additions wait for it. Programs that wait occupy multiprocessors that matrix products need. So there are
+few programs, as NCCL has few blocks, and each goes over its part of the row in strides.
 
-Additions go in packets of 16 bytes (4 in fp32, from Hopper on) where the compiler knows that their place is a multiple
-of 16 bytes and their number one of 16. Both are made so: what comes before the first place that is a multiple of 64
-bytes (the *head*) and what is left behind the last whole 16 elements (the *tail*) is added one by one, by one program.
+Additions use packets of 16 bytes (4 in fp32, from Hopper on) if the compiler knows that their address is a multiple of
+16 bytes and their number a multiple of 16. The *body* of a row is made so. One program adds the rest one by one: the
+elements before the first multiple of 64 bytes (the *head*), and those after the last whole 16 elements (the *tail*).
 10 elements from byte 40 on in fp32, which are elements 10 to 19 of the window::
 
     head    10 11 12 13 14 15      up to byte 64
@@ -39,9 +39,9 @@ class Launch:
     """How the kernel is started. ``make bench-gpu`` measures other choices.
 
     Attributes:
-        programs: for the rows of all owners together; at least one per owner.
+        programs: Programs for the rows of all owners together; at least one per owner.
         block: elements that a program adds at once.
-        warps: of a program.
+        warps: Warps of a program.
     """
 
     programs: int = 32

@@ -24,11 +24,11 @@ def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
     """Refuse before anything is allocated. Every rank comes to the same answer.
 
     Args:
-        facts: of all ranks, in rank order.
-        spec: of one window.
+        facts: Facts of all ranks, in rank order.
+        spec: Spec of one window.
 
     Raises:
-        WindowError: with the first reason found.
+        WindowError: A check failed; the message has the first reason found.
     """
     reason = next(_reasons(facts, spec), None)
     if reason is not None:
@@ -45,8 +45,8 @@ def _backends(facts: Sequence[DeviceFacts]) -> Iterator[str]:
     for rank, own in enumerate(facts):
         if own.is_rocm:
             yield (
-                f"rank {rank} has an AMD GPU ({own.name}), and nobody has tried this transport there: it needs an "
-                "NVIDIA GPU."
+                f"rank {rank} has an AMD GPU ({own.name}). This transport needs an NVIDIA GPU: it was never tried on "
+                "an AMD GPU."
             )
         if own.backend is None:
             yield (
@@ -91,7 +91,7 @@ def _same_device(facts: Sequence[DeviceFacts]) -> Iterator[str]:
 
 
 def _same_number(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    """By number torch tells devices apart, which means something only where all processes see the same ones."""
+    """Torch identifies devices by number. That works only if all processes see the same devices."""
     first: dict[int, int] = {}
     for rank, own in enumerate(facts):
         peer = first.setdefault(own.index, rank)
@@ -168,10 +168,10 @@ def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
 
 
 def explain(error: Exception, own: DeviceFacts) -> str:
-    """What may stand behind an error of the driver while windows were made or mapped.
+    """Explain the likely causes of a driver error while windows were made or mapped.
 
     Args:
-        error: as torch raised it.
+        error: Error that torch raised.
         own: facts of this rank.
     """
     first = str(error).strip().split("\n")[0]

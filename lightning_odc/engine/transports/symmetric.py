@@ -25,7 +25,7 @@ _PROBED = 32
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface
 
 #: Windows of devices that have failed. torch waits for the device when it frees one, and ends the process if that
-#: fails, before anybody has read the error. The memory lasts as long as the process.
+#: fails, before the error can be read. The memory lasts as long as the process.
 _abandoned: list[tuple[Any, Any]] = []
 
 
@@ -33,7 +33,7 @@ class SymmetricDevice(Device):
     """A GPU whose memory the others of the group map.
 
     Args:
-        device: of this rank.
+        device: Device of this rank.
         group: process group of the ranks that share windows.
     """
 
@@ -176,7 +176,7 @@ class SymmetricDevice(Device):
         return dtype in kernels.ATOMIC_DTYPES
 
     def _place_of(self, target: Tensor) -> tuple[int, int]:
-        """In whose window a view lies, and at which byte of it."""
+        """The rank whose window contains a view, and the byte where it begins."""
         address = target.data_ptr()
         offsets = [address - window.data_ptr() for window in self._windows]
         return next(
@@ -202,7 +202,7 @@ def _socket_directory() -> str:
 
 
 def _others(device: torch.device) -> dict[str, int]:
-    """By uuid, the numbers of the other devices that this process sees."""
+    """The numbers of the other devices that this process sees, by uuid."""
     indices = [index for index in range(torch.cuda.device_count()) if index != device.index]
     return {str(torch.cuda.get_device_properties(index).uuid): index for index in indices}
 

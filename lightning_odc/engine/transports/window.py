@@ -21,13 +21,13 @@ HEADER_BYTES = 4096
 _HEADER = struct.Struct("<32sqq")  # secret, rank, total bytes
 #: Looked up by name: other systems, where this module is imported but not used, do not have them.
 _SEALS = sum(getattr(fcntl, name, 0) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL"))
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
 _PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a rank tells its peers about its window: on which host, and under which descriptor of which process."""
+    """The address of a rank's window, for its peers: the host, the process and the descriptor."""
 
     host: str
     pid: int
@@ -37,19 +37,19 @@ class Address:
 class Region:
     """One mapped window.
 
-    The mapping belongs to the tensor `memory` and to every view of it, so it lasts as long as somebody can look at it.
+    The mapping belongs to the tensor `memory` and to every view of it, so it lasts as long as any of these views.
     The descriptor carries the locks, so nothing else in this process may keep a copy of it. Forked processes have one.
 
     Args:
-        fd: of the window; from now on the region's.
-        size: of the window in bytes.
+        fd: File descriptor of the window. The region owns it from now on.
+        size: Size of the window in bytes.
 
     Attributes:
         memory: all of it, as bytes (1-D, ``uint8``).
         bytes: all of it, for headers and mailboxes.
         words: the control words and the claim word, once `map_units` was called.
-        shards: by unit, the published shard.
-        accumulators: by unit and source, the gradient accumulator.
+        shards: Published shard of each unit.
+        accumulators: Gradient accumulator of each unit and source.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -82,7 +82,7 @@ class Region:
         """A peer's window, trusting nothing it said until it was checked.
 
         Raises:
-            WindowError: it is out of reach, or not what it should be.
+            WindowError: it cannot be opened, or is not the file that the peer described.
         """
         fd = _open(peer, address)
         try:
@@ -112,7 +112,7 @@ class Region:
         return RangeLock(self.fd, byte, fence)
 
     def close(self) -> None:
-        """Give the descriptor and the locks back, and let go of the memory: the last view that dies unmaps it."""
+        """Close the descriptor and release the locks and the memory. The last view that dies unmaps it."""
         self.shards.clear()
         self.accumulators.clear()
         self.words = self.bytes = memoryview(b"")
@@ -121,11 +121,11 @@ class Region:
 
 
 class RangeLock:
-    """The lock of one byte of a region, which excludes all other descriptions of it that somebody opened.
+    """The lock of one byte of a region, which excludes all other open file descriptions of it.
 
     Args:
-        fd: of the region.
-        byte: which one.
+        fd: File descriptor of the region.
+        byte: Number of the byte to lock.
         fence: orders what is done under the lock, where the machine needs that.
     """
 

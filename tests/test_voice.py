@@ -1,0 +1,164 @@
+"""Plain English, in pages, docstrings, messages and comments: phrases that a newcomer reads twice stay out."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    *ROOT.glob("docs/**/*.md"),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+]
+LESSONS = sorted(ROOT.glob("notebooks/src/*.py"))
+SOURCES = sorted(path for folder in ("lightning_odc", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+#: Pattern of a phrase (a blank stands for any white space), and what to write in its place.
+PHRASES = {
+    r"nobody": "no rank, no other process, or a sentence about who does it",
+    r"anew": "again, from the start, or new",
+    r"also none": "even zero, or including none",
+    r"as a rule": "usually",
+    r"that is none": "an invalid ..., or that is not a ...",
+    r"(what|than) (it|he|she|one) is told": "name what it gets",
+    r"(come|comes|came|coming) home": "is copied back",
+    r"public doors?": "public API, or public extension points",
+    r"own books": "name the values",
+    r"answered with": "raises, gets, or leads to",
+    r"whence": "where ... from",
+    r"so[- ]manyth": "every N-th",
+    r"stumbled": "hit, or had a problem",
+    r"(told|tell|tells|telling) apart": "distinguished, or reported once",
+}
+_PATTERNS = {
+    re.compile(r"\b" + phrase.replace(" ", r"\s+") + r"\b", re.IGNORECASE): hint
+    for phrase, hint in PHRASES.items()
+}
+_ARGUMENT = re.compile(r"^ {4}(?P<name>\*{0,2}\w+(?:, \*{0,2}\w+)*): (?P<first>[\w'-]+)", re.MULTILINE)
+_SECTION = re.compile(r"^(?:Args|Attributes):\n((?:(?: .*)?\n?)+)", re.MULTILINE)
+_PREPOSITION = re.compile(
+    r"(about|above|after|against|as|at|before|behind|below|beside|between|by|during|for|from|in|inside|into|like|of|on|"
+    r"onto|over|per|since|than|that|through|to|toward|under|until|which|with|within|without)",
+    re.IGNORECASE,
+)
+
+Passage = tuple[int, str]
+
+
+def _strings(source: str) -> Iterator[Passage]:
+    """All string literals, docstrings among them. The pieces of one that is written in several parts are together."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def _comments(source: str) -> Iterator[Passage]:
+    """All comments; those of adjacent lines are one passage."""
+    first, last, lines = 0, -1, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line = token.start[0]
+        if line != last + 1 and lines:
+            yield first, "\n".join(lines)
+            lines = []
+        first, last = (first if lines else line), line
+        lines.append(token.string.lstrip("#: "))
+    if lines:
+        yield first, "\n".join(lines)
+
+
+def _passages(path: Path) -> list[Passage]:
+    text = path.read_text()
+    return [(1, text)] if path.suffix == ".md" else [*_strings(text), *_comments(text)]
+
+
+def _odd_phrases(passages: list[Passage]) -> list[tuple[int, str]]:
+    return [
+        (line + text.count("\n", 0, match.start()), f"{' '.join(match[0].split())!r}: write {hint}")
+        for line, text in passages
+        for pattern, hint in _PATTERNS.items()
+        for match in pattern.finditer(text)
+    ]
+
+
+def _odd_arguments(source: str) -> list[tuple[int, str]]:
+    """Arguments and attributes in docstrings whose explanation begins with a preposition."""
+    return [
+        (
+            node.body[0].lineno,
+            f"{getattr(node, 'name', 'module')}({match[0].strip()} ...): begin with a noun or verb",
+        )
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for section in _SECTION.findall(ast.get_docstring(node) or "")
+        for match in _ARGUMENT.finditer(section)
+        if _PREPOSITION.fullmatch(match["first"])
+    ]
+
+
+def _ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_there_is_something_to_read() -> None:
+    assert len(PAGES) > 30
+    assert len(LESSONS) == 6
+    assert len(SOURCES) > 150
+    assert sum(len(_passages(path)) for path in SOURCES) > 5000
+
+
+@pytest.mark.parametrize("path", [*PAGES, *LESSONS, *SOURCES], ids=_ids)
+def test_phrases_that_are_read_twice_stay_out(path: Path) -> None:
+    odd = _odd_phrases(_passages(path))
+    assert not odd, "\n".join(f"{_ids(path)}:{line}: {what}" for line, what in odd)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_ids)
+def test_arguments_are_explained_by_a_noun_or_a_verb(path: Path) -> None:
+    odd = _odd_arguments(path.read_text())
+    assert not odd, "\n".join(f"{_ids(path)}:{line}: {what}" for line, what in odd)
+
+
+SAMPLE = '''
+def wait(peer):  # whence
+    """Wait.
+
+    Args:
+        peer: that is waited for.
+        step, unit: The step.
+
+    Attributes:
+        seen: By unit, the step.
+
+    Returns:
+        until: that is no argument.
+    """
+    # it knows what
+    # it is told
+    raise ValueError("waits for " f"{peer}, and Nobody " "comes home")
+'''
+
+
+def test_the_search_sees_strings_comments_and_arguments() -> None:
+    found = {
+        what.split(":")[0].strip("'") for _, what in _odd_phrases([*_strings(SAMPLE), *_comments(SAMPLE)])
+    }
+    assert found == {"whence", "what it is told", "Nobody", "comes home"}
+    assert [line for line, _ in _odd_phrases(list(_comments(SAMPLE)))] == [2, 15]
+    assert [what for _, what in _odd_arguments(SAMPLE)] == [
+        "wait(peer: that ...): begin with a noun or verb",
+        "wait(seen: By ...): begin with a noun or verb",
+    ]
+
+
+def test_identifiers_and_other_words_pass() -> None:
+    assert not _odd_phrases(
+        [(1, "`_check_nobody_left` reads l_whence; Home comes first, and a new one is told nothing")]
+    )
