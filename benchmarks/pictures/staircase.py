@@ -1,0 +1,127 @@
+"""From a plain project to the full gain: how long an epoch takes after each step, and what ranks do meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+from benchmarks.pictures.canvas import SMALL, WIDTH, Axis, Canvas
+from benchmarks.pictures.charts import Load
+
+_STEPS = {
+    "measure": "the script, measured",
+    "switch": 'switched: "odc"',
+    "balance": 'balanced: "odc_balanced"',
+    "pack": "packed: packing=True",
+}
+_PARTS = {"computing": "backward", "padding": "read", "waiting": "idle"}
+_HOSTS = {"hosts": 2, "mbit": 1000, "microbatches": 4}
+_ROW, _BAR = 46.0, 20.0
+
+
+class Epoch(NamedTuple):
+    """An epoch of a program, as medians.
+
+    Attributes:
+        label: What the program does.
+        seconds: The time of the epoch.
+        waiting: The part of the ranks' time in which they wait.
+        padding: The part of the computed tokens that no text has.
+        speed: How many times as fast as the step before, and the least and the most of a round.
+    """
+
+    label: str
+    seconds: float
+    waiting: float
+    padding: float
+    speed: tuple[float, float, float]
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """Seconds of computing, padding and waiting. Busy time is shared out by tokens.
+
+        For example, 10 s with waiting 0.2 and padding 0.5: 4, 4 and 2.
+        """
+        busy = self.seconds * (1 - self.waiting)
+        return busy * (1 - self.padding), busy * self.padding, self.seconds * self.waiting
+
+
+def epochs(load: Load) -> dict[str, Epoch]:
+    """By step."""
+    steps = load("full-gain")["steps"]
+    found, before = {}, next(iter(steps.values()))["seconds"]
+    for step, row in steps.items():
+        ratios = [one / other for one, other in zip(before, row["seconds"], strict=True)]
+        middle = (statistics.median(row[name]) for name in ("seconds", "waiting", "padding"))
+        found[step] = Epoch(_STEPS[step], *middle, (statistics.median(ratios), min(ratios), max(ratios)))
+        before = row["seconds"]
+    return found
+
+
+def staircase(load: Load) -> Canvas:
+    """A bar for each step."""
+    rows = list(epochs(load).values())
+    canvas = Canvas("Seconds per epoch after each step", _ROW * len(rows) + 52)
+    said = [f"{row.seconds:.1f} s, x{rows[0].seconds / row.seconds:.2f}" for row in rows]
+    _draw(canvas, rows, said, _axis(rows))
+    return canvas
+
+
+def step(load: Load, name: str) -> Canvas:
+    """A step below the one before, on the axis of the staircase."""
+    found = epochs(load)
+    rows, place = list(found.values()), list(found).index(name)
+    shown = rows[max(place - 1, 0) : place + 1]
+    ratio = f": x{shown[-1].speed[0]:.2f} [{shown[-1].speed[1]:.2f}, {shown[-1].speed[2]:.2f}]"
+    canvas = Canvas(f"Seconds per epoch, step {place + 1}{ratio if place else ''}", _ROW * len(shown) + 52)
+    said = [f"{row.waiting:.0%} waiting, {row.padding:.0%} padding".replace("%", " %") for row in shown]
+    if place:
+        said[-1] = ratio[2:]
+    _draw(canvas, shown, said, _axis(rows))
+    return canvas
+
+
+def nodes(load: Load) -> Canvas:
+    """Minibatches on two emulated hosts: stock full sharding, and ours."""
+    rows = {
+        row["variant"]: row["seconds"] for row in load("node-copies")["rows"] if row.items() >= _HOSTS.items()
+    }
+    canvas = Canvas("Seconds per minibatch on two emulated hosts", 2 * _ROW + 30)
+    shown = {"stock FULL_SHARD": rows["stock"], "on demand, num_nodes=2": rows["FULL_SHARD"]}
+    axis = Axis(0, ceil(2 * max(map(statistics.median, shown.values()))) / 2)
+    ratios = [one / other for one, other in zip(rows["stock"], rows["FULL_SHARD"], strict=True)]
+    said = ["", f"x{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"]
+    _ticks(canvas, axis, 2, 0.5)
+    for place, (label, seconds) in enumerate(shown.items()):
+        top = _label(canvas, place, label, said[place] or f"{statistics.median(seconds):.2f} s")
+        canvas.box(axis.left, top, axis(statistics.median(seconds)) - axis.left, _BAR, "backward")
+    return canvas
+
+
+def _axis(rows: Sequence[Epoch]) -> Axis:
+    return Axis(0, ceil(max(row.seconds for row in rows)))
+
+
+def _draw(canvas: Canvas, rows: Sequence[Epoch], said: Sequence[str], axis: Axis) -> None:
+    _ticks(canvas, axis, len(rows), 1)
+    for place, (row, text) in enumerate(zip(rows, said, strict=True)):
+        top, begin = _label(canvas, place, row.label, text), 0.0
+        for seconds, role in zip(row.parts, _PARTS.values(), strict=True):
+            canvas.box(axis(begin), top, axis(begin + seconds) - axis(begin), _BAR, role)
+            begin += seconds
+    canvas.legend(canvas.height - 7, _PARTS, left=axis.left)
+
+
+def _label(canvas: Canvas, place: int, left: str, right: str) -> float:
+    """Write above a bar; where the bar begins."""
+    canvas.text(12, _ROW * place + 15, left, size=SMALL)
+    canvas.text(WIDTH - 12, _ROW * place + 15, right, size=SMALL, anchor="end", bold=True)
+    return _ROW * place + 21
+
+
+def _ticks(canvas: Canvas, axis: Axis, rows: int, every: float) -> None:
+    bands = [(_ROW * place + 19, _ROW * place + 43) for place in range(rows)]
+    values = [every * number for number in range(int(axis.high / every) + 1)]
+    axis.draw(canvas, {value: f"{value:g} s" for value in values}, *bands)

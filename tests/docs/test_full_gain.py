@@ -1,0 +1,62 @@
+"""The page *From a plain project to the full gain*: its diffs apply, and every program runs as a user's file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks import full_gain
+from tests.docs.blocks import ROOT, blocks
+
+COLLECTIVES, ON_DEMAND = "collective_seconds", "settle_seconds"
+WAITS = {"measure": COLLECTIVES, "switch": ON_DEMAND, "balance": ON_DEMAND, "pack": ON_DEMAND}
+"""What the monitor sees ranks wait for: where they meet."""
+SHORT = os.environ | {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
+
+
+def test_every_diff_turns_one_program_into_the_next() -> None:
+    script = next(block.text for block in blocks(full_gain.PAGE) if block.is_program)
+    programs = full_gain.programs()
+    assert list(programs) == [*WAITS, "nodes"]
+    assert len({script, *programs.values()}) == 6
+    assert "lightning_odc" not in script
+    for program in programs.values():
+        compile(program, "finetune.py", "exec")
+    with pytest.raises(ValueError, match="must have these lines once"):
+        full_gain.patched(programs["switch"], '-        strategy="fsdp",\n+        strategy="odc",\n')
+    with pytest.raises(ValueError, match="must have these lines once"):
+        full_gain.patched("a = 1\n    a = 1\na = 1\n", "-a = 1\n+a = 2\n")
+    with pytest.raises(ValueError, match="begins with"):
+        full_gain.patched(script, "import inspect\n")
+
+
+def test_hunks_replace_whole_lines() -> None:
+    assert full_gain.patched("    a\na\nb\n", "-a\n+c\n b\n") == "    a\nc\nb\n"
+    assert full_gain.patched("a\nb\nc\n", "-a\n@@ why\n c\n+d\n") == "b\nc\nd\n"
+
+
+@pytest.mark.parametrize("step", WAITS)
+def test_programs_run_as_files(step: str, tmp_path: Path) -> None:
+    told = "    print('waits', *monitor.last_epoch, 'microbatches', trainer.callback_metrics)\n"
+    output = full_gain.run(full_gain.programs()[step] + told, tmp_path, SHORT)
+    seconds, waiting, padding = full_gain.figures(output)
+    print(seconds, waiting, padding, output)
+
+
+def test_the_figures_of_other_pages_are_theirs() -> None:
+    """Numbers with a fraction outside of the table that ``--page`` writes."""
+    page = re.sub(r"<!-- table.*?end of table.*?-->|```.*?```", "", full_gain.PAGE.read_text(), flags=re.DOTALL)
+    numbers = re.findall(r"\d+\.\d\d", page)
+    assert len(numbers) == 3
+    assert f"**{numbers[0]}** [{numbers[1]}, {numbers[2]}]" in (ROOT / "docs" / "several-nodes.md").read_text()
+
+
+def test_the_table_is_that_of_the_committed_numbers() -> None:
+    measured = json.loads((ROOT / "docs" / "data" / "full-gain.json").read_text())
+    assert full_gain.table(measured).markdown() in full_gain.PAGE.read_text()
