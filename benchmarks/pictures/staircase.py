@@ -29,14 +29,14 @@ class Epoch(NamedTuple):
         seconds: The time of the epoch.
         waiting: The part of the ranks' time in which they wait.
         padding: The part of the computed tokens that no text has.
-        speed: How many times as fast as the step before, and the least and the most of a round.
+        gain: How many times as fast as the step before, said in words.
     """
 
     label: str
     seconds: float
     waiting: float
     padding: float
-    speed: tuple[float, float, float]
+    gain: str
 
     @property
     def parts(self) -> tuple[float, float, float]:
@@ -52,10 +52,9 @@ def epochs(load: Load) -> dict[str, Epoch]:
     """By step."""
     steps = load("full-gain")["steps"]
     found, before = {}, next(iter(steps.values()))["seconds"]
-    for step, row in steps.items():
-        ratios = [one / other for one, other in zip(before, row["seconds"], strict=True)]
-        middle = (statistics.median(row[name]) for name in ("seconds", "waiting", "padding"))
-        found[step] = Epoch(_STEPS[step], *middle, (statistics.median(ratios), min(ratios), max(ratios)))
+    for name, row in steps.items():
+        seconds, waiting, padding = (statistics.median(row[key]) for key in ("seconds", "waiting", "padding"))
+        found[name] = Epoch(_STEPS[name], seconds, waiting, padding, times(before, row["seconds"]))
         before = row["seconds"]
     return found
 
@@ -63,9 +62,8 @@ def epochs(load: Load) -> dict[str, Epoch]:
 def staircase(load: Load) -> Canvas:
     """A bar for each step."""
     rows = list(epochs(load).values())
-    canvas = Canvas("Seconds per epoch after each step", _ROW * len(rows) + 52)
-    said = [f"{row.seconds:.1f} s, x{rows[0].seconds / row.seconds:.2f}" for row in rows]
-    _draw(canvas, rows, said, _axis(rows))
+    canvas = Canvas("Seconds per epoch after each step", _ROW * len(rows) + 44)
+    _draw(canvas, rows, [f"{row.seconds:.1f} s" for row in rows], _axis([row.seconds for row in rows]))
     return canvas
 
 
@@ -74,38 +72,45 @@ def step(load: Load, name: str) -> Canvas:
     found = epochs(load)
     rows, place = list(found.values()), list(found).index(name)
     shown = rows[max(place - 1, 0) : place + 1]
-    ratio = f": x{shown[-1].speed[0]:.2f} [{shown[-1].speed[1]:.2f}, {shown[-1].speed[2]:.2f}]"
-    canvas = Canvas(f"Seconds per epoch, step {place + 1}{ratio if place else ''}", _ROW * len(shown) + 52)
+    canvas = Canvas(f"Seconds per epoch: {shown[-1].label}", _ROW * len(shown) + 44)
     said = [f"{row.waiting:.0%} waiting, {row.padding:.0%} padding".replace("%", " %") for row in shown]
     if place:
-        said[-1] = ratio[2:]
-    _draw(canvas, shown, said, _axis(rows))
+        said[-1] = shown[-1].gain
+    _draw(canvas, shown, said, _axis([row.seconds for row in rows]))
     return canvas
 
 
 def nodes(load: Load) -> Canvas:
     """Minibatches on two emulated hosts: stock full sharding, and ours."""
-    rows = {
-        row["variant"]: row["seconds"] for row in load("node-copies")["rows"] if row.items() >= _HOSTS.items()
-    }
-    canvas = Canvas("Seconds per minibatch on two emulated hosts", 2 * _ROW + 30)
-    shown = {"stock FULL_SHARD": rows["stock"], "on demand, num_nodes=2": rows["FULL_SHARD"]}
-    axis = Axis(0, ceil(2 * max(map(statistics.median, shown.values()))) / 2)
-    ratios = [one / other for one, other in zip(rows["stock"], rows["FULL_SHARD"], strict=True)]
-    said = ["", f"x{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"]
-    _ticks(canvas, axis, 2, 0.5)
-    for place, (label, seconds) in enumerate(shown.items()):
-        top = _label(canvas, place, label, said[place] or f"{statistics.median(seconds):.2f} s")
+    rows = {row["variant"]: row for row in load("node-copies")["rows"] if row.items() >= _HOSTS.items()}
+    stock, ours = rows["stock"]["seconds"], rows["FULL_SHARD"]["seconds"]
+    canvas = Canvas("Seconds per minibatch on two emulated hosts", 2 * _ROW + 20)
+    axis = _axis([*stock, *ours])
+    _ticks(canvas, axis, 2)
+    for place, (label, seconds, said) in enumerate(
+        [
+            ("stock FULL_SHARD", stock, f"{statistics.median(stock):.2f} s"),
+            ("on demand, num_nodes=2", ours, times(stock, ours)),
+        ]
+    ):
+        top = _label(canvas, place, label, said)
         canvas.box(axis.left, top, axis(statistics.median(seconds)) - axis.left, _BAR, "backward")
     return canvas
 
 
-def _axis(rows: Sequence[Epoch]) -> Axis:
-    return Axis(0, ceil(max(row.seconds for row in rows)))
+def times(before: Sequence[float], after: Sequence[float]) -> str:
+    """How many times as fast; the median of the ratios of rounds, with the least and the most."""
+    ratios = [one / other for one, other in zip(before, after, strict=True)]
+    return f"x{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+
+
+def _axis(seconds: Sequence[float]) -> Axis:
+    """From 0 to the next whole second."""
+    return Axis(0, ceil(max(seconds)), right=WIDTH - 16)
 
 
 def _draw(canvas: Canvas, rows: Sequence[Epoch], said: Sequence[str], axis: Axis) -> None:
-    _ticks(canvas, axis, len(rows), 1)
+    _ticks(canvas, axis, len(rows))
     for place, (row, text) in enumerate(zip(rows, said, strict=True)):
         top, begin = _label(canvas, place, row.label, text), 0.0
         for seconds, role in zip(row.parts, _PARTS.values(), strict=True):
@@ -121,7 +126,8 @@ def _label(canvas: Canvas, place: int, left: str, right: str) -> float:
     return _ROW * place + 21
 
 
-def _ticks(canvas: Canvas, axis: Axis, rows: int, every: float) -> None:
+def _ticks(canvas: Canvas, axis: Axis, rows: int) -> None:
+    every = next(one for one in (0.5, 1, 2, 5, 10, 20, 50) if axis.high <= 10 * one)
     bands = [(_ROW * place + 19, _ROW * place + 43) for place in range(rows)]
     values = [every * number for number in range(int(axis.high / every) + 1)]
     axis.draw(canvas, {value: f"{value:g} s" for value in values}, *bands)

@@ -14,16 +14,14 @@ pytest.importorskip("transformers")
 from benchmarks import full_gain
 from tests.docs.blocks import ROOT, blocks
 
-COLLECTIVES, ON_DEMAND = "collective_seconds", "settle_seconds"
-WAITS = {"measure": COLLECTIVES, "switch": ON_DEMAND, "balance": ON_DEMAND, "pack": ON_DEMAND}
-"""What the monitor sees ranks wait for: where they meet."""
+ON_DEMAND = {"measure": False, "switch": True, "balance": True, "pack": True}
 SHORT = os.environ | {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
 
 
 def test_every_diff_turns_one_program_into_the_next() -> None:
     script = next(block.text for block in blocks(full_gain.PAGE) if block.is_program)
     programs = full_gain.programs()
-    assert list(programs) == [*WAITS, "nodes"]
+    assert list(programs) == [*ON_DEMAND, "nodes"]
     assert len({script, *programs.values()}) == 6
     assert "lightning_odc" not in script
     for program in programs.values():
@@ -41,20 +39,44 @@ def test_hunks_replace_whole_lines() -> None:
     assert full_gain.patched("a\nb\nc\n", "-a\n@@ why\n c\n+d\n") == "b\nc\nd\n"
 
 
-@pytest.mark.parametrize("step", WAITS)
+def told(program: str) -> str:
+    """The program; every rank also writes to a file how often it has read on demand."""
+    begin = "    trainer.fit("
+    assert program.count(begin) == 1
+    lines = [
+        "    from pathlib import Path",
+        "    from lightning.pytorch.callbacks import LambdaCallback",
+        "    def tell(trainer, module):",
+        "        engine = getattr(trainer.strategy, 'engine', None)",
+        "        Path(f'reads-{trainer.global_rank}').write_text(str(engine.traffic.reads if engine else 0))",
+        "    trainer.callbacks.append(LambdaCallback(on_train_end=tell))",
+    ]
+    return program.replace(begin, "\n".join([*lines, begin]))
+
+
+@pytest.mark.parametrize("step", ON_DEMAND)
 def test_programs_run_as_files(step: str, tmp_path: Path) -> None:
-    told = "    print('waits', *monitor.last_epoch, 'microbatches', trainer.callback_metrics)\n"
-    output = full_gain.run(full_gain.programs()[step] + told, tmp_path, SHORT)
-    seconds, waiting, padding = full_gain.figures(output)
-    print(seconds, waiting, padding, output)
+    output = full_gain.run(told(full_gain.programs()[step]), tmp_path, SHORT)
+    reads = [int((tmp_path / f"reads-{rank}").read_text()) for rank in range(2)]
+    assert [number > 0 for number in reads] == 2 * [ON_DEMAND[step]]
+    assert "stopped: `max_epochs=2` reached" in output
+    assert ("Chosen: policy" in output) == (step in ("balance", "pack"))
+    assert ("packs samples into one row" in output) == (step == "pack")
+    seconds, waiting, _ = full_gain.figures(output)
+    assert seconds > 0
+    assert 0 < waiting < 1
 
 
 def test_the_figures_of_other_pages_are_theirs() -> None:
     """Numbers with a fraction outside of the table that ``--page`` writes."""
-    page = re.sub(r"<!-- table.*?end of table.*?-->|```.*?```", "", full_gain.PAGE.read_text(), flags=re.DOTALL)
+    page = re.sub(
+        r"<!-- table.*?end of table.*?-->|```.*?```", "", full_gain.PAGE.read_text(), flags=re.DOTALL
+    )
     numbers = re.findall(r"\d+\.\d\d", page)
     assert len(numbers) == 3
-    assert f"**{numbers[0]}** [{numbers[1]}, {numbers[2]}]" in (ROOT / "docs" / "several-nodes.md").read_text()
+    assert (
+        f"**{numbers[0]}** [{numbers[1]}, {numbers[2]}]" in (ROOT / "docs" / "several-nodes.md").read_text()
+    )
 
 
 def test_the_table_is_that_of_the_committed_numbers() -> None:
