@@ -70,6 +70,7 @@ def run(program: str, folder: Path, environment: Mapping[str, str] = os.environ)
 
     Raises:
         RuntimeError: it failed.
+        subprocess.TimeoutExpired: it took ten minutes.
     """
     (folder / "finetune.py").write_text(program)
     done = subprocess.run(
@@ -79,6 +80,7 @@ def run(program: str, folder: Path, environment: Mapping[str, str] = os.environ)
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=600,
     )
     if done.returncode:
         raise RuntimeError(f"the program ended with {done.returncode}:\n{done.stdout[-4000:]}")

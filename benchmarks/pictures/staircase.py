@@ -72,10 +72,11 @@ def step(load: Load, name: str) -> Canvas:
     found = epochs(load)
     rows, place = list(found.values()), list(found).index(name)
     shown = rows[max(place - 1, 0) : place + 1]
-    canvas = Canvas(f"Seconds per epoch: {shown[-1].label}", _ROW * len(shown) + 44)
-    said = [f"{row.waiting:.0%} waiting, {row.padding:.0%} padding".replace("%", " %") for row in shown]
-    if place:
-        said[-1] = shown[-1].gain
+    last = shown[-1]
+    canvas = Canvas(f"Seconds per epoch: {last.label}", _ROW * len(shown) + 44)
+    shares = f"{last.waiting:.0%} waiting, {last.padding:.0%} padding".replace("%", " %")
+    said = [f"{row.seconds:.1f} s" for row in shown[:-1]]
+    said.append(f"{last.seconds:.1f} s, {last.gain if place else shares}")
     _draw(canvas, shown, said, _axis([row.seconds for row in rows]))
     return canvas
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from benchmarks import full_gain
 from tests.docs.blocks import ROOT, blocks
 
 ON_DEMAND = {"measure": False, "switch": True, "balance": True, "pack": True}
-SHORT = os.environ | {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
+SHORT = {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
+"""One optimizer step per epoch: Lightning reads what the script does not say from the environment."""
 
 
 def test_every_diff_turns_one_program_into_the_next() -> None:
@@ -56,7 +59,7 @@ def told(program: str) -> str:
 
 @pytest.mark.parametrize("step", ON_DEMAND)
 def test_programs_run_as_files(step: str, tmp_path: Path) -> None:
-    output = full_gain.run(told(full_gain.programs()[step]), tmp_path, SHORT)
+    output = full_gain.run(told(full_gain.programs()[step]), tmp_path, os.environ | SHORT)
     reads = [int((tmp_path / f"reads-{rank}").read_text()) for rank in range(2)]
     assert [number > 0 for number in reads] == 2 * [ON_DEMAND[step]]
     assert "stopped: `max_epochs=2` reached" in output
@@ -65,6 +68,23 @@ def test_programs_run_as_files(step: str, tmp_path: Path) -> None:
     seconds, waiting, _ = full_gain.figures(output)
     assert seconds > 0
     assert 0 < waiting < 1
+
+
+@pytest.mark.timeout(400)  # four processes that import everything
+def test_the_last_program_runs_on_two_nodes(tmp_path: Path) -> None:
+    """Both nodes are on this machine, each started as on a machine of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    program = told(full_gain.programs()["nodes"])
+
+    def start(node: int) -> str:
+        return full_gain.run(program, tmp_path, os.environ | SHORT | meeting | {"NODE_RANK": str(node)})
+
+    with ThreadPoolExecutor(2) as nodes:
+        first, second = nodes.map(start, range(2))
+    assert all(int((tmp_path / f"reads-{rank}").read_text()) > 0 for rank in range(4))
+    assert full_gain.figures(first)[0] > 0
+    assert "s per epoch" not in second
 
 
 def test_the_figures_of_other_pages_are_theirs() -> None:
