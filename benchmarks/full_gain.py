@@ -116,15 +116,14 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def table(measured: dict[str, Any]) -> Table:
     """What the page shows."""
-    heads = ("after step", "you write", "s per epoch [least, most]", "waiting", "padding")
-    columns = [Column(head) for head in (*heads, "times as fast as the script [least, most]")]
+    heads = ("step", "you write", "s per epoch", "waiting", "padding", "times as fast as step 1")
     first = measured["steps"][TIMED[0]]["seconds"]
     rows = []
     for number, (step, row) in enumerate(measured["steps"].items(), 1):
         ratios = [before / seconds for before, seconds in zip(first, row["seconds"], strict=True)]
         shares = [f"{100 * statistics.median(row[name]):.1f} %" for name in ("waiting", "padding")]
         rows.append([f"{number}. {step}", WRITTEN[step], _spread(row["seconds"]), *shares, _spread(ratios)])
-    return Table("full-gain", "From a plain project to the full gain", columns, rows)
+    return Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], rows)
 
 
 def _spread(values: list[float]) -> str:
