@@ -67,7 +67,7 @@ def test_programs_run_as_files(step: str, tmp_path: Path) -> None:
     assert ("packs samples into one row" in output) == (step == "pack")
     seconds, waiting, _ = full_gain.figures(output)
     assert seconds > 0
-    assert 0 < waiting < 1
+    assert 0 <= waiting < 1
 
 
 @pytest.mark.timeout(400)  # four processes that import everything
