@@ -57,10 +57,25 @@ def told(program: str) -> str:
     return program.replace(begin, "\n".join([*lines, begin]))
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
+    """What each program printed, and its folder. Two at a time, since a rank starts the other when it has started."""
+    programs = full_gain.programs()
+    folders = {step: tmp_path_factory.mktemp(step) for step in ON_DEMAND}
+
+    def start(step: str) -> str:
+        return full_gain.run(told(programs[step]), folders[step], os.environ | SHORT)
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(start, ON_DEMAND))
+    return {step: (output, folders[step]) for step, output in zip(ON_DEMAND, outputs, strict=True)}
+
+
+@pytest.mark.timeout(400)  # the first one waits for eight processes that import everything
 @pytest.mark.parametrize("step", ON_DEMAND)
-def test_programs_run_as_files(step: str, tmp_path: Path) -> None:
-    output = full_gain.run(told(full_gain.programs()[step]), tmp_path, os.environ | SHORT)
-    reads = [int((tmp_path / f"reads-{rank}").read_text()) for rank in range(2)]
+def test_programs_run_as_files(step: str, runs: dict[str, tuple[str, Path]]) -> None:
+    output, folder = runs[step]
+    reads = [int((folder / f"reads-{rank}").read_text()) for rank in range(2)]
     assert [number > 0 for number in reads] == 2 * [ON_DEMAND[step]]
     assert "stopped: `max_epochs=2` reached" in output
     assert ("Chosen: policy" in output) == (step in ("balance", "pack"))
@@ -78,11 +93,14 @@ def test_the_last_program_runs_on_two_nodes(tmp_path: Path) -> None:
     program = told(full_gain.programs()["nodes"])
 
     def start(node: int) -> str:
-        return full_gain.run(program, tmp_path, os.environ | SHORT | meeting | {"NODE_RANK": str(node)})
+        (folder := tmp_path / str(node)).mkdir()
+        return full_gain.run(program, folder, os.environ | SHORT | meeting | {"NODE_RANK": str(node)})
 
     with ThreadPoolExecutor(2) as nodes:
         first, second = nodes.map(start, range(2))
-    assert all(int((tmp_path / f"reads-{rank}").read_text()) > 0 for rank in range(4))
+    reads = {path.name: int(path.read_text()) for path in tmp_path.glob("*/reads-*")}
+    assert sorted(reads) == [f"reads-{rank}" for rank in range(4)]
+    assert all(number > 0 for number in reads.values())
     assert full_gain.figures(first)[0] > 0
     assert "s per epoch" not in second
 
