@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import charts, concepts, timelines
+from benchmarks.pictures import charts, concepts, staircase, timelines
 from benchmarks.pictures.canvas import DARK, LIGHT, Canvas
 from lightning_odc.files import write_whole
 
@@ -33,6 +34,12 @@ PICTURES: dict[str, Callable[[charts.Load], Canvas]] = {
     "padding": concepts.padding,
     "nodes": concepts.nodes,
     "settings": concepts.settings,
+    "full-gain": staircase.staircase,
+    "full-gain-measure": partial(staircase.step, name="measure"),
+    "full-gain-switch": partial(staircase.step, name="switch"),
+    "full-gain-balance": partial(staircase.step, name="balance"),
+    "full-gain-pack": partial(staircase.step, name="pack"),
+    "full-gain-nodes": staircase.nodes,
 }
 
 

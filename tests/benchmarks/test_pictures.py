@@ -11,6 +11,7 @@ from benchmarks.hero import covered_by, summary
 from benchmarks.loss_curve import ALONE, MODES, train
 from benchmarks.pictures.canvas import LIGHT, Axis, Canvas, bars, number
 from benchmarks.pictures.charts import endings, paired
+from benchmarks.pictures.staircase import epochs
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.demo.options import OptionError
 from lightning_odc.engine.tracing import Span
@@ -59,6 +60,17 @@ def test_endings_are_those_of_all_faults_and_of_stalls_that_did_not_come_back() 
         "stalls": [{"gave_up": 2.0}, {"gave_up": None}],
     }
     assert endings(trials.__getitem__) == {"killed": [0.1, 0.2], "stopped for good": [2.0]}
+
+
+def test_a_step_is_compared_with_the_one_before_and_its_busy_time_is_shared_out_by_tokens() -> None:
+    steps = {
+        "measure": {"seconds": [9.0, 10.0, 12.0], "waiting": [0.2, 0.1, 0.3], "padding": [0.5, 0.5, 0.5]},
+        "switch": {"seconds": [9.0, 5.0, 8.0], "waiting": [0.0] * 3, "padding": [0.0] * 3},
+    }
+    measure, switch = epochs(lambda _: {"steps": steps}).values()
+    assert measure.parts == pytest.approx((4, 4, 2))
+    assert switch.parts == (8, 0, 0)
+    assert switch.gain == "x1.50 [1.00, 2.00]"
 
 
 def test_what_spans_cover() -> None:

@@ -1,0 +1,153 @@
+"""Times the programs of ``docs/full-gain.md``: a plain fine-tuning script, and what each diff makes of it.
+
+``python -m benchmarks.full_gain`` takes the script and its diffs from the page, so it times what the page shows. Every
+program runs in processes of its own, and they run in turns, so that a slow minute hits all of them. What a program
+prints of its last epoch is what counts. The last step needs several machines: ``benchmarks.hybrid`` has its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import Column, Table, put_into
+from lightning_odc.files import write_json
+from tests.docs.blocks import ROOT, blocks
+
+PAGE = ROOT / "docs" / "full-gain.md"
+WRITTEN = {
+    "measure": "`DeviceIdleMonitor()`",
+    "switch": '`strategy="odc"`',
+    "balance": '`strategy="odc_balanced"`',
+    "pack": "`packing=True`",
+    "nodes": "`num_nodes=2`",
+}
+"""What the user writes in each step."""
+TIMED = tuple(WRITTEN)[:-1]
+_SAID = re.compile(r"([\d.]+) s per epoch, waiting ([\d.]+)%, padding (-?[\d.]+)%")
+
+
+def programs(page: Path = PAGE) -> dict[str, str]:
+    """The program after each step: the page's script, with the diffs so far."""
+    found = list(blocks(page))
+    script = next(block.text for block in found if block.is_program)
+    diffs = [block.text for block in found if block.language == "diff"]
+    after = {}
+    for step, diff in zip(WRITTEN, diffs, strict=True):
+        after[step] = script = patched(script, diff)
+    return after
+
+
+def patched(script: str, diff: str) -> str:
+    """A script with a diff applied, whose hunks lines of ``@@`` keep apart.
+
+    Raises:
+        ValueError: a line of a hunk has no mark, or what a hunk replaces is not in exactly one place.
+    """
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        if not all(line[0] in " +-" for line in lines):
+            raise ValueError(f"every line of a diff begins with ' ', '+' or '-':\n{hunk}")
+        old = "".join(line[1:] for line in lines if line[0] != "+")
+        new = "".join(line[1:] for line in lines if line[0] != "-")
+        if f"\n{script}".count(f"\n{old}") != 1:
+            raise ValueError(f"a script must have these lines once:\n{old}")
+        script = f"\n{script}".replace(f"\n{old}", f"\n{new}")[1:]
+    return script
+
+
+def run(program: str, folder: Path, environment: Mapping[str, str] = os.environ) -> str:
+    """Run a program as a file in a folder; what it printed.
+
+    Raises:
+        RuntimeError: it failed.
+        subprocess.TimeoutExpired: it took ten minutes.
+    """
+    (folder / "finetune.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "finetune.py"],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the program ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def figures(output: str) -> tuple[float, float, float]:
+    """Seconds of the last epoch, and shares of waiting and padding, of what a program printed.
+
+    Raises:
+        ValueError: it did not print them once.
+    """
+    if len(said := _SAID.findall(output)) != 1:
+        raise ValueError(f"a program must print its figures once:\n{output[-4000:]}")
+    seconds, waiting, padding = map(float, said[0])
+    return seconds, waiting / 100, padding / 100
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Run every step that one machine can run, in turns."""
+    after = programs()
+    steps: dict[str, dict[str, list[float]]] = {
+        step: {"seconds": [], "waiting": [], "padding": []} for step in TIMED
+    }
+    for _ in range(rounds):
+        for step, row in steps.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found = figures(run(after[step], Path(folder)))
+            for values, value in zip(row.values(), found, strict=True):
+                values.append(value)
+    return {"rounds": rounds, "steps": steps}
+
+
+def table(measured: dict[str, Any]) -> Table:
+    """What the page shows."""
+    heads = ("step", "you write", "s per epoch", "waiting", "padding", "times as fast as step 1")
+    first = measured["steps"][TIMED[0]]["seconds"]
+    rows = []
+    for number, (step, row) in enumerate(measured["steps"].items(), 1):
+        ratios = [before / seconds for before, seconds in zip(first, row["seconds"], strict=True)]
+        shares = [f"{100 * statistics.median(row[name]):.1f} %" for name in ("waiting", "padding")]
+        rows.append([f"{number}. {step}", WRITTEN[step], _spread(row["seconds"]), *shares, _spread(ratios)])
+    return Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], rows)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.full_gain``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.full_gain", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="how often each program runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also put the table into its place there")
+    options = parser.parse_args(arguments)
+    begin = time.monotonic()
+    measured = measure(options.rounds)
+    found = table(measured)
+    if options.json:
+        write_json(options.json, measured)
+    if options.page:
+        options.page.write_text(put_into(options.page.read_text(), [found]))
+    print(f"{found.markdown()}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()
