@@ -1,6 +1,6 @@
 """Every private name of torch, Lightning and transformers that this package uses, in one place.
 
-Tested with lightning 2.5.0 to 2.6.6 and torch 2.9.1 to 2.13.0, in part 2.15.0.
+Tested with lightning 2.5.0 to 2.6.6 and torch 2.9.1 to 2.15.0.
 ``tests/test_compat.py`` fails when a name moves.
 """
 

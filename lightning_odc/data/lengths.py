@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
 from lightning_odc.balance.arrays import among_others, are_lengths, as_table

@@ -200,7 +200,13 @@ class ForkLauncher(_compat.Launcher):
             )
         first = min(own, key=lambda rank: (directory / f"followed{rank}").exists())
         text = (directory / f"error{first}").read_text()
-        raise PeerFailedError(f"Rank {first} failed. Its error was:\n\n{text}")
+        advice = ""
+        if "Autograd-and-Fork" in text:  # torch's own message names this page
+            advice = (
+                "\nThis build of torch is for GPUs: ranks that are forked from a session that has run a backward pass "
+                "cannot run one, even on the CPU. Restart the kernel and train on ranks first, or run a script."
+            )
+        raise PeerFailedError(f"Rank {first} failed. Its error was:\n\n{text}{advice}")
 
     # -- on a rank ----------------------------------------------------------------------------------------
 

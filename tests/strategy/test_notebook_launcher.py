@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_odc  # noqa: F401 - registers the strategy
+from lightning_odc.errors import PeerFailedError
+from lightning_odc.strategy.launcher import ForkLauncher
 from tests.strategy.test_parity import assert_same
 from tests.support.models import WIDTH, Block
 
@@ -215,3 +218,19 @@ def test_a_process_group_of_the_session_is_refused(monkeypatch):
             Trainer(strategy="odc", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_backward_pass_before_the_fork_is_explained():
+    """Only builds of torch for GPUs raise it, so it is raised here in their words."""
+
+    def step() -> None:
+        raise RuntimeError("Unable to handle autograd's threading; see .../wiki/Autograd-and-Fork")
+
+    environment = SimpleNamespace(main_port=0)
+    strategy = SimpleNamespace(
+        cluster_environment=environment, num_processes=1, root_device=torch.device("cpu")
+    )
+    with pytest.raises(
+        PeerFailedError, match=r"Rank 0 failed(.|\n)*Autograd-and-Fork(.|\n)*Restart the kernel"
+    ):
+        ForkLauncher(strategy).launch(step)
