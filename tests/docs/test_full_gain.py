@@ -113,7 +113,7 @@ def test_the_figures_of_other_pages_are_theirs() -> None:
     numbers = re.findall(r"\d+\.\d\d", page)
     assert len(numbers) == 3
     assert (
-        f"**{numbers[0]}** [{numbers[1]}, {numbers[2]}]" in (ROOT / "docs" / "several-nodes.md").read_text()
+        f"**{numbers[0]}** [{numbers[1]}, {numbers[2]}]" in (ROOT / "docs" / "measured-nodes.md").read_text()
     )
 
 

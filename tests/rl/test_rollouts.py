@@ -91,7 +91,7 @@ def test_ranks_compare_their_plans() -> None:
     assert len(noted(None)) == 2
     assert noted(None) == noted(None)
     assert not {*noted(None)} & {*noted(60)}
-    with pytest.raises(DisagreementError, match="Rank 2 has planned"):
+    with pytest.raises(DisagreementError, match="Rank 2 planned"):
         _check_same(["a", "a", "b"])
     _check_same([])
 

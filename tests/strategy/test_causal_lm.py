@@ -190,7 +190,7 @@ class Constant(Counted):
 
 def test_other_trouble() -> None:
     strategy: Any = SimpleNamespace(lightning_module=Inside(nn.Linear(1, 1)))
-    assert packing_trouble(strategy, None).startswith("Inside has no causal model")  # type: ignore[arg-type]
+    assert packing_trouble(strategy, None).startswith("Inside has no Hugging Face causal model")  # type: ignore[arg-type]
     with torch.no_grad():
         assert "does not take what a packed batch has" in _trouble_of(OldForCausalLM(), CPU)
         assert "does not number the tokens of each by position_ids" in _trouble_of(Counted(), CPU)

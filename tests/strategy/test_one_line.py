@@ -123,7 +123,7 @@ def other_data(rank: int) -> str:
 
 def test_what_cannot_be_packed_or_differs_is_told_before_training() -> None:
     for unpackable, message in run_ranks(refused):
-        assert "has no causal model" in unpackable
+        assert "has no Hugging Face causal model" in unpackable
         assert "write packing=False" in unpackable
         assert "The ranks have different training data" in message
         assert f"Rank 0: {len(samples())} samples" in message
