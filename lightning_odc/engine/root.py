@@ -47,7 +47,6 @@ class RootUnit:
         """Gather the unit if it is sharded."""
         if self._root is not None and isinstance(self._root.slots[0].current, DTensor):
             self._model.unshard()
-            self._root.note_frozen()
 
     def match_frozen(self) -> None:
         """See `Unit.match_frozen`."""

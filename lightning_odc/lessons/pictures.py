@@ -96,16 +96,7 @@ def replays_figure(replays: Mapping[str, Sequence[Piece]], unit: str, x: str = "
         axes.set_title(f"{title}: {summary}", loc="left", fontsize=11)
     panels[-1].set_xlim(left=0)
     panels[-1].set_xlabel(x or unit)
-    both: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
-    figure.legend(
-        [both, Patch(facecolor=IDLE)],
-        ["computing; the shade changes with the microbatch", "idle: waiting for others"],
-        handler_map={tuple: _side_by_side()},
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-    )
+    _legend(figure, "computing; the shade changes with the microbatch", "idle: waiting for others")
     return figure
 
 
@@ -141,17 +132,22 @@ def rows_figure(lengths: Sequence[int], packed: Sequence[Sequence[int]]) -> Figu
         axes.set_yticks([])
         axes.spines[["top", "right", "left"]].set_visible(False)
     both[-1].set_xlabel("tokens in a row")
-    shades: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
+    _legend(figure, "texts", "padding")
+    return figure
+
+
+def _legend(figure: Figure, shaded: str, idle: str) -> None:
+    """What the two shades of one colour mean, and what grey means."""
+    both: Any = tuple(Patch(facecolor=shade) for shade in _SHADES)
     figure.legend(
-        [shades, Patch(facecolor=IDLE)],
-        ["texts", "padding"],
+        [both, Patch(facecolor=IDLE)],
+        [shaded, idle],
         handler_map={tuple: _side_by_side()},
         loc="outside lower center",
         ncols=2,
         frameon=False,
         fontsize=9,
     )
-    return figure
 
 
 def one_timeline_figure(timeline: Timeline, title: str) -> Figure:

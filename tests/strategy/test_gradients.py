@@ -221,6 +221,18 @@ class Toggles(Manual):
         return [torch.optim.SGD(blocks, lr=0.1), torch.optim.SGD(others, lr=0.1)]
 
 
+class TogglesInTurns(Toggles):
+    """Two steps with one optimizer, then two with the other: what is frozen is frozen in step after step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()[batch_idx // 2 % 2]  # type: ignore[index]
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(self.mean_loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+
 class Unfreezes(Sgd):
     """Starts with frozen parameters and unfreezes them between batches; all are in the optimizer."""
 
@@ -260,6 +272,7 @@ MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
     "skips steps": (SkipsSteps, {}),
     "drops when done": (DropsWhenDone, {}),
     "toggles": (Toggles, {}),
+    "toggles in turns": (TogglesInTurns, {}),
     "unfreezes": (Unfreezes, {"accumulate_grad_batches": 2}),
     "reduces in fp64": (ReducesInFp64, {}),
 }

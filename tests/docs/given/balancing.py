@@ -1,7 +1,7 @@
-"""A data set of token lists and a small causal model that takes packed batches."""
+"""A data set of token lists, a stream of the same, and a small causal model that takes packed batches."""
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_odc import BalancedDataLoader
@@ -41,3 +41,4 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 dataset, collate, model, rank, stream = Tokens(), pack_samples, Model(), 0, Stream()
+trainer = Trainer(strategy="odc", max_epochs=1)
