@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -107,7 +108,11 @@ def test_the_extra_brings_jupyter_and_make_opens_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "jupyter" in project["optional-dependencies"]["notebooks"]
     if shutil.which("make"):
-        said = subprocess.run(["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True, check=True)
+        # `make test ARGS=...` leaves its MAKEFLAGS and ARGS in the environment.
+        env = {"PATH": os.environ["PATH"]}
+        said = subprocess.run(
+            ["make", "-n", "lab"], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
         assert said.stdout.rstrip().endswith("/jupyter lab notebooks")
 
 
