@@ -20,7 +20,12 @@ RANKS = {"tests.support.ranks", "lightning_odc.bench.processes"}
 
 
 def pytest_configure() -> None:
-    """Undo that a shell lets background jobs ignore Ctrl-C, which is tested: processes that tests start inherit it."""
+    """Undo that a shell lets background jobs ignore Ctrl-C, which is tested, and let torch compute with one thread.
+
+    Processes that tests start inherit both. Tests run side by side, and threads of OpenMP that wait on a busy core
+    spin: a reference of one process took ten times as long as two ranks.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
