@@ -274,6 +274,25 @@ def _engine(rank: int, memory: Any) -> tuple[nn.Module, Any]:
     return model, engine
 
 
+def _frozen_while_gathered(rank: int) -> list[tuple[bool, bool, set[bool]]]:
+    model, engine = _engine(rank, ALL)
+    tokens, found = torch.zeros(1, 4, dtype=torch.long), []
+    part: Any = model.blocks[0]
+    for trains in (False, True):
+        with engine.gathered(), torch.no_grad():
+            model(tokens)
+            inside = not isinstance(part.up.weight, DTensor)
+            part.requires_grad_(trains)
+        found.append(
+            (inside, isinstance(part.up.weight, DTensor), {p.requires_grad for p in part.parameters()})
+        )
+    return found
+
+
+def test_what_is_frozen_while_it_is_gathered_is_frozen_when_it_is_sharded():
+    assert run_ranks(_frozen_while_gathered) == [[(True, True, {False}), (True, True, {True})]] * 2
+
+
 def _held(rank: int, memories: list[Any]) -> list[dict[str, Any]]:
     """Rank 0 runs its model once while units are held, rank 1 four times; then both run it twice."""
     found = []

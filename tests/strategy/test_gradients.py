@@ -227,6 +227,7 @@ class TogglesInTurns(Toggles):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()[batch_idx // 2 % 2]  # type: ignore[index]
         self.toggle_optimizer(optimizer)
+        assert self.net.embed(batch).requires_grad == (batch_idx // 2 % 2 == 1)
         self.manual_backward(self.mean_loss(batch))
         optimizer.step()
         optimizer.zero_grad()
