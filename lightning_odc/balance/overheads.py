@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
-from lightning_odc.balance.bins import bin_fraction, pack_bins, packing_cost
+from lightning_odc.balance.bins import best_filling, pack_bins, packing_cost
 from lightning_odc.balance.costs import Terms
 from lightning_odc.balance.descent import Descent, Estimate
 from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, bins_of_sets, sums_of_sets
@@ -74,11 +74,17 @@ def _loads_of_sets(lengths: Ints, caps: Ints, terms: Terms) -> Floats:
 
 
 def _bin_costs(lengths: Ints, caps: Ints, terms: Terms) -> Floats:
-    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches, see `bin_fraction`."""
+    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches.
+
+    It takes a part of a microbatch and of its cost, if microbatches are filled evenly and as far as it pays.
+    """
     ranks = 1 if terms.are_alike else len(caps)
     sizes, most = _telling(lengths, caps, terms)
+    overhead, pair = terms.overhead[:ranks, None], terms.pair[:ranks, None]
     costs = zip(most.tolist()[:ranks], terms.overhead.tolist(), terms.pair.tolist(), strict=False)
-    return np.array([[bin_fraction(size, *cost)[1] for size in sizes.tolist()] for cost in costs])
+    full = np.array([[best_filling(*cost)] for cost in costs])  # [1 or num_ranks, 1]
+    parts = overhead * sizes / np.maximum(full, 1.0) + pair * sizes * (full - sizes) / 2
+    return np.where(sizes >= full, overhead, parts)
 
 
 def _telling(lengths: Ints, caps: Ints, terms: Terms) -> tuple[Ints, Ints]:
@@ -90,27 +96,34 @@ def _estimate(lengths: Ints, caps: Ints, terms: Terms, bin_costs: Floats) -> Est
     """Microbatches are estimated by the tokens that fill them, or, where filling them costs, by each sample's part."""
     sizes, most = _telling(lengths, caps, terms)
     if terms.pair.any():
-        return Estimate(terms.rows + bin_costs, np.zeros_like(terms.overhead), sizes, most)
-    return Estimate(terms.rows, terms.overhead, sizes, most)
+        return Estimate(terms.samples + bin_costs, np.zeros_like(terms.overhead), sizes, most)
+    return Estimate(terms.samples, terms.overhead, sizes, most)
 
 
 class _PackedLoads:
     """Loads of ranks whose samples are packed one after another; a set of sizes is packed once."""
 
     def __init__(self, lengths: Ints, caps: Ints, terms: Terms) -> None:
-        self._lengths, self._caps = lengths, caps
-        self._rows, self._terms = terms.rows, terms
+        self._lengths, self._rows = lengths, terms.rows
+        # A sample that does not fit on a rank fills a microbatch there; its cost bars the exchange.
+        self._kinds, kind_of = np.unique(caps, axis=0, return_inverse=True)
+        self._cut = [_hashable(np.minimum(lengths, cap)) for cap in self._kinds]
+        self._terms = list(zip(kind_of.ravel().tolist(), terms.overhead.tolist(), terms.pair.tolist(), strict=True))
         self._extras: dict[tuple[Any, ...], float] = {}
 
     def of(self, rank: int, group: list[int]) -> float:
-        overhead, pair = float(self._terms.overhead[rank]), float(self._terms.pair[rank])
-        # A sample that does not fit fills a microbatch; its cost bars the exchange.
-        cut = np.minimum(self._lengths[group], self._caps[rank])
-        order = sorted(cut.tolist())
-        key = (self._caps[rank].tobytes(), overhead, pair, *(order if cut.ndim == 1 else map(tuple, order)))
+        kind, overhead, pair = self._terms[rank]
+        cut = self._cut[kind]
+        order = sorted([cut[sample] for sample in group])
+        key = (kind, overhead, pair, *order)
         if key not in self._extras:
-            rows = np.array(order, dtype=np.int64).reshape(cut.shape)
-            sizes, cap = first_number(rows).tolist(), int(self._caps[rank].flat[0])
-            bins = pack_bins(sizes, cap, overhead, pair, Others.of(rows, self._caps[rank]))
+            rows, caps = np.array(order), self._kinds[kind]
+            sizes = first_number(rows).tolist()
+            bins = pack_bins(sizes, int(caps.flat[0]), overhead, pair, Others.of(rows, caps))
             self._extras[key] = packing_cost(bins, sizes, overhead, pair)
-        return math.fsum([*self._rows[rank, group].tolist(), self._extras[key]])
+        return math.fsum([*self._rows[rank].take(group).tolist(), self._extras[key]])
+
+
+def _hashable(lengths: Ints) -> list[Any]:
+    """Numbers, or tuples of numbers."""
+    return lengths.tolist() if lengths.ndim == 1 else list(map(tuple, lengths.tolist()))
