@@ -372,32 +372,31 @@ def align(ranks: Sequence[RankSamples], packed: list[Bins], cap: int) -> list[Bi
     count = len(packed[0])
     if count < 2 or any(len(bins) != count for bins in packed):
         return packed
-    first = [_falling(own, bins) for own, bins in zip(ranks, packed, strict=True)]
-    loads = np.array([_loads(own, bins) for own, bins in zip(ranks, first, strict=True)])
+    falling = [_falling(own, bins) for own, bins in zip(ranks, packed, strict=True)]
+    first, loads = [bins for bins, _ in falling], np.array([costs for _, costs in falling])
     order = sorted(range(len(ranks)), key=lambda rank: -max(ranks[rank].costs))
-    aligned, along = list(first), np.zeros_like(loads)
-    profile = [0.0] * count
+    aligned, along = list(first), loads.copy()
+    profile = [0.0] * count  # the largest loads of the ranks so far
     for rank in order:
-        aligned[rank] = _along(ranks[rank], cap, profile) or first[rank]
-        own = _loads(ranks[rank], aligned[rank])
-        along[rank], profile = own, list(map(max, profile, own))
+        if found := _along(ranks[rank], cap, profile):
+            aligned[rank], along[rank] = found
+        profile = list(map(max, profile, along[rank].tolist()))
     for rank in order:
         if all(map(lt, along[rank].tolist(), profile)):
             continue  # it is nowhere what the others wait for
         others = np.delete(along, rank, axis=0).max(0) if len(along) > 1 else np.zeros(count)
-        again = _along(ranks[rank], cap, others.tolist())
-        if again is not None:
-            new = np.array(_loads(ranks[rank], again))
+        if found := _along(ranks[rank], cap, others.tolist()):
+            again, new = found[0], np.array(found[1])
             if _span(others, new) < _span(others, along[rank]):
                 aligned[rank], along[rank] = again, new
-                profile = np.maximum(others, new).tolist()
+                profile = along.max(0).tolist()
     return aligned if math.fsum(along.max(0).tolist()) < math.fsum(loads.max(0).tolist()) else first
 
 
-def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
+def _along(own: RankSamples, cap: int, profile: list[float]) -> tuple[Bins, list[float]] | None:
     """Each sample, the costliest first, where it raises the profile least, and there where most room is left below it.
 
-    None if a sample finds no room.
+    Returns the bins and what each costs, the costliest first; None if a sample finds no room.
     """
     count = len(profile)
     bins: Bins = [[] for _ in range(count)]
@@ -428,12 +427,11 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
     return _falling(own, bins)
 
 
-def _falling(own: RankSamples, bins: Bins) -> Bins:
-    return sorted(bins, key=lambda members: -math.fsum(own.costs[position] for position in members))
-
-
-def _loads(own: RankSamples, bins: Bins) -> list[float]:
-    return [math.fsum(own.costs[position] for position in members) for members in bins]
+def _falling(own: RankSamples, bins: Bins) -> tuple[Bins, list[float]]:
+    """The bins and what each costs, the costliest first."""
+    costs = [math.fsum([own.costs[position] for position in members]) for members in bins]
+    falling = sorted(range(len(bins)), key=costs.__getitem__, reverse=True)
+    return [bins[b] for b in falling], [costs[b] for b in falling]
 
 
 def _span(profile: Floats, loads: Floats) -> float:
