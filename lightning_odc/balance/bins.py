@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import lt
+from typing import Any
 
 import numpy as np
 
@@ -311,6 +312,28 @@ def samples_of_ranks(groups: Sequence[Ints], lengths: Ints, caps: Ints, terms: T
         )
         for rank, (begin, end) in enumerate(pairwise([0, *ends]))
     ]
+
+
+class Packings:
+    """Bins of the samples of one rank after another, see `pack_bins`; equal sizes are packed once.
+
+    Args:
+        caps: ``[num_ranks]`` or ``[num_ranks, d]``, most tokens of a bin.
+        terms: the costs.
+    """
+
+    def __init__(self, caps: Ints, terms: Terms) -> None:
+        most, overhead, pair = first_number(caps).tolist(), terms.overhead.tolist(), terms.pair.tolist()
+        self._terms = list(zip(most, overhead, pair, strict=True))
+        self._known: dict[tuple[Any, ...], Bins] = {}
+
+    def of(self, rank: int, sizes: Sequence[int], others: Others | None) -> Bins:
+        cap, overhead, pair = self._terms[rank]
+        beside = () if others is None else (*map(tuple, others.numbers), *others.caps)
+        key = (cap, overhead, pair, *sizes, *beside)
+        if key not in self._known:
+            self._known[key] = pack_bins(sizes, cap, overhead, pair, others)
+        return self._known[key]
 
 
 def pack_equal_counts(ranks: Sequence[RankSamples], cap: int, lined_up: bool) -> list[Bins]:

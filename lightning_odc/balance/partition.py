@@ -262,8 +262,8 @@ class _Sets:
 
     chosen: Bools
     weights: Floats  # [k, s], `chosen` transposed, for products
-    exchanges: tuple[Ints, Ints]  # [e] sets that are given and taken: all pairs of sets, in the order of a table
-    equal_exchanges: tuple[Ints, Ints]  # the same, of the pairs of sets of equal size
+    exchanges: Ints  # [2, e] sets that are given and taken: all pairs of sets, row by row of a table
+    equal_exchanges: Ints  # the same, only of the pairs of sets of equal size
 
     def sums(self, values: Floats) -> Floats:
         """``[p, s]`` from ``[p, k]``: for each pair the sum over each set."""
@@ -287,9 +287,10 @@ def _sets_of(slots: int) -> _Sets:
     for row, members in enumerate(sets):
         chosen[row, list(members)] = True
     sizes = chosen.sum(1)
-    everything, equal = np.ones((len(sets), len(sets)), dtype=np.bool_), sizes[:, None] == sizes
+    everything = np.array(np.nonzero(np.ones((len(sets), len(sets)))))
+    equal = np.array(np.nonzero(sizes[:, None] == sizes))
     weights = np.ascontiguousarray(chosen.T, dtype=np.float64)
-    return _Sets(chosen, weights, np.nonzero(everything), np.nonzero(equal))
+    return _Sets(chosen, weights, everything, equal)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
 from lightning_odc.balance.bins import (
+    Packings,
     fitting_pairs,
-    pack_bins,
     pack_equal_counts,
     partition_with_pairs,
     samples_of_ranks,
@@ -21,7 +21,7 @@ from lightning_odc.balance.blocks import padded_blocks
 from lightning_odc.balance.caps import Caps, as_caps, check_caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, Terms, bar, resolve_cost, terms_of
-from lightning_odc.balance.numbers import first_number, fullest
+from lightning_odc.balance.numbers import fullest
 from lightning_odc.balance.overheads import partition_with_overheads
 from lightning_odc.balance.padding import PaddedSamples
 from lightning_odc.balance.partition import STARTS, partition
@@ -193,17 +193,14 @@ class Planner:
     def _lb_mini(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
         if self.collation.is_table:
             return partition_padded(PaddedSamples.of(lengths, caps, terms, self.collation), self.starts)
+        packings = Packings(caps, terms)
         if terms.depend_on_packing:
-            groups = partition_with_overheads(lengths, caps, terms, self.starts)
+            groups = partition_with_overheads(lengths, caps, terms, self.starts, packings)
         else:
             work = Workload.of(terms.samples, self.num_ranks)
             groups = [work.order[group] for group in partition(work, starts=self.starts)]
         ranks = samples_of_ranks(groups, lengths, caps, terms)
-        most = first_number(caps).tolist()
-        return [
-            own.microbatches(pack_bins(own.sizes, cap, own.overhead, own.pair, own.others))
-            for own, cap in zip(ranks, most, strict=True)
-        ]
+        return [own.microbatches(packings.of(rank, own.sizes, own.others)) for rank, own in enumerate(ranks)]
 
 
 def plan_minibatch(
