@@ -23,6 +23,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import lt
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +60,8 @@ def pack_bins(
     if not pair or len(fewest) == len(sizes):
         return fewest
     falling = sorted(range(len(sizes)), key=lambda position: -sizes[position])
-    likely = int(math.fsum(bin_fraction(size, cap, overhead, pair)[0] for size in sizes))
+    full = best_filling(cap, overhead, pair)
+    likely = int(math.fsum(1.0 if size >= full else size / full for size in sizes))
     counts = {
         min(max(count, len(fewest)), len(sizes)) for count in (*range(likely - 1, likely + 3), len(sizes))
     }
@@ -78,15 +81,12 @@ def packing_cost(bins: Bins, sizes: Sequence[int], overhead: float, pair: float)
     return overhead * len(bins) + pair * across / 2
 
 
-def bin_fraction(size: int, cap: int, overhead: float, pair: float) -> tuple[float, float]:
-    """How much of a bin and of its cost a sample takes, if bins were filled evenly and as far as it pays.
+def best_filling(cap: int, overhead: float, pair: float) -> float:
+    """Tokens up to which filling a bin pays.
 
     Filling a bin beyond ``sqrt(2 * overhead / pair)`` tokens costs more in pairs than another bin would.
     """
-    full = min(float(cap), math.sqrt(2 * overhead / pair)) if pair else float(cap)
-    if size >= full:
-        return 1.0, overhead
-    return size / full, overhead * size / full + pair * size * (full - size) / 2
+    return min(float(cap), math.sqrt(2 * overhead / pair)) if pair else float(cap)
 
 
 def _pack_fewest(sizes: Sequence[int], cap: int, others: Others | None) -> Bins:
@@ -277,15 +277,6 @@ class RankSamples:
     pair: float = 0.0
     others: Others | None = None
 
-    @classmethod
-    def of(cls, rank: int, indices: Ints, lengths: Ints, caps: Ints, terms: Terms) -> RankSamples:
-        """Make one from the lengths, caps and costs of a minibatch."""
-        costs = terms.rows[rank, indices].tolist()
-        overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
-        own = lengths[indices]
-        others = Others.of(own, caps[rank])
-        return cls(indices.tolist(), first_number(own).tolist(), costs, overhead, pair, others)
-
     def microbatches(self, bins: Bins) -> list[list[int]]:
         """Bins as lists of indices: the costliest microbatch first, in each the costliest sample first."""
         falling = sorted(bins, key=lambda members: (-self.cost_of(members), self.indices[members[0]]))
@@ -303,6 +294,48 @@ class RankSamples:
         return alone + self.pair * (total * total - sum(self.sizes[p] * self.sizes[p] for p in members)) / 2
 
 
+def samples_of_ranks(groups: Sequence[Ints], lengths: Ints, caps: Ints, terms: Terms) -> list[RankSamples]:
+    """The samples of every rank, from their indices and the lengths, caps and costs of a minibatch."""
+    ends = np.cumsum([len(group) for group in groups]).tolist()
+    flat, ranks = np.concatenate(groups), np.repeat(np.arange(len(groups)), np.diff(ends, prepend=0))
+    indices, own = flat.tolist(), lengths[flat]
+    sizes, costs = first_number(own).tolist(), terms.rows[ranks, flat].tolist()
+    overhead, pair = terms.overhead.tolist(), terms.pair.tolist()
+    return [
+        RankSamples(
+            indices[begin:end],
+            sizes[begin:end],
+            costs[begin:end],
+            overhead[rank],
+            pair[rank],
+            Others.of(own[begin:end], caps[rank]),
+        )
+        for rank, (begin, end) in enumerate(pairwise([0, *ends]))
+    ]
+
+
+class Packings:
+    """Bins of the samples of one rank after another, see `pack_bins`; equal sizes are packed once.
+
+    Args:
+        caps: ``[num_ranks]`` or ``[num_ranks, d]``, most tokens of a bin.
+        terms: the costs.
+    """
+
+    def __init__(self, caps: Ints, terms: Terms) -> None:
+        most, overhead, pair = first_number(caps).tolist(), terms.overhead.tolist(), terms.pair.tolist()
+        self._terms = list(zip(most, overhead, pair, strict=True))
+        self._known: dict[tuple[Any, ...], Bins] = {}
+
+    def of(self, rank: int, sizes: Sequence[int], others: Others | None) -> Bins:
+        cap, overhead, pair = self._terms[rank]
+        beside = () if others is None else (*map(tuple, others.numbers), *others.caps)
+        key = (cap, overhead, pair, *sizes, *beside)
+        if key not in self._known:
+            self._known[key] = pack_bins(sizes, cap, overhead, pair, others)
+        return self._known[key]
+
+
 def pack_equal_counts(ranks: Sequence[RankSamples], cap: int, lined_up: bool) -> list[Bins]:
     """Equally many bins for every rank, as long as it has that many samples.
 
@@ -314,7 +347,10 @@ def pack_equal_counts(ranks: Sequence[RankSamples], cap: int, lined_up: bool) ->
     Returns:
         Bins of positions; as few as possible, or as many as cost least if samples cost each other.
     """
-    fewest = max(len(pack_bins(own.sizes, cap, others=own.others)) for own in ranks)
+    fewest = 0
+    for own in ranks:
+        if len(own.sizes) > fewest:  # otherwise it has no more bins
+            fewest = max(fewest, len(pack_bins(own.sizes, cap, others=own.others)))
     if not any(own.pair for own in ranks):
         return _even_in_cost(ranks, cap, fewest, lined_up)
     most = max(len(own.sizes) for own in ranks)
@@ -359,30 +395,31 @@ def align(ranks: Sequence[RankSamples], packed: list[Bins], cap: int) -> list[Bi
     count = len(packed[0])
     if count < 2 or any(len(bins) != count for bins in packed):
         return packed
-    first = [_falling(own, bins) for own, bins in zip(ranks, packed, strict=True)]
-    loads = np.array([_loads(own, bins) for own, bins in zip(ranks, first, strict=True)])
+    falling = [_falling(own, bins) for own, bins in zip(ranks, packed, strict=True)]
+    first, loads = [bins for bins, _ in falling], np.array([costs for _, costs in falling])
     order = sorted(range(len(ranks)), key=lambda rank: -max(ranks[rank].costs))
-    aligned, along = list(first), np.zeros_like(loads)
+    aligned, along = list(first), loads.copy()
+    profile = [0.0] * count  # the largest loads of the ranks so far
     for rank in order:
-        profile = along.max(0)
-        aligned[rank] = _along(ranks[rank], cap, profile.tolist()) or first[rank]
-        along[rank] = _loads(ranks[rank], aligned[rank])
+        if found := _along(ranks[rank], cap, profile):
+            aligned[rank], along[rank] = found
+        profile = list(map(max, profile, along[rank].tolist()))
     for rank in order:
-        if not (along[rank] >= along.max(0)).any():
+        if all(map(lt, along[rank].tolist(), profile)):
             continue  # it is nowhere what the others wait for
         others = np.delete(along, rank, axis=0).max(0) if len(along) > 1 else np.zeros(count)
-        again = _along(ranks[rank], cap, others.tolist())
-        if again is not None:
-            new = np.array(_loads(ranks[rank], again))
+        if found := _along(ranks[rank], cap, others.tolist()):
+            again, new = found[0], np.array(found[1])
             if _span(others, new) < _span(others, along[rank]):
                 aligned[rank], along[rank] = again, new
+                profile = along.max(0).tolist()
     return aligned if math.fsum(along.max(0).tolist()) < math.fsum(loads.max(0).tolist()) else first
 
 
-def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
+def _along(own: RankSamples, cap: int, profile: list[float]) -> tuple[Bins, list[float]] | None:
     """Each sample, the costliest first, where it raises the profile least, and there where most room is left below it.
 
-    None if a sample finds no room.
+    Returns the bins and what each costs, the costliest first; None if a sample finds no room.
     """
     count = len(profile)
     bins: Bins = [[] for _ in range(count)]
@@ -413,12 +450,11 @@ def _along(own: RankSamples, cap: int, profile: list[float]) -> Bins | None:
     return _falling(own, bins)
 
 
-def _falling(own: RankSamples, bins: Bins) -> Bins:
-    return sorted(bins, key=lambda members: -math.fsum(own.costs[position] for position in members))
-
-
-def _loads(own: RankSamples, bins: Bins) -> list[float]:
-    return [math.fsum(own.costs[position] for position in members) for members in bins]
+def _falling(own: RankSamples, bins: Bins) -> tuple[Bins, list[float]]:
+    """The bins and what each costs, the costliest first."""
+    costs = [math.fsum([own.costs[position] for position in members]) for members in bins]
+    falling = sorted(range(len(bins)), key=costs.__getitem__, reverse=True)
+    return [bins[b] for b in falling], [costs[b] for b in falling]
 
 
 def _span(profile: Floats, loads: Floats) -> float:

@@ -48,7 +48,7 @@ class Estimate:
     """What ranks pay for samples, without packing them.
 
     Attributes:
-        costs: ``[num_ranks, n]``, of each sample on each rank.
+        costs: ``[1 or num_ranks, n]``, of each sample on each rank; one row if all ranks are alike in them.
         steps: ``[num_ranks]``, of each microbatch that full ones would be; 0 if ``costs`` have it already.
         sizes: ``[n]`` tokens.
         caps: ``[num_ranks]``, most tokens of a microbatch.
@@ -76,7 +76,8 @@ class Descent:
         # Sample n is no sample: it has no tokens and costs nothing, so that sets of one and of none have two members.
         self._nothing = len(estimate.sizes)
         self._sizes = np.append(estimate.sizes, 0)  # [n + 1]
-        self._estimated = np.pad(estimate.costs, ((0, 0), (0, 1)))  # [num_ranks, n + 1]
+        padded = np.pad(estimate.costs, ((0, 0), (0, 1)))
+        self._estimated = np.broadcast_to(padded, (len(groups), len(self._sizes)))  # [num_ranks, n + 1]
         self._steps, self._caps = estimate.steps, estimate.caps  # [num_ranks]
         self._sums, self._filled = np.zeros(len(groups)), np.zeros(len(groups), dtype=np.int64)
         self._loads = [0.0] * len(groups)
@@ -95,8 +96,8 @@ class Descent:
 
     def _assign(self, rank: int, group: list[int]) -> None:
         self.groups[rank] = group
-        self._sums[rank] = math.fsum(self._estimated[rank, group].tolist())
-        self._filled[rank] = self._sizes[group].sum()
+        self._sums[rank] = math.fsum(self._estimated[rank].take(group).tolist())
+        self._filled[rank] = sum(self._sizes.take(group).tolist())
         self._loads[rank] = self._true.of(rank, group)
 
     def _step(self) -> bool:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
-from lightning_odc.balance.bins import bin_fraction, pack_bins, packing_cost
+from lightning_odc.balance.bins import Packings, best_filling, packing_cost
 from lightning_odc.balance.costs import Terms
 from lightning_odc.balance.descent import Descent, Estimate
 from lightning_odc.balance.exact import MOST_RANKS, MOST_SAMPLES, best_partition, bins_of_sets, sums_of_sets
@@ -29,7 +28,9 @@ _STEPS = 12
 _FILLINGS = (1.0, 0.75, math.inf)
 
 
-def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: int) -> list[Ints]:
+def partition_with_overheads(
+    lengths: Ints, caps: Ints, terms: Terms, starts: int, packings: Packings
+) -> list[Ints]:
     """Choose the samples of every rank; returns their indices.
 
     Without pair costs, up to 10 samples are shared out in the best possible way. A few more are tried with the parts of
@@ -41,6 +42,7 @@ def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: in
         caps: ``[num_ranks]`` or ``[num_ranks, d]``, most of a microbatch.
         terms: the costs; see `bar` for caps that differ.
         starts: see `Planner`.
+        packings: what packs the samples of a rank.
     """
     num_ranks, few = len(caps), len(lengths) <= _FEW_SAMPLES and starts > 0
     if few and len(lengths) <= MOST_SAMPLES and num_ranks <= MOST_RANKS and not terms.pair.any():
@@ -51,7 +53,8 @@ def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: in
     least = terms.samples + _bin_costs(lengths, caps, replace(terms, pair=0 * terms.pair))
     bound = Workload.of(least, num_ranks)
     good_enough = lower_bound(bound) / bound.scale * (1 + TOLERANCE)
-    loads, estimate = _PackedLoads(lengths, caps, terms), _estimate(lengths, caps, terms, bin_costs)
+    loads = _PackedLoads(lengths, caps, terms, packings)
+    estimate = _estimate(lengths, caps, terms, bin_costs)
     best: Descent | None = None
     for filling in _FILLINGS if few else _FILLINGS[:1]:
         work = Workload.of(terms.samples + bin_costs / filling, num_ranks)
@@ -63,7 +66,10 @@ def partition_with_overheads(lengths: Ints, caps: Ints, terms: Terms, starts: in
         if best.largest_load() <= good_enough:
             break
     assert best is not None
-    return [np.array(group, dtype=np.int64) for group in best.groups]
+    if lengths.ndim == 2:
+        return [np.array(group, dtype=np.int64) for group in best.groups]
+    sizes = lengths.tolist()  # in the order of which `packings` knows the samples of each rank already
+    return [np.array(sorted(group, key=sizes.__getitem__), dtype=np.int64) for group in best.groups]
 
 
 def _loads_of_sets(lengths: Ints, caps: Ints, terms: Terms) -> Floats:
@@ -74,11 +80,17 @@ def _loads_of_sets(lengths: Ints, caps: Ints, terms: Terms) -> Floats:
 
 
 def _bin_costs(lengths: Ints, caps: Ints, terms: Terms) -> Floats:
-    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches, see `bin_fraction`."""
+    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches.
+
+    It takes a part of a microbatch and of its cost, if microbatches are filled evenly and as far as it pays.
+    """
     ranks = 1 if terms.are_alike else len(caps)
     sizes, most = _telling(lengths, caps, terms)
+    overhead, pair = terms.overhead[:ranks, None], terms.pair[:ranks, None]
     costs = zip(most.tolist()[:ranks], terms.overhead.tolist(), terms.pair.tolist(), strict=False)
-    return np.array([[bin_fraction(size, *cost)[1] for size in sizes.tolist()] for cost in costs])
+    full = np.array([[best_filling(*cost)] for cost in costs])  # [1 or num_ranks, 1]
+    parts = overhead * sizes / np.maximum(full, 1.0) + pair * sizes * (full - sizes) / 2
+    return np.where(sizes >= full, overhead, parts)
 
 
 def _telling(lengths: Ints, caps: Ints, terms: Terms) -> tuple[Ints, Ints]:
@@ -90,27 +102,27 @@ def _estimate(lengths: Ints, caps: Ints, terms: Terms, bin_costs: Floats) -> Est
     """Microbatches are estimated by the tokens that fill them, or, where filling them costs, by each sample's part."""
     sizes, most = _telling(lengths, caps, terms)
     if terms.pair.any():
-        return Estimate(terms.rows + bin_costs, np.zeros_like(terms.overhead), sizes, most)
-    return Estimate(terms.rows, terms.overhead, sizes, most)
+        return Estimate(terms.samples + bin_costs, np.zeros_like(terms.overhead), sizes, most)
+    return Estimate(terms.samples, terms.overhead, sizes, most)
 
 
 class _PackedLoads:
-    """Loads of ranks whose samples are packed one after another; a set of sizes is packed once."""
+    """Loads of ranks whose samples are packed one after another, in the order of their lengths."""
 
-    def __init__(self, lengths: Ints, caps: Ints, terms: Terms) -> None:
-        self._lengths, self._caps = lengths, caps
-        self._rows, self._terms = terms.rows, terms
-        self._extras: dict[tuple[Any, ...], float] = {}
+    def __init__(self, lengths: Ints, caps: Ints, terms: Terms, packings: Packings) -> None:
+        self._rows, self._packings = terms.rows, packings
+        self._overhead, self._pair = terms.overhead.tolist(), terms.pair.tolist()
+        # A sample that does not fit on a rank fills a microbatch there; its cost bars the exchange.
+        self._kinds, kind_of = np.unique(caps, axis=0, return_inverse=True)
+        self._kind_of = kind_of.ravel().tolist()
+        self._cut = [np.minimum(lengths, cap).tolist() for cap in self._kinds]
 
     def of(self, rank: int, group: list[int]) -> float:
-        overhead, pair = float(self._terms.overhead[rank]), float(self._terms.pair[rank])
-        # A sample that does not fit fills a microbatch; its cost bars the exchange.
-        cut = np.minimum(self._lengths[group], self._caps[rank])
-        order = sorted(cut.tolist())
-        key = (self._caps[rank].tobytes(), overhead, pair, *(order if cut.ndim == 1 else map(tuple, order)))
-        if key not in self._extras:
-            rows = np.array(order, dtype=np.int64).reshape(cut.shape)
-            sizes, cap = first_number(rows).tolist(), int(self._caps[rank].flat[0])
-            bins = pack_bins(sizes, cap, overhead, pair, Others.of(rows, self._caps[rank]))
-            self._extras[key] = packing_cost(bins, sizes, overhead, pair)
-        return math.fsum([*self._rows[rank, group].tolist(), self._extras[key]])
+        kind, overhead, pair = self._kind_of[rank], self._overhead[rank], self._pair[rank]
+        cut = self._cut[kind]
+        sizes, others = sorted([cut[sample] for sample in group]), None
+        if self._kinds.ndim == 2:
+            others = Others.of(np.array(sizes), self._kinds[kind])
+            sizes = [row[0] for row in sizes]
+        extra = packing_cost(self._packings.of(rank, sizes, others), sizes, overhead, pair)
+        return math.fsum([*self._rows[rank].take(group).tolist(), extra])

@@ -8,8 +8,8 @@ Note [Exchanges]
 ~~~~~~~~~~~~~~~~
 A heavy rank gives a set of samples to a light one and takes a set back. A table lists the sets: every set where ranks
 have few samples, else sets of up to two samples or one. For each pair of ranks, each set is tried against each other
-one, and the exchange whose larger load is smallest is taken. For all pairs together that is two outer sums, a maximum
-and an ``argmin``.
+one (under equal counts, against those of its size), and the exchange whose larger load is smallest is taken. For all
+pairs together that is two sums, a maximum and an ``argmin``.
 
 A *round* pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on, rotated by
 one partner after each round; an *attack* tries the heaviest rank against all others and makes the best exchange.
@@ -262,7 +262,8 @@ class _Sets:
 
     chosen: Bools
     weights: Floats  # [k, s], `chosen` transposed, for products
-    unequal: Floats  # [s, s], infinite where two sets differ in size
+    exchanges: Ints  # [2, e] sets that are given and taken: all pairs of sets, row by row of a table
+    equal_exchanges: Ints  # the same, only of the pairs of sets of equal size
 
     def sums(self, values: Floats) -> Floats:
         """``[p, s]`` from ``[p, k]``: for each pair the sum over each set."""
@@ -286,8 +287,10 @@ def _sets_of(slots: int) -> _Sets:
     for row, members in enumerate(sets):
         chosen[row, list(members)] = True
     sizes = chosen.sum(1)
-    unequal = np.where(sizes[:, None] == sizes, 0.0, np.inf)
-    return _Sets(chosen, np.ascontiguousarray(chosen.T, dtype=np.float64), unequal)
+    everything = np.array(np.nonzero(np.ones((len(sets), len(sets)))))
+    equal = np.array(np.nonzero(sizes[:, None] == sizes))
+    weights = np.ascontiguousarray(chosen.T, dtype=np.float64)
+    return _Sets(chosen, weights, everything, equal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,17 +397,16 @@ class Search:
         if not work.alike:
             given = sets.sums(work.at(ranks[light], mine))
             got = sets.sums(work.at(ranks[heavy], theirs))
-        # [p, s, s] the larger load after each exchange: the set that is given, then the one that is taken.
-        larger = (self._loads[heavy, None] - lost)[:, :, None] + got[:, None, :]
-        there = (self._loads[light, None] + given)[:, :, None] - taken[:, None, :]
-        np.maximum(larger, there, out=larger)
-        if self._equal:
-            larger += sets.unequal
-        give, take = np.divmod(larger.reshape(len(heavy), -1).argmin(1), len(sets.chosen))  # [p] sets
+        gives, takes = sets.equal_exchanges if self._equal else sets.exchanges
+        # [p, e] what each exchange takes off the heavy rank, and what it adds to the light one.
+        less = lost.take(gives, 1) - got.take(takes, 1)
+        more = less if work.alike else given.take(gives, 1) - taken.take(takes, 1)
+        larger = self._loads[heavy, None] - less
+        best = np.maximum(larger, self._loads[light, None] + more, out=larger).argmin(1)  # [p]
         pair = np.arange(len(heavy))
-        heavy_load = self._loads[heavy] - lost[pair, give] + got[pair, take]
-        light_load = self._loads[light] - taken[pair, take] + given[pair, give]
-        return _Exchange(heavy, light, sets.chosen[give], sets.chosen[take], heavy_load, light_load)
+        heavy_load, light_load = self._loads[heavy] - less[pair, best], self._loads[light] + more[pair, best]
+        give, take = sets.chosen[gives[best]], sets.chosen[takes[best]]
+        return _Exchange(heavy, light, give, take, heavy_load, light_load)
 
     def _allowed(self, exchange: _Exchange) -> Bools:
         """Whether an exchange is allowed. Under equal counts a slot may be empty, but counts differ by at most one."""

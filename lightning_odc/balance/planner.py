@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
 from lightning_odc.balance.bins import (
-    RankSamples,
+    Packings,
     fitting_pairs,
-    pack_bins,
     pack_equal_counts,
     partition_with_pairs,
+    samples_of_ranks,
 )
 from lightning_odc.balance.blocks import padded_blocks
 from lightning_odc.balance.caps import Caps, as_caps, check_caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, Terms, bar, resolve_cost, terms_of
-from lightning_odc.balance.numbers import first_number, fullest
+from lightning_odc.balance.numbers import fullest
 from lightning_odc.balance.overheads import partition_with_overheads
 from lightning_odc.balance.padding import PaddedSamples
 from lightning_odc.balance.partition import STARTS, partition
@@ -158,12 +159,13 @@ class Planner:
         )
 
     def _local_sort(self, lengths: Ints | Floats) -> Plan:
+        ranks = np.arange(len(lengths)) % self.num_ranks
+        order = np.lexsort((-lengths, ranks)).tolist()  # rank by rank, the longest first, ties by index
+        ends = np.cumsum(np.bincount(ranks, minlength=self.num_ranks)).tolist()
         most = -(-len(lengths) // self.num_ranks)
         plan: Plan = []
-        for rank in range(self.num_ranks):
-            own = np.arange(rank, len(lengths), self.num_ranks)
-            falling = own[np.argsort(-lengths[own], kind="stable")].tolist()
-            plan.append([[sample] for sample in falling] + [[] for _ in range(most - len(falling))])
+        for begin, end in pairwise([0, *ends]):
+            plan.append([[sample] for sample in order[begin:end]] + [[] for _ in range(most - (end - begin))])
         return plan
 
     def _lb_micro(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
@@ -184,24 +186,21 @@ class Planner:
         return [microbatches + [[] for _ in range(count - len(microbatches))] for microbatches in plan]
 
     def _pack_equal_counts(self, groups: list[Ints], lengths: Ints, caps: Ints, terms: Terms) -> Plan:
-        ranks = [RankSamples.of(rank, group, lengths, caps, terms) for rank, group in enumerate(groups)]
+        ranks = samples_of_ranks(groups, lengths, caps, terms)
         packed = pack_equal_counts(ranks, int(caps.flat[0]), self.align)
         return [own.microbatches(bins) for own, bins in zip(ranks, packed, strict=True)]
 
     def _lb_mini(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
         if self.collation.is_table:
             return partition_padded(PaddedSamples.of(lengths, caps, terms, self.collation), self.starts)
+        packings = Packings(caps, terms)
         if terms.depend_on_packing:
-            groups = partition_with_overheads(lengths, caps, terms, self.starts)
+            groups = partition_with_overheads(lengths, caps, terms, self.starts, packings)
         else:
             work = Workload.of(terms.samples, self.num_ranks)
             groups = [work.order[group] for group in partition(work, starts=self.starts)]
-        ranks = [RankSamples.of(rank, group, lengths, caps, terms) for rank, group in enumerate(groups)]
-        most = first_number(caps).tolist()
-        return [
-            own.microbatches(pack_bins(own.sizes, cap, own.overhead, own.pair, own.others))
-            for own, cap in zip(ranks, most, strict=True)
-        ]
+        ranks = samples_of_ranks(groups, lengths, caps, terms)
+        return [own.microbatches(packings.of(rank, own.sizes, own.others)) for rank, own in enumerate(ranks)]
 
 
 def plan_minibatch(

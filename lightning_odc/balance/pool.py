@@ -90,8 +90,7 @@ def _share_out(samples: PaddedSamples, loads: RankLoads, starts: int, few: bool)
 
 def _estimate(samples: PaddedSamples, parts: Floats) -> Estimate:
     """Each sample costs its part of a microbatch of the pool, so microbatches cost nothing more."""
-    rows = np.broadcast_to(parts, (samples.num_ranks, parts.shape[1]))
-    return Estimate(rows, np.zeros(samples.num_ranks), samples.sizes, samples.caps)
+    return Estimate(parts, np.zeros(samples.num_ranks), samples.sizes, samples.caps)
 
 
 Things = list[Sequence[int]]
