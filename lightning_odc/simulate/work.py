@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -148,7 +150,8 @@ def work_of(
     Raises:
         ValueError: no plan, or one for another number of devices.
     """
-    parts = [_Part.of(plan, as_lengths(lengths), model, cluster, collation) for plan, lengths in planned]
+    with _without_collections():
+        parts = [_Part.of(plan, as_lengths(lengths), model, cluster, collation) for plan, lengths in planned]
     if not parts:
         raise ValueError("there is no minibatch to simulate: minibatches=8.")
     most = max(len(part.seconds) for part in parts)
@@ -167,6 +170,18 @@ def work_of(
         padding=1 - float(tokens.sum()) / computed,
         policy=policy,
     )
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Plans are thousands of lists, none in a cycle: to search them for cycles takes as long as to make them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
