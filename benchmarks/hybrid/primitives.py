@@ -16,14 +16,14 @@ Other programs on the machine only add time. So a collective takes `alone` the l
 Note [Hops of a ring]
 ~~~~~~~~~~~~~~~~~~~~~
 An all-gather of ``b`` bytes over ``W`` ranks is a ring: ``W - 1`` times, every rank passes ``b / W`` bytes on. The ring
-crosses the link of each host once, so a host sends ``b (W - 1) / W`` bytes, however many ranks it has. A
-reduce-scatter of gloo is an all-reduce: twice the bytes and hops. On a slow link the parts queue up before the link,
-which is never idle, and what ranks do for the next part is hidden. Only the last part is received when the link is
-done. With ``f`` seconds on an unlimited link, a hop of it takes ``f / (W - 1)``, so
+crosses the link of each host once, so a host sends ``b (W - 1) / W`` bytes, however many ranks it has. On a slow link
+the parts queue up before the link, which is never idle, and what ranks do for other parts is hidden. Only the last part
+is received after the link is done. With ``f`` seconds on an unlimited link, a hop takes ``f / (W - 1)``, so
 
     seconds = max(f, bytes sent / rate + f / (W - 1))
 
 An example: 4 ranks gather 2.1 MB in 6 ms on an unlimited link. At 1 Gbit/s, 1.6 MB take 12.7 ms, and a hop 2 ms: 14.7.
+A reduce-scatter of gloo is an all-reduce. That is two rings, one after the other, and the formula holds for both.
 """
 
 from __future__ import annotations
