@@ -123,15 +123,18 @@ class Line(NamedTuple):
 
     @classmethod
     def through(cls, points: list[tuple[float, float]]) -> Line:
-        """The line whose relative errors have the least squares.
+        """The line whose relative errors have the least squares; an empty one takes no negative time.
 
         Args:
             points: Bytes and seconds.
         """
         sizes, seconds = np.array(points).T
         terms = np.stack([1 / seconds, sizes / seconds], axis=1)
-        empty, byte = np.linalg.lstsq(terms, np.ones(len(seconds)))[0]
-        return cls(max(float(empty), 0.0), float(byte))
+        ones = np.ones(len(seconds))
+        empty, byte = np.linalg.lstsq(terms, ones)[0]
+        if empty < 0:
+            return cls(0.0, float(np.linalg.lstsq(terms[:, 1:], ones)[0][0]))
+        return cls(float(empty), float(byte))
 
 
 Links = dict[tuple[int, float | None], tuple[Line, Line]]

@@ -53,6 +53,9 @@ def test_collectives_of_a_prediction_take_what_they_took_alone() -> None:
 
 def test_a_line_through_exact_points() -> None:
     assert hosts.Line.through([(1e6, 0.003), (2e6, 0.005), (8e6, 0.017)]) == pytest.approx((0.001, 2e-9))
+    # Exact would be -1 ms and 2 ns per byte. Through the origin: bytes per second are 1e9 and 2e9 / 3.
+    steep = hosts.Line.through([(1e6, 0.001), (2e6, 0.003)])
+    assert steep == pytest.approx((0.0, (1 + 2 / 3) / (1 + 4 / 9) * 1e-9))
 
 
 def test_the_golden_setting_is_near_the_published_one() -> None:
