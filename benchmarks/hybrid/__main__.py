@@ -1,10 +1,13 @@
-"""``python -m benchmarks.hybrid`` is about hybrid sharding, ``... copies`` about full sharding over several hosts."""
+"""``python -m benchmarks.hybrid`` is about hybrid sharding, ``... copies`` about full sharding over several hosts.
+
+``... primitives`` times single collectives between hosts.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.hybrid import copies, replicas
+from benchmarks.hybrid import copies, primitives, replicas
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -12,6 +15,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["copies"]:
         copies.main(given[1:])
+    elif given[:1] == ["primitives"]:
+        primitives.main(given[1:])
     else:
         replicas.main(given)
 

@@ -1,24 +1,26 @@
 """Predictions for runs on hosts of network namespaces, whose computing is sleeping and whose links have known speeds.
 
 Each needs some numbers that are not known beforehand. One or two settings give them, and the others are predicted: what
-a microbatch takes beside the sleep that stands for computing; in ``node-copies.json`` also what a minibatch takes, and
-the speed of gloo. In ``hybrid.json`` gloo is as fast as ``bench-comm.json`` has it.
+a microbatch takes beside the sleep that stands for computing, and in ``node-copies.json`` also what a minibatch takes.
+Collectives are as fast as they were alone: in ``bench-comm.json`` for ``hybrid.json``, in ``node-primitives.json`` for
+``node-copies.json``.
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.hybrid import copies
+from benchmarks.hybrid import copies, primitives
 from benchmarks.hybrid.replicas import lengths_of
-from benchmarks.simulate.prediction import FREE, INF, Prediction, gloo, read
+from benchmarks.simulate.prediction import FREE, Prediction, gloo, read
 from lightning_odc import BalancedDataLoader
 from lightning_odc.balance import PolynomialCost
-from lightning_odc.simulate import Cluster, Model, Simulation, Unit, Work, simulate_work, work_of
+from lightning_odc.simulate import Cluster, Device, Model, Simulation, Unit, Work, simulate_work, work_of
+from lightning_odc.simulate.transfers import Transfers
 
 
 def hosts_predictions() -> list[Prediction]:
@@ -82,19 +84,28 @@ def _hosts_run(row: dict[str, Any], options: dict[str, Any], beside: float) -> S
 def copies_predictions() -> list[Prediction]:
     """``node-copies.json``: two and three hosts, links of two speeds, 1 to 8 microbatches; stock sharding over each.
 
-    Two cells calibrate: two hosts, an unlimited link, 1 and 8 microbatches. They give what a minibatch and a microbatch
-    take beside sleep and link, on demand and under stock sharding. Ranks share two cores, so six of them take 1.5 times
-    as long for it as four.
+    Single collectives between the same hosts are as fast as ``node-primitives.json`` has them. Two cells calibrate: two
+    hosts, an unlimited link, 1 and 8 microbatches. They give what a minibatch and a microbatch take beside sleep and
+    link, on demand and under stock sharding. Ranks share two cores, so six of them take 1.5 times as long for it as
+    four.
     """
     raw, cells = read("node-copies"), dict[copies.Cell, dict[str, Any]]()
     for row in raw["rows"]:
         cell = copies.Cell(row["hosts"], row["mbit"], row["microbatches"])
         cells.setdefault(cell, {})[row["variant"]] = row
     few, many = copies.Cell(2, None, 1), copies.Cell(2, None, 8)
-    beside = Beside.of({one: cells.pop(one) for one in (few, many)}, few, many, raw["options"])
+    calibrating = {one: cells.pop(one) for one in (few, many)}
+    links = _links(read("node-primitives")["rows"])
+    beside = {
+        name: Beside.of(name, {cell: calibrating[cell][name] for cell in (few, many)}, links, raw["options"])
+        for name in (copies.STOCK, copies.FULL)
+    }
     found = []
     for cell, rows in cells.items():
-        seconds = {name: beside.seconds(name, cell, raw["options"]) for name in rows}
+        seconds = {
+            name: beside.get(name, beside[copies.FULL]).seconds(name, cell, links, raw["options"])
+            for name in rows
+        }
         for name in copies.VARIANTS[1:]:
             pairs = zip(rows[copies.STOCK]["seconds"], rows[name]["seconds"], strict=True)
             low, *_, high = ratios = sorted(stock / own for stock, own in pairs)
@@ -104,54 +115,78 @@ def copies_predictions() -> list[Prediction]:
     return found
 
 
+class Line(NamedTuple):
+    """What a collective takes: seconds of an empty one, and seconds per byte."""
+
+    empty: float
+    byte: float
+
+    @classmethod
+    def through(cls, points: list[tuple[float, float]]) -> Line:
+        """The line whose relative errors have the least squares; an empty one takes no negative time.
+
+        Args:
+            points: Bytes and seconds.
+        """
+        sizes, seconds = np.array(points).T
+        terms = np.stack([1 / seconds, sizes / seconds], axis=1)
+        ones = np.ones(len(seconds))
+        empty, byte = np.linalg.lstsq(terms, ones)[0]
+        if empty < 0:
+            return cls(0.0, float(np.linalg.lstsq(terms[:, 1:], ones)[0][0]))
+        return cls(float(empty), float(byte))
+
+
+Links = dict[tuple[int, float | None], tuple[Line, Line]]
+"""By hosts and speed of the link: collectives over all ranks, and over the ranks of a column."""
+
+
+def _links(rows: list[dict[str, Any]]) -> Links:
+    """By bytes of a gathered unit. A reduce-scatter of gloo is taken for a gather of twice the bytes."""
+    points: dict[tuple[int, float | None], tuple[list[Any], list[Any]]] = {}
+    for row in rows:
+        everybody, column = points.setdefault((row["hosts"], row["mbit"]), ([], []))
+        passes = 2 if row["operation"] == primitives.SCATTER else 1
+        over = everybody if row["operation"] in (primitives.GATHER, primitives.SCATTER) else column
+        over.append((passes * row["bytes"], primitives.alone(row["seconds"])))
+    return {
+        key: (Line.through(everybody), Line.through(column)) for key, (everybody, column) in points.items()
+    }
+
+
 @dataclass(frozen=True)
 class Beside:
     """What four ranks on two cores take beside sleep and link.
 
     Attributes:
         microbatch: Seconds of a microbatch.
-        once: Seconds of a minibatch, on demand.
-        stock_once: The same under stock sharding.
-        gloo: Seconds per byte of gloo.
+        once: Seconds of a minibatch.
     """
 
     microbatch: float
     once: float
-    stock_once: float
-    gloo: float
 
     @classmethod
-    def of(
-        cls, rows: dict[copies.Cell, Any], few: copies.Cell, many: copies.Cell, options: dict[str, Any]
-    ) -> Beside:
+    def of(cls, variant: str, rows: dict[copies.Cell, Any], links: Links, options: dict[str, Any]) -> Beside:
         """Make one from two cells that differ in their microbatches."""
+        few, many = rows
+        missing = [
+            statistics.median(rows[cell]["seconds"]) - _copies_run(variant, cell, links, options, 0.0)
+            for cell in (few, many)
+        ]
+        microbatch = (missing[1] - missing[0]) / (many.microbatches - few.microbatches)
+        return cls(microbatch, missing[0] - few.microbatches * microbatch)
 
-        def missing(name: str, cell: copies.Cell, microbatch: float) -> float:
-            measured = statistics.median(rows[cell][name]["seconds"])
-            return measured - _copies_run(name, cell, options, microbatch, 0.0)
-
-        more = many.microbatches - few.microbatches
-        own = [missing(copies.FULL, cell, 0.0) for cell in (few, many)]
-        microbatch = (own[1] - own[0]) / more
-        stock = [missing(copies.STOCK, cell, microbatch) for cell in (few, many)]
-        slope = (stock[1] - stock[0]) / more
-        byte = _copies_run(copies.STOCK, few, options, 0.0, 1e-9) - _copies_run(
-            copies.STOCK, few, options, 0.0, 0.0
-        )
-        once = own[0] - few.microbatches * microbatch
-        return cls(microbatch, once, stock[0] - few.microbatches * slope, slope / byte * 1e-9)
-
-    def seconds(self, variant: str, cell: copies.Cell, options: dict[str, Any]) -> float:
+    def seconds(self, variant: str, cell: copies.Cell, links: Links, options: dict[str, Any]) -> float:
         """Of a minibatch."""
         share = cell.hosts / 2
-        once = self.stock_once if variant == copies.STOCK else self.once
-        return share * once + _copies_run(variant, cell, options, share * self.microbatch, share * self.gloo)
+        return share * self.once + _copies_run(variant, cell, links, options, share * self.microbatch)
 
 
 def _copies_run(
-    variant: str, cell: copies.Cell, options: dict[str, Any], beside: float, gloo: float
+    variant: str, cell: copies.Cell, links: Links, options: dict[str, Any], beside: float
 ) -> float:
-    """Seconds of a minibatch of a variant in a cell."""
+    """Seconds of a minibatch of a variant in a cell, in which a microbatch takes ``beside`` more than its sleep."""
     ranks, width = cell.hosts * copies.PER_HOST, options["width"]
     blocks = range(options["minibatches"], options["minibatches"] * (1 + options["repetitions"]))
     planned = []
@@ -164,12 +199,25 @@ def _copies_run(
     widths = {"compute_bytes": 4, "gradient_bytes": 4, "accumulator_bytes": wide}
     cost = PolynomialCost(linear=1e-6, constant=beside)
     model = Model(cost, (Unit(8 * width * width + 5 * width, 1 / 4, 4),), **widths)
-    link = INF if cell.mbit is None else cell.mbit * 1e6 / 8 / copies.PER_HOST
-    speed = 1 / gloo if gloo else INF
-    cluster = Cluster(
-        replace(FREE, network=link, collective_link=speed, sum_bytes=2.0), ranks, copies.PER_HOST
-    )
+    cluster = Cluster(_device(variant, cell, links), ranks, copies.PER_HOST)
     work = work_of(planned, model, cluster)
     how = "collective" if variant == copies.STOCK else "on_demand"
     sharding = "hybrid" if variant == copies.HYBRID else "full"
-    return simulate_work(work, model, cluster, communication=how, sharding=sharding).mean_seconds
+    run = simulate_work(work, model, cluster, communication=how, sharding=sharding)
+    # Minibatches were timed a few in a row. Published shards hold each of them up while they arrive; but the first one
+    # had them before, and the last one was over when its own had arrived everywhere.
+    once = Transfers(model, cluster, how, sharding).once()
+    held_up = float(run.idle["network"].mean()) - once.column
+    return run.mean_seconds + (once.arriving - held_up) / options["minibatches"]
+
+
+def _device(variant: str, cell: copies.Cell, links: Links) -> Device:
+    """A device whose collectives over hosts take as long as measured; see Note [Seconds of bytes]."""
+    everybody, column = links[cell.hosts, cell.mbit]
+    ranks, others = cell.hosts * copies.PER_HOST, cell.hosts - 1
+    if variant == copies.STOCK:
+        network = (ranks - 1) / ranks / copies.PER_HOST / everybody.byte
+        hop = everybody.empty / ranks
+        return replace(FREE, network=network, network_latency=hop, collective_latency=hop, sum_bytes=2.0)
+    network = others / cell.hosts / copies.PER_HOST / column.byte
+    return replace(FREE, network=network, network_latency=column.empty / others)

@@ -11,8 +11,12 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+from benchmarks.hybrid import copies
 from benchmarks.simulate import __main__ as command
-from benchmarks.simulate import measured, paper, scaling
+from benchmarks.simulate import hosts, measured, paper, scaling
+from lightning_odc.balance import PolynomialCost
+from lightning_odc.simulate import Cluster, Model, Unit
+from lightning_odc.simulate.transfers import Transfers
 
 
 def test_bytes_are_those_that_the_engine_counted(tmp_path: Path, capsys: Any) -> None:
@@ -28,6 +32,30 @@ def test_emulated_devices_are_predicted_without_a_calibration() -> None:
     found = measured.emulated_predictions()
     assert len(found) == 2
     assert all(abs(one.error) < 0.05 for one in found)  # the emulation is within 1 % of its own bound
+
+
+def test_collectives_of_a_prediction_take_what_they_took_alone() -> None:
+    links = {(3, 1000.0): (hosts.Line(0.006, 7e-9), hosts.Line(0.004, 5e-9))}
+    cell, size = copies.Cell(3, 1000.0, 1), 2e6
+    model = Model(PolynomialCost(linear=1.0), (Unit(size / 4, 1.0),), 4, 4, 4)
+
+    def transfers(variant: str, communication: str) -> Transfers:
+        cluster = Cluster(hosts._device(variant, cell, links), 6, 2)
+        return Transfers(model, cluster, communication, "full")
+
+    stock = transfers(copies.STOCK, "collective").of(model.units[0])
+    assert stock.gather == pytest.approx(0.006 + 7e-9 * size)
+    assert stock.add == pytest.approx(0.006 + 7e-9 * 2 * size)
+    # Two are under way, which hides half of what an empty one takes.
+    once = transfers(copies.FULL, "on_demand").once()
+    assert (once.column, once.arriving) == pytest.approx((0.004 / 2 + 5e-9 * size,) * 2)
+
+
+def test_a_line_through_exact_points() -> None:
+    assert hosts.Line.through([(1e6, 0.003), (2e6, 0.005), (8e6, 0.017)]) == pytest.approx((0.001, 2e-9))
+    # Exact would be -1 ms and 2 ns per byte. Through the origin: bytes per second are 1e9 and 2e9 / 3.
+    steep = hosts.Line.through([(1e6, 0.001), (2e6, 0.003)])
+    assert steep == pytest.approx((0.0, (1 + 2 / 3) / (1 + 4 / 9) * 1e-9))
 
 
 def test_the_golden_setting_is_near_the_published_one() -> None:
