@@ -38,6 +38,6 @@ def _step(world_size: int, name: str | None) -> None:
 
 
 torch.set_num_threads(1)  # threads do not survive a fork
-for world_size in (1, 2, 3):
+for world_size in (1, 2, 3, 4):
     for name in ("shard", "data_parallel", None):
         _step(world_size, name)
