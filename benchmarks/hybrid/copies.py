@@ -15,10 +15,10 @@ Each variant trains with AdamW in fp32. Memory is that of the parameters, the op
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -326,7 +326,7 @@ def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, A
             several_hosts(count) as hosts,
             Ranks(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
         ):
-            for cell in cells([count], _links(hosts, options["mbit"]), options["microbatches"]):
+            for cell in cells([count], speeds(hosts, options["mbit"]), options["microbatches"]):
                 begin = time.monotonic()
                 hosts.limit(cell.mbit)
                 found = rows_of(cell, ranks.call(measure, hosts, cell.microbatches, sizes), sizes)
@@ -341,7 +341,7 @@ def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, A
     return rows
 
 
-def _links(hosts: Hosts, mbit: list[float]) -> list[float | None]:
+def speeds(hosts: Hosts, mbit: list[float]) -> list[float | None]:
     """The speeds that this machine can have; 0 is that of the machine."""
     wanted = [one or None for one in mbit]
     try:
@@ -353,22 +353,44 @@ def _links(hosts: Hosts, mbit: list[float]) -> list[float | None]:
     return wanted
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m benchmarks.hybrid copies``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hybrid copies", description=(__doc__ or "").splitlines()[0]
-    )
+def parser_of(name: str, text: str, seconds: tuple[float, str], **counts: tuple[int, str]) -> ArgumentParser:
+    """The options of a measurement between hosts: which hosts, which links, how many of what.
+
+    Args:
+        name: Of the subcommand.
+        text: The docstring of its module.
+        seconds: The default of ``--seconds``, and what takes them.
+        **counts: The default of each option that is a number, and what it means.
+    """
+    parser = ArgumentParser(prog=f"python -m benchmarks.hybrid {name}", description=text.splitlines()[0])
     add = partial(parser.add_argument, metavar="N")
     add("--hosts", type=int, nargs="+", default=[2, 3], help="how many, one after the other")
     add("--mbit", type=float, nargs="+", default=[0, 1000], help="speeds of the link; 0: unlimited")
-    add("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8], help="of each rank and minibatch")
-    add("--minibatches", type=int, default=3, help="in a row per variant and repetition")
-    add("--repetitions", type=int, default=3, help="how often each variant is timed in a cell")
+    for option, (default, help_text) in counts.items():
+        add(f"--{option}", type=int, default=default, help=help_text)
     add("--width", type=int, default=256, help="of the model: 2.1 million parameters at 256")
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", default=0.03, help="median time that a microbatch computes"
-    )
+    parser.add_argument("--seconds", type=float, metavar="S", default=seconds[0], help=seconds[1])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.hybrid copies``."""
+    parser = parser_of(
+        "copies",
+        __doc__ or "",
+        (0.03, "median time that a microbatch computes"),
+        minibatches=(3, "in a row per variant and repetition"),
+        repetitions=(3, "how often each variant is timed in a cell"),
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[1, 2, 4, 8],
+        help="of each rank and minibatch",
+    )
     options = vars(parser.parse_args(arguments))
     path = options.pop("json")
     begin = time.monotonic()

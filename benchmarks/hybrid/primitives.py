@@ -28,21 +28,19 @@ A reduce-scatter of gloo is an all-reduce. That is two rings, one after the othe
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
-from benchmarks.hybrid.copies import FP32, PER_HOST, STOCK, Cell, Job
+from benchmarks.hybrid.copies import FP32, PER_HOST, STOCK, Cell, Job, parser_of, speeds
 from benchmarks.hybrid.replicas import Layer, prepare
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.bench.tables import markdown
@@ -213,7 +211,7 @@ def _measure_all(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[di
             several_hosts(count) as hosts,
             Ranks(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
         ):
-            links = [Cell(count, mbit or None, 1) for mbit in options["mbit"]]
+            links = [Cell(count, mbit, 1) for mbit in speeds(hosts, options["mbit"])]
             samples: dict[Cell, list[Samples]] = {cell: [{} for _ in ranks.pids] for cell in links}
             trained: dict[Cell, list[list[float]]] = {cell: [[], []] for cell in links}
             lost = dict.fromkeys(links, 0)
@@ -241,23 +239,13 @@ def _measure_all(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[di
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.hybrid primitives``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hybrid primitives", description=(__doc__ or "").splitlines()[0]
+    parser = parser_of(
+        "primitives",
+        __doc__ or "",
+        (0.12, "that a microbatch of stock sharding computes"),
+        rounds=(10, "turns of each link"),
+        repetitions=(8, "of each collective in a turn"),
     )
-    add = partial(parser.add_argument, metavar="N")
-    add("--hosts", type=int, nargs="+", default=[2, 3], help="how many, one after the other")
-    add("--mbit", type=float, nargs="+", default=[0, 1000], help="speeds of the link; 0: unlimited")
-    add("--rounds", type=int, default=10, help="turns of each link")
-    add("--repetitions", type=int, default=8, help="of each collective in a turn")
-    add("--width", type=int, default=256, help="of the model: units of 2.1 MB at 256")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        default=0.12,
-        help="that a microbatch of stock sharding computes",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     options = vars(parser.parse_args(arguments))
     path = options.pop("json")
     begin = time.monotonic()

@@ -10,17 +10,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
-from lightning_odc.balance.bins import (
-    Packings,
-    fitting_pairs,
-    pack_equal_counts,
-    partition_with_pairs,
-    samples_of_ranks,
-)
+from lightning_odc.balance.bins import Packings, samples_of_ranks
 from lightning_odc.balance.blocks import padded_blocks
 from lightning_odc.balance.caps import Caps, as_caps, check_caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, Terms, bar, resolve_cost, terms_of
+from lightning_odc.balance.equal_counts import fitting_pairs, pack_equal_counts, partition_with_pairs
 from lightning_odc.balance.numbers import fullest
 from lightning_odc.balance.overheads import partition_with_overheads
 from lightning_odc.balance.padding import PaddedSamples

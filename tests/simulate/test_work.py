@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,29 @@ def test_seconds_are_those_of_the_balance_package(collation: Collation) -> None:
     for device, costs in enumerate(expected):
         np.testing.assert_allclose(work.seconds[0, : len(costs), device], costs)
         assert not work.seconds[0, len(costs) :, device].any()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_plans_are_not_searched_for_cycles_while_they_are_made(before: bool, fails: bool) -> None:
+    searched = []
+
+    def planned() -> Iterator[Any]:
+        searched.append(gc.isenabled())
+        yield [[[0]], [[1]]], [4, 6] if not fails else "no lengths"
+
+    was = gc.isenabled()
+    try:
+        (gc.enable if before else gc.disable)()
+        if fails:
+            with pytest.raises(ValueError, match="lengths"):
+                work_of(planned(), model_of(), cluster_of(2))
+        else:
+            work_of(planned(), model_of(), cluster_of(2))
+        assert gc.isenabled() == before
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert searched == [False]
 
 
 def test_padding_is_told_from_work() -> None:
