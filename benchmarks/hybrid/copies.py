@@ -357,7 +357,7 @@ def parser_of(name: str, text: str, seconds: tuple[float, str], **counts: tuple[
     """The options of a measurement between hosts: which hosts, which links, how many of what.
 
     Args:
-        name: Of the subcommand.
+        name: The subcommand.
         text: The docstring of its module.
         seconds: The default of ``--seconds``, and what takes them.
         **counts: The default of each option that is a number, and what it means.
