@@ -53,7 +53,8 @@ class Hosts:
         shaper = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb" if queue == "2mb" else "3kb", "limit", queue)
         for name in self.names:
             place = ("tc", "-n", name, "qdisc")
-            subprocess.run([*place, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+            with contextlib.suppress(FileNotFoundError):  # without `tc`, nothing is limited
+                subprocess.run([*place, "del", "dev", "eth0", "root"], capture_output=True, check=False)
             if mbit is not None:
                 _run(*place, "add", "dev", "eth0", "root", *shaper)
 

@@ -342,7 +342,7 @@ def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, A
 
 
 def speeds(hosts: Hosts, mbit: list[float]) -> list[float | None]:
-    """The speeds that this machine can have; 0 is that of the machine."""
+    """The speeds that links can have here, and a line if they cannot be limited. ``None``: unlimited, as 0 asks for."""
     wanted = [one or None for one in mbit]
     try:
         hosts.limit(max(mbit) or None)
@@ -360,7 +360,7 @@ def parser_of(name: str, text: str, seconds: tuple[float, str], **counts: tuple[
         name: The subcommand.
         text: The docstring of its module.
         seconds: The default of ``--seconds``, and what takes them.
-        **counts: The default of each option that is a number, and what it means.
+        **counts: More options that take one integer: the default of each, and what it means.
     """
     parser = ArgumentParser(prog=f"python -m benchmarks.hybrid {name}", description=text.splitlines()[0])
     add = partial(parser.add_argument, metavar="N")
@@ -368,7 +368,12 @@ def parser_of(name: str, text: str, seconds: tuple[float, str], **counts: tuple[
     add("--mbit", type=float, nargs="+", default=[0, 1000], help="speeds of the link; 0: unlimited")
     for option, (default, help_text) in counts.items():
         add(f"--{option}", type=int, default=default, help=help_text)
-    add("--width", type=int, default=256, help="of the model: 2.1 million parameters at 256")
+    add(
+        "--width",
+        type=int,
+        default=256,
+        help="of the model: 2.1 million parameters, in units of 2.1 MB, at 256",
+    )
     parser.add_argument("--seconds", type=float, metavar="S", default=seconds[0], help=seconds[1])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     return parser

@@ -39,8 +39,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.hosts import Hosts, bytes_sent, several_hosts
-from benchmarks.hybrid.copies import FP32, PER_HOST, STOCK, Cell, Job, parser_of, speeds
+from benchmarks.hosts import Hosts, bytes_sent, several_hosts, why_no_limit
+from benchmarks.hybrid.copies import FP32, PER_HOST, STOCK, Cell, Job, parser_of
 from benchmarks.hybrid.replicas import Layer, prepare
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.bench.tables import markdown
@@ -211,7 +211,7 @@ def _measure_all(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[di
             several_hosts(count) as hosts,
             Ranks(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
         ):
-            links = [Cell(count, mbit, 1) for mbit in speeds(hosts, options["mbit"])]
+            links = [Cell(count, mbit or None, 1) for mbit in options["mbit"]]
             samples: dict[Cell, list[Samples]] = {cell: [{} for _ in ranks.pids] for cell in links}
             trained: dict[Cell, list[list[float]]] = {cell: [[], []] for cell in links}
             lost = dict.fromkeys(links, 0)
@@ -248,6 +248,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = vars(parser.parse_args(arguments))
     path = options.pop("json")
+    if any(options["mbit"]) and (reason := why_no_limit()):
+        raise SystemExit(f"{reason}. Its table compares links that are limited with one that is not.")
     begin = time.monotonic()
     rows, training = _measure_all(options)
     if path is not None:

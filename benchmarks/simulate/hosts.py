@@ -81,15 +81,19 @@ def _hosts_run(row: dict[str, Any], options: dict[str, Any], beside: float) -> S
     return simulate_work(work, model, cluster, sharding="hybrid", **how)
 
 
-def copies_predictions() -> list[Prediction]:
-    """``node-copies.json``: two and three hosts, links of two speeds, 1 to 8 microbatches; stock sharding over each.
+def copies_predictions(data: str, kind: str) -> list[Prediction]:
+    """Two and three hosts, links of two speeds, 1 to 8 microbatches; stock sharding over each.
 
     Single collectives between the same hosts are as fast as ``node-primitives.json`` has them. Two cells calibrate: two
     hosts, an unlimited link, 1 and 8 microbatches. They give what a minibatch and a microbatch take beside sleep and
     link, on demand and under stock sharding. Ranks share two cores, so six of them take 1.5 times as long for it as
     four.
+
+    Args:
+        data: The name of the file: ``node-copies``, or ``node-copies-nine``, the same with nine repetitions.
+        kind: What the series is called in tables.
     """
-    raw, cells = read("node-copies"), dict[copies.Cell, dict[str, Any]]()
+    raw, cells = read(data), dict[copies.Cell, dict[str, Any]]()
     for row in raw["rows"]:
         cell = copies.Cell(row["hosts"], row["mbit"], row["microbatches"])
         cells.setdefault(cell, {})[row["variant"]] = row
@@ -109,9 +113,9 @@ def copies_predictions() -> list[Prediction]:
         for name in copies.VARIANTS[1:]:
             pairs = zip(rows[copies.STOCK]["seconds"], rows[name]["seconds"], strict=True)
             low, *_, high = ratios = sorted(stock / own for stock, own in pairs)
-            setting = f"{cell.hosts} hosts, {cell.link}, {cell.microbatches} microbatches: {name}"
+            setting = f"{kind}: {cell.hosts} hosts, {cell.link}, {cell.microbatches} microbatches, {name}"
             own, middle = seconds[copies.STOCK] / seconds[name], statistics.median(ratios)
-            found.append(Prediction("node copies", setting, "stock", own, middle, low, high))
+            found.append(Prediction(kind, setting, "stock", own, middle, low, high))
     return found
 
 

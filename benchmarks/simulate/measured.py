@@ -286,5 +286,7 @@ def bytes_table() -> Table:
 
 def predictions() -> list[Prediction]:
     """All ratios."""
-    found = sweep_predictions() + emulated_predictions() + hosts_predictions() + copies_predictions()
+    found = sweep_predictions() + emulated_predictions() + hosts_predictions()
+    found += copies_predictions("node-copies", "node copies")
+    found += copies_predictions("node-copies-nine", "node copies, again")
     return found + train_predictions() + demo_predictions() + one_line_predictions()

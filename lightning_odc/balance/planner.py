@@ -52,10 +52,10 @@ class Planner:
         cost: what samples cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: Whether ``"local_sort"`` and ``"lb_micro"`` accept numbers of samples that ``num_ranks`` does not
             divide. Counts of samples then differ by one. A rank with fewer samples than others have microbatches
-            ends with empty ones, which the caller must run with weight zero. See `pairing` for when ``"lb_micro"``
-            needs none.
-        align: Whether ``"lb_micro"`` packs each rank along the others, see `aligning`. Otherwise each rank spreads its
-            cost evenly over its microbatches, as in the paper.
+            ends with empty ones, which the caller must run with weight zero. ``"lb_micro"`` needs none where enough
+            pairs of samples fit into one microbatch.
+        align: Whether ``"lb_micro"`` makes microbatches of different ranks line up: the largest ones meet each other.
+            Otherwise each rank spreads its cost evenly over its microbatches, as in the paper.
         starts: how hard to search where the first result can still be better; 0 is about three times as fast and a
             few tenths of a percent worse for small minibatches.
         collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see

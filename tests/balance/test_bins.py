@@ -1,4 +1,4 @@
-"""Packing under the token cap: few bins, even bins, and bins of different ranks that line up."""
+"""Packing under the token cap: few bins and even bins."""
 
 from __future__ import annotations
 

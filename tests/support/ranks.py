@@ -63,7 +63,8 @@ def run_ranks(
     """Call ``function(rank, *args)`` on every rank; returns the results by rank. Any failure fails the test."""
     outcomes = try_ranks(function, *args, world_size=world_size, timeout=timeout)
     failed = [o for o in outcomes if o.error or o.exitcode != 0]
-    ends = [f"rank {o.rank} (exit code {o.exitcode}): ...{o.error[-400:]}" for o in failed]  # what it died of
+    # First how each error ends, which says what it is: the end of a long report may be cut off.
+    ends = [f"rank {o.rank} (exit code {o.exitcode}): ... {o.error[-400:]}" for o in failed]
     assert not failed, "\n".join([*ends, *(f"All of rank {o.rank}:\n{o.error}" for o in failed)])
     assert len(outcomes) == world_size
     return [outcome.result for outcome in outcomes]
