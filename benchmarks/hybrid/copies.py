@@ -326,7 +326,7 @@ def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, A
             several_hosts(count) as hosts,
             Ranks(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
         ):
-            for cell in cells([count], speeds(hosts, options["mbit"]), options["microbatches"]):
+            for cell in cells([count], _speeds(hosts, options["mbit"]), options["microbatches"]):
                 begin = time.monotonic()
                 hosts.limit(cell.mbit)
                 found = rows_of(cell, ranks.call(measure, hosts, cell.microbatches, sizes), sizes)
@@ -341,7 +341,7 @@ def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, A
     return rows
 
 
-def speeds(hosts: Hosts, mbit: list[float]) -> list[float | None]:
+def _speeds(hosts: Hosts, mbit: list[float]) -> list[float | None]:
     """The speeds that links can have here, and a line if they cannot be limited. ``None``: unlimited, as 0 asks for."""
     wanted = [one or None for one in mbit]
     try:
