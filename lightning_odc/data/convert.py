@@ -17,6 +17,10 @@ from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
 from lightning_odc.data.plan import Weighting
 
 
+class ChosenSamplesError(ValueError):
+    """A loader chooses by itself which samples go together, and balancing would not."""
+
+
 def balanced_from(
     dataloader: Any,
     *,
@@ -133,13 +137,13 @@ def _batch_size(dataloader: DataLoader[Any]) -> int:
     if dataloader.batch_size is not None:
         return dataloader.batch_size
     if dataloader.batch_sampler is None:
-        raise ValueError(
+        raise ChosenSamplesError(
             "A DataLoader(batch_size=None) cannot be balanced: its samples are batches already. A "
             "DataLoader(batch_sampler=...) cannot either: it chooses which samples go together, and Lightning "
             "rebuilds it with batch_size=None for a distributed sampler. Write DataLoader(dataset, batch_size=8, "
             "shuffle=True), or yield `Minibatch`es and leave balancing out."
         )
-    raise ValueError(
+    raise ChosenSamplesError(
         f"DataLoader(batch_sampler={type(dataloader.batch_sampler).__name__}(...)) chooses which samples go "
         "together, but balancing must choose that. Write DataLoader(dataset, batch_size=8, shuffle=True)."
     )
@@ -161,11 +165,11 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
     if isinstance(sampler, DistributedSampler) and own is None:
         if type(sampler) is DistributedSampler and distributed_sampler == "replace":
             return sampler.shuffle
-        raise ValueError(
+        raise ChosenSamplesError(
             "The DataLoader's DistributedSampler gives every rank a part of the samples, and balancing would deal that "
             "part out again. Leave the sampler out: DataLoader(dataset, batch_size=8, shuffle=True)."
         )
-    raise ValueError(
+    raise ChosenSamplesError(
         f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(own or sampler).__name__}(...)). "
         "Write DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to "
         "choose."

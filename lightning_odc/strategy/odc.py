@@ -88,7 +88,8 @@ class ODCStrategy(ShardedStrategy):
             ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a
             [`BalancedDataLoader`][lightning_odc.BalancedDataLoader] with one `Minibatch` per optimizer step, of
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
-            waits least, and leaves data of unknown lengths alone. ``strategy="odc_balanced"`` is this choice.
+            waits least. It leaves loaders alone that yield `Minibatch`\ es, and data that it cannot balance.
+            ``strategy="odc_plain"`` is ``None``.
         max_tokens: The most tokens in a microbatch, padding included; a list has one cap for each rank, a tuple one for
             each number of a sample. By default as in the loader's largest batch; ``"auto"`` follows memory from there.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``. ``"auto"`` is the cost of the model,
@@ -138,7 +139,7 @@ class ODCStrategy(ShardedStrategy):
         deterministic: bool = False,
         accumulator_dtype: torch.dtype | None = None,
         keep_gathered: int | str = "auto",
-        balance: str | None = None,
+        balance: str | None = "auto",
         max_tokens: MaxTokens = None,
         cost: Any = "auto",
         length_fn: Callable[[Any], int | Sequence[int]] | None = None,
@@ -196,11 +197,10 @@ class ODCStrategy(ShardedStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         describe = "Fully sharded training with on-demand communication"
-        strategy_registry.register("odc", cls, description=describe)
-        strategy_registry.register(
-            "odc_balanced", cls, description=f"{describe} and balanced minibatches", balance="auto"
-        )
-        cls._registered_strategies += ["odc", "odc_balanced"]
+        for name in ("odc", "odc_balanced"):  # the second is the name that 0.1 had for it
+            strategy_registry.register(name, cls, description=f"{describe} and balanced minibatches")
+        strategy_registry.register("odc_plain", cls, description=describe, balance=None)
+        cls._registered_strategies += ["odc", "odc_balanced", "odc_plain"]
 
     @property
     def engine(self) -> Engine:

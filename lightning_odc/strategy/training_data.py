@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.checks import is_stream
-from lightning_odc.data.convert import balanced_for_lightning
+from lightning_odc.data.convert import ChosenSamplesError, balanced_for_lightning
 from lightning_odc.data.gain import gain_of
 from lightning_odc.data.length_cache import digest_of
 from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy import arguments, device_memory
@@ -106,7 +107,7 @@ class TrainingData:
         self.accumulation.put_back()
         if wanted.balance is None:
             self._look_at_gain(dataloader)
-        elif not isinstance(dataloader, BalancedDataLoader):
+        elif not isinstance(dataloader, BalancedDataLoader) and not yields_minibatches(dataloader):
             dataloader = self._balanced(dataloader)
         if isinstance(dataloader, BalancedDataLoader):
             arguments.check_loader(
@@ -199,6 +200,10 @@ class TrainingData:
                 wanted.options,
                 self.accumulation.foldable,
             )
+        except ChosenSamplesError as error:
+            if wanted.balance != "auto":
+                raise
+            return self._left_alone(dataloader, str(error))
         except LengthsUnknownError as error:
             line = f'ODCStrategy(balance="{wanted.balance}", length_fn=lambda sample: len(sample["tokens"]))'
             if wanted.balance == "auto":
@@ -223,6 +228,8 @@ class TrainingData:
     def _reason_against(self, dataloader: Any, indexed: bool) -> str:
         """Why ``"auto"`` cannot balance this; empty if it can."""
         module = self._trainer.lightning_module
+        if not isinstance(dataloader, DataLoader):
+            return f"only a torch DataLoader can be balanced, and this is a {type(dataloader).__name__}."
         if not module.automatic_optimization:
             return (
                 "with manual optimization, training_step receives a Minibatch as a whole. To balance, loop over its "
@@ -282,6 +289,23 @@ class TrainingData:
                 f'Trainer(strategy="odc_balanced") balances the work: {gain.factor:.2f}x as fast, planned, not '
                 "measured."
             )
+
+
+def yields_minibatches(dataloader: Any) -> bool:
+    """Whether a loader's batches are `Minibatch`es already. Its first sample tells, read from a copy of the data set."""
+    if isinstance(dataloader, list | tuple):
+        return bool(dataloader) and isinstance(dataloader[0], Minibatch)
+    if not isinstance(dataloader, DataLoader):
+        return bool(getattr(dataloader, "yields_minibatches", False))
+    try:
+        with isolated_rng():
+            dataset = with_own_rng(dataloader.dataset)
+            sample = next(iter(dataset)) if is_stream(dataset) else dataset[0]
+            if isinstance(sample, Minibatch) or dataloader.batch_size is None:
+                return isinstance(sample, Minibatch)
+            return isinstance(dataloader.collate_fn([sample]), Minibatch)
+    except Exception:  # whatever it is, training will meet it, too
+        return False
 
 
 def prepares_workers(dataloader: Any) -> bool:
