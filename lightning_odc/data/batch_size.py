@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import IGNORE_INDEX
+from lightning_odc.data.weighting import named
 
 Count = Callable[[Any], int | None]
 
@@ -29,27 +28,6 @@ def token_count(batch: Any) -> int | None:
 def sample_count(batch: Any) -> int | None:
     """Samples in a batch: those of a packed row, by their bounds, or the first dimension of the first tensor."""
     return _counted(_samples, batch)
-
-
-def label_count(batch: Any, shifted: bool) -> Tensor | None:
-    """Labels in a batch that a mean loss counts: those of its ``"labels"`` that are not -100.
-
-    ``[[-100, 6, 7, -100, 9]]`` holds three. A causal model predicts a token from those before it, so it never uses the
-    first column: ``[[5, 6, 7]]`` counts three, or two if shifted.
-
-    Args:
-        batch: A mapping or an object with ``labels``, integers of any shape; it may stand in a list or tuple.
-        shifted: Whether the model is a causal one and leaves out the first column of a table of labels, ``[rows, T]``.
-
-    Returns:
-        A scalar, float64, on the device of the labels; ``None`` for a batch without integer labels.
-    """
-    labels = _named(batch, "labels")
-    if labels is None or labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
-        return None
-    if shifted and labels.dim() > 1:
-        labels = labels[..., 1:]
-    return (labels != IGNORE_INDEX).sum().double()
 
 
 def _counted(count: Count, batch: Any) -> int | None:
@@ -70,28 +48,18 @@ def _tokens(batch: Any) -> int | None:
 
 
 def _token_tensor(batch: Any) -> Tensor | None:
-    tensor = _named(batch, "input_ids")
+    tensor = named(batch, "input_ids")
     return _first_tensor(batch) if tensor is None else tensor
 
 
 def _samples(batch: Any) -> int | None:
-    bounds = _named(batch, "cu_seqlens")
+    bounds = named(batch, "cu_seqlens")
     if bounds is None:
-        bounds = _named(batch, "cu_seq_lens_q")
+        bounds = named(batch, "cu_seq_lens_q")
     if bounds is not None:
         return max(bounds.numel() - 1, 0)
     tensor = _first_tensor(batch)
     return tensor.size(0) if tensor is not None and tensor.dim() else None
-
-
-def _named(batch: Any, name: str) -> Tensor | None:
-    """The tensor of that name in a mapping or an object, also if that stands in a list or tuple."""
-    value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
-    if isinstance(value, Tensor):
-        return value
-    if not isinstance(batch, list | tuple):
-        return None
-    return next((found for part in _parts(batch) if (found := _named(part, name)) is not None), None)
 
 
 def _first_tensor(batch: Any) -> Tensor | None:

@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, SequentialSampler, Subset
 
-from lightning_odc import _compat
-from lightning_odc.balance import COLLECTIVE_SAFE, Planner, collective_cost, microbatch_costs, on_demand_cost
+from lightning_odc.balance import (
+    COLLECTIVE_SAFE,
+    Plan,
+    Planner,
+    collective_cost,
+    microbatch_costs,
+    on_demand_cost,
+)
 from lightning_odc.balance.collation import Collation
 from lightning_odc.balance.numbers import first_number
-from lightning_odc.data.checks import is_stream
-from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, measure, plain
+from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, plain
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 
-_ORDERS = (SequentialSampler, RandomSampler, DistributedSampler)
 _SECONDS = 0.4
 _MOST_MINIBATCHES = 16
-_FEWEST_SAMPLES, _MOST_SAMPLES = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Gain:
     Attributes:
         idle: The part of all ranks' time in which they wait, as batches come.
         balanced_idle: The same for balanced minibatches.
+        padding: The part of the computed tokens that is padding, as batches come.
+        balanced_padding: The same for balanced minibatches.
         balanced: The time of balanced minibatches, in the unit of the cost.
         factor: The time as batches come, over the time of balanced minibatches.
         shortest: Tokens of the shortest sample that was looked at; of rows of numbers, by the first one.
@@ -39,6 +43,8 @@ class Gain:
 
     idle: float
     balanced_idle: float
+    padding: float
+    balanced_padding: float
     balanced: float
     factor: float
     shortest: int
@@ -70,61 +76,43 @@ def planned_gain(
     for part in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
         dealt = [_batches(part, rank, batch_size, batches, num_ranks) for rank in range(num_ranks)]
         planned = planner.plan(part)
-        come.add(collective_cost(dealt, part, **come_as), microbatch_costs(dealt, part, **come_as))
-        balanced.add(evaluate(planned, part, **balanced_as), microbatch_costs(planned, part, **balanced_as))
+        come.add(collective_cost(dealt, part, **come_as), dealt, part, **come_as)
+        balanced.add(evaluate(planned, part, **balanced_as), planned, part, **balanced_as)
     factor, tokens = come.time / balanced.time, first_number(lengths)
-    return Gain(come.idle, balanced.idle, balanced.time, factor, int(tokens.min()), int(tokens.max()))
+    shares = come.idle, balanced.idle, come.padding, balanced.padding
+    return Gain(*shares, balanced.time, factor, int(tokens.min()), int(tokens.max()))
 
 
 @dataclass
 class _Sum:
-    """Sums over minibatches: their time, and the mean time that ranks compute."""
+    """Sums over minibatches: their time, the mean time that ranks compute, and tokens with and without padding."""
 
     time: float = 0.0
     work: float = 0.0
+    computed: int = 0
+    own: int = 0
 
-    def add(self, time: float, costs: list[list[float]]) -> None:
+    def add(self, time: float, plan: Plan, lengths: LengthArray, cost: Any, collation: Collation) -> None:
+        costs = microbatch_costs(plan, lengths, cost, collation=collation)
         self.time += time
         self.work += sum(map(sum, costs)) / len(costs)
+        samples = [lengths[microbatch] for microbatches in plan for microbatch in microbatches if microbatch]
+        self.computed += sum(collation.tokens(of_microbatch) for of_microbatch in samples)
+        self.own += sum(int(first_number(of_microbatch).sum()) for of_microbatch in samples)
 
     @property
     def idle(self) -> float:
         return 1 - self.work / self.time
+
+    @property
+    def padding(self) -> float:
+        return max(1 - self.own / self.computed, 0.0)  # a collate_fn that cuts computes fewer
 
 
 def _batches(own: LengthArray, rank: int, batch_size: int, batches: int, num_ranks: int) -> list[list[int]]:
     """A rank's batches of one optimizer step, of every ``num_ranks``-th sample, as a distributed sampler deals."""
     dealt = np.arange(rank, len(own), num_ranks)
     return [dealt[i * batch_size : (i + 1) * batch_size].tolist() for i in range(batches)]
-
-
-def gain_of(
-    dataloader: DataLoader[Any], batches: int, num_ranks: int, length_fn: LengthFunction | None = None
-) -> Gain | None:
-    """`planned_gain` of a user's loader, if lengths can be known in less than a second; ``None`` otherwise.
-
-    Looks at ``dataset.lengths``, or reads some samples from a copy of the data set, so that its random generators and
-    counters stay. Where workers read the samples, this process does not, unless they lie in a list: what a data set
-    opens here, workers would inherit.
-
-    Args:
-        dataloader: A loader of plain batches.
-        batches: Batches of an optimizer step.
-        num_ranks: The number of ranks.
-        length_fn: The length of a sample, if the user has one.
-    """
-    batch_size, sampler = dataloader.batch_size, dataloader.sampler
-    own_order = _compat.wrapped_sampler(sampler) is not None or not isinstance(sampler, _ORDERS)
-    if batch_size is None or is_stream(dataloader.dataset) or num_ranks == 1 or own_order:
-        return None
-    enough = max(_FEWEST_SAMPLES, min(2 * batch_size * batches * num_ranks, _MOST_SAMPLES))
-    try:
-        lengths, _ = glance(dataloader, enough, length_fn or measure)
-    except Exception:  # a look that was not asked for may not end the training, whatever a data set raises
-        return None
-    if len(lengths) < num_ranks or (lengths == lengths[0]).all():
-        return None
-    return planned_gain(lengths, batch_size, batches, Planner(num_ranks).capped_for(lengths))
 
 
 def glance(

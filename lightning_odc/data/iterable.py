@@ -28,7 +28,7 @@ from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
 from lightning_odc.data.map_style import Collate, collate, torch_loader
-from lightning_odc.data.minibatch import Detail, Minibatch, Origin
+from lightning_odc.data.minibatch import Detail, Minibatch
 from lightning_odc.data.plan import Facts, MinibatchPlan, Recipe
 from lightning_odc.data.position import Order
 from lightning_odc.data.rng import PrivateRng, isolated_rng, seed_rng
@@ -193,7 +193,7 @@ class Stream(IterableDataset[Minibatch]):
                 microbatches.append(collate(self.collate_fn, [samples[index] for index in own]))
                 details.append(Detail(facts.collation.rows(lengths[own]), (*seed, 1)))
         minibatch = Minibatch(microbatches, plan.weights_of(self.rank, self.relative), plan.text)
-        minibatch.origin = Origin(details, self.recipe.by_labels)
+        minibatch.origin = self.recipe.origin(details)
         return minibatch
 
 

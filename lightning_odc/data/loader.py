@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Unpack
@@ -40,7 +41,15 @@ from lightning_odc.data.checks import (
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.iterable import Stream, StreamReading
 from lightning_odc.data.learning import Learning
-from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, find_lengths, measure
+from lightning_odc.data.lengths import (
+    LengthFunction,
+    Lengths,
+    check_longest,
+    checked,
+    find_lengths,
+    measure,
+    plain,
+)
 from lightning_odc.data.map_style import Collate, MapReading, SampleReader, named_deaths
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
@@ -53,6 +62,9 @@ from lightning_odc.data.plan import (
     Weighting,
 )
 from lightning_odc.data.position import Position, Progress
+from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
+from lightning_odc.data.trial import TrialSamples, short_ones
+from lightning_odc.data.weighting import Rule
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
@@ -82,8 +94,9 @@ class BalancedDataLoader:
             those of :func:`lightning_odc.balance.plan_minibatch`.
         weighting: The count of a sample in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
-            ``"auto"``: ``ODCStrategy`` counts the labels of every microbatch if a mean loss has integer labels,
-            and its tokens otherwise. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
+            ``"label"`` counts the labels of every microbatch, ``"sum"`` is for a loss that is a sum. ``"auto"``:
+            ``ODCStrategy`` tries the loss and finds out; elsewhere labels are counted if a batch has integer ones, and
+            tokens otherwise. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
             ``"next_token"`` if the collator packs and ``"token"`` if not. That is an estimate if labels are masked, or
             if padded rows shift theirs.
         collate_fn: Makes a microbatch of a list of samples; by default torch's ``default_collate``.
@@ -150,6 +163,7 @@ class BalancedDataLoader:
             1 if window is None else window,
             regroup,
         )
+        self.asked_weighting: Weighting = weighting  # that of the recipe may be what a trial has found
         self.unroll = unroll
         self.yields_minibatches = not unroll
         self.minibatches_per_step = 1
@@ -172,6 +186,7 @@ class BalancedDataLoader:
         self._collation: Collation | None = None
         self._padding = PaddingWatch(None)
         self._iterator: Iterator[Minibatch] | None = None
+        self._instead: Any = None  # another loader, whose batches are yielded
         self._check(window)
 
     def _check(self, window: int | None) -> None:
@@ -255,6 +270,48 @@ class BalancedDataLoader:
         ):
             self._facts, self._reading = facts, None
 
+    def count_by(self, rule: Rule) -> None:
+        """Let microbatches count what a trial of the loss has found; before the first minibatch."""
+        weighting: Any = (
+            "token" if rule.counter is not None or rule.weighting == "num_items" else rule.weighting
+        )
+        self._plan_by(replace(self.recipe, weighting=weighting, counter=rule.counter))
+
+    def stand_aside(self, loader: Any) -> None:
+        """Yield the batches of another loader instead; before the first one."""
+        self._instead, self.yields_minibatches = loader, False
+
+    def keep_whole(self, movable: bool) -> None:
+        """Leave the batches of the user's own loader whole; before the first minibatch.
+
+        Args:
+            movable: Whether ranks may swap batches to be level.
+        """
+        policy = self.recipe.policy if self.recipe.equal_counts else "lb_micro"
+        self.packing = self._packs = False
+        self._plan_by(replace(self.recipe, policy=policy, whole="movable" if movable else "fixed"))
+
+    def _plan_by(self, recipe: Recipe) -> None:
+        if recipe != self.recipe:
+            self.recipe, self._reading = recipe, None
+
+    def trial_samples(self) -> TrialSamples:
+        """What a loss is tried with. The data set stays as it is; a stream begins from its beginning."""
+        dataset = with_own_rng(self._samples)
+        with isolated_rng():
+            if is_stream(self._samples):
+                seed_rng(self.recipe.seed)
+                read = list(islice(dataset, self.recipe.minibatch_size * 2))
+                lengths = checked([plain((self._length_fn or measure)(sample)) for sample in read])
+                chosen = short_ones(lengths)
+                samples = [read[index] for index in chosen]
+            else:
+                lengths = self.lengths.values
+                chosen = short_ones(lengths)
+                reader = SampleReader(dataset, self._collate, self.recipe.seed, None)
+                samples = reader.samples(0, chosen)
+        return TrialSamples(samples, lengths[chosen], self._collate)
+
     @property
     def is_stream(self) -> bool:
         """Whether samples come one after another, and not by index."""
@@ -330,6 +387,8 @@ class BalancedDataLoader:
         Raises:
             TypeError: the data set is a stream without a length, or a stream that is unrolled.
         """
+        if self._instead is not None:
+            return len(self._instead)
         reading = self._current()
         if self.unroll:
             latest = self._progress.latest
@@ -337,6 +396,9 @@ class BalancedDataLoader:
         return len(reading)
 
     def __iter__(self) -> Iterator[Minibatch | Microbatch]:
+        if self._instead is not None:
+            yield from self._instead
+            return
         reading = self._current()
         start = self._progress.begin(reading.order, _length(reading))
         self._learning.begin(self.minibatches_per_step + self._read_ahead())
@@ -462,6 +524,8 @@ class BalancedDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass at the start of ``epoch``. Without it, passes are epochs 0, 1, 2 and so on."""
         self._progress.set_epoch(epoch)
+        if callable(set_epoch := getattr(getattr(self._instead, "sampler", None), "set_epoch", None)):
+            set_epoch(epoch)
 
     @property
     def batch_sampler(self) -> Any:

@@ -39,7 +39,7 @@ from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction
 from lightning_odc.data.memory_cap import LaggedCap
-from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Origin, Samples, Task
+from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
 from lightning_odc.data.plan import MinibatchPlan, Schedule
 from lightning_odc.data.position import Order
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
@@ -151,7 +151,7 @@ class MapReading:
         """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
         plan, learnt = self._under_way.pop(step)
         details = self._details(epoch, plan.microbatches[self._rank])
-        minibatch.origin = Origin(details, self.schedule.recipe.by_labels).counted(self._cost, self._cap)
+        minibatch.origin = self.schedule.recipe.origin(details).counted(self._cost, self._cap)
         if self.schedule.recipe.policy == "steal" and self.schedule.num_replicas > 1:
             of_all = [self._details(epoch, of_rank) for of_rank in plan.microbatches]
             fetch = partial(self._fetch, epoch, plan.microbatches)
@@ -163,7 +163,8 @@ class MapReading:
 
     def _detail(self, epoch: int, indices: list[int]) -> Detail:
         lengths = self.schedule.collation.rows(self.schedule.lengths.of(indices))
-        samples = Samples(indices, partial(self._part, epoch, indices))
+        is_whole = bool(self.schedule.recipe.whole)  # then nothing may cut it
+        samples = None if is_whole else Samples(indices, partial(self._part, epoch, indices))
         return Detail(lengths, (self.schedule.recipe.seed, epoch, indices[0], 1), samples)
 
     def _part(self, epoch: int, whole: list[int], indices: list[int]) -> Task:
@@ -247,18 +248,19 @@ class SampleReader:
         except Exception:  # a data set that refuses copies; this look was not asked for
             return None
         with isolated_rng():
-            return find_collation(self._collate, lambda index: copied._samples(0, [index])[0], lengths)
+            return find_collation(self._collate, lambda index: copied.samples(0, [index])[0], lengths)
 
     def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
         """Read one microbatch; it seeds the global generators."""
-        samples = self._samples(epoch, indices)
+        samples = self.samples(epoch, indices)
         if lengths is not None:
             for index, sample, length in zip(indices, samples, lengths, strict=True):
                 self._check_length(index, sample, length)
         seed_rng(self._seed, epoch, indices[0])
         return collate(self._collate, samples)
 
-    def _samples(self, epoch: int, indices: list[int]) -> list[Any]:
+    def samples(self, epoch: int, indices: list[int]) -> list[Any]:
+        """The samples of an epoch, before they are collated; it seeds the global generators."""
         if callable(getattr(self._dataset, "__getitems__", None)):
             seed_rng(self._seed, epoch, indices[0])
             return list(self._dataset.__getitems__(indices))

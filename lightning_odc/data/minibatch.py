@@ -12,6 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_odc.data.lagged_cost import LaggedCost
     from lightning_odc.data.memory_cap import LaggedCap
+    from lightning_odc.data.weighting import Counter
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -90,6 +91,8 @@ class Origin:
     Args:
         details: One per microbatch.
         by_labels: Whether labels, where microbatches have them, count instead of the planned weights.
+        counter: What is counted in microbatches instead, if that was found out.
+        is_sum: Whether losses are sums, which weights do not multiply.
 
     Attributes:
         number: The number of the minibatch, counted from the beginning of training.
@@ -97,9 +100,17 @@ class Origin:
         cap: The cap that learns how much memory they took, if there is one.
     """
 
-    def __init__(self, details: list[Detail], by_labels: bool = False) -> None:
+    def __init__(
+        self,
+        details: list[Detail],
+        by_labels: bool = False,
+        counter: Counter | None = None,
+        is_sum: bool = False,
+    ) -> None:
         self.details = details
         self.by_labels = by_labels
+        self.counter = counter
+        self.is_sum = is_sum
         self.number = 0
         self.cost: LaggedCost | None = None
         self.cap: LaggedCap | None = None

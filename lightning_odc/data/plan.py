@@ -51,11 +51,16 @@ from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lagged_cost import LaggedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 from lightning_odc.data.memory_cap import LaggedCap, MemoryCap
+from lightning_odc.data.minibatch import Detail, Origin
+from lightning_odc.data.weighting import Counter
 
 IndexArray = npt.NDArray[np.int64]
-Weighting = Literal["auto", "token", "next_token", "sample"] | Callable[[LengthArray], npt.NDArray[Any]]
+Weighting = (
+    Literal["auto", "label", "token", "next_token", "sample", "sum"]
+    | Callable[[LengthArray], npt.NDArray[Any]]
+)
 
-WEIGHTINGS = ("auto", "token", "next_token", "sample")
+WEIGHTINGS = ("auto", "label", "token", "next_token", "sample", "sum")
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,9 @@ class Recipe:
         cost: A cost of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``, the
             cost of the model, until measured times refute it.
         weighting: what a sample counts in the gradient: its tokens (the first of several numbers), those that a causal
-            model predicts (one less), one, or a function of the array of lengths. ``"auto"``: its tokens in the plan;
-            where microbatches have labels, those count instead, see Note [Labels are counted].
+            model predicts (one less), one, or a function of the array of lengths. ``"sum"``: nothing, since the loss is
+            a sum. ``"label"`` and ``"auto"``: its tokens in the plan; where microbatches have labels, those count
+            instead, see Note [Labels are counted].
         shuffle: a new order every epoch.
         seed: The seed of the order.
         drop_last: leave out the samples that do not fill a last minibatch.
@@ -104,6 +110,8 @@ class Recipe:
         batch_size: Samples of a batch of the user's own loader, if there is one; a divisor of ``minibatch_size``.
             ``drop_last`` leaves out what does not fill a batch, and by default no microbatch is larger than the largest
             batch.
+        counter: What is counted in microbatches instead of planned weights, see Note [The loss is tried].
+        whole: Whether the batches of the user's own loader stay whole: ``"movable"`` from rank to rank, or ``"fixed"``.
 
     Raises:
         ValueError: a value that is not one of those above.
@@ -120,6 +128,8 @@ class Recipe:
     window: int = 1
     regroup: bool = False
     batch_size: int | None = None
+    counter: Counter | None = None
+    whole: Literal["", "movable", "fixed"] = ""
 
     def __post_init__(self) -> None:
         check_count("minibatch_size", self.minibatch_size)
@@ -146,7 +156,11 @@ class Recipe:
     @property
     def by_labels(self) -> bool:
         """Whether labels, where microbatches have them, count instead of the planned weights."""
-        return isinstance(self.weighting, str) and self.weighting == "auto"
+        return isinstance(self.weighting, str) and self.weighting in ("auto", "label") and not self.whole
+
+    def origin(self, details: list[Detail]) -> Origin:
+        """What a minibatch tells of the loader that made it."""
+        return Origin(details, self.by_labels, self.counter, self.weighting == "sum")
 
     @property
     def batches(self) -> int:
@@ -258,7 +272,7 @@ class Recipe:
                     f"shape {list(lengths.shape)}."
                 )
             return weights
-        if self.weighting == "sample":
+        if self.weighting in ("sample", "sum"):
             return np.ones(len(lengths))
         return first_number(lengths).astype(np.float64) - (self.weighting == "next_token")
 
@@ -419,14 +433,18 @@ class MinibatchPlan:
             turn: Epoch plus number of the minibatch, see Note [Ranks take turns].
         """
         planner = planner if learnt is None else replace(planner, cost=learnt)
-        positions = planner.plan(lengths)
-        if learnt is None and _are_alike(planner, lengths):
+        positions: Any = whole_batches(recipe, planner, lengths) if recipe.whole else planner.plan(lengths)
+        if learnt is None and not recipe.whole and _are_alike(planner, lengths):
             first = turn % planner.num_ranks
             positions = positions[first:] + positions[:first]
         counts = recipe.sample_weights(lengths)
+        if recipe.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
+            counts *= planner.num_ranks * recipe.batches / len(lengths)
         shortest = [int(indices[lengths.reshape(len(lengths), -1).sum(1).argmin()])]
         microbatches = [[indices[m].tolist() if m else shortest for m in rank] for rank in positions]
         weights = [[float(counts[m].sum()) if m else 0.0 for m in rank] for rank in positions]
+        if recipe.whole:
+            weights = [[1.0 for _ in rank] for rank in positions]
         digest = hashlib.sha256(repr((microbatches, weights)).encode()).hexdigest()[:12]
         return cls(microbatches, weights, f"{name}, plan {digest}")
 
@@ -437,6 +455,30 @@ class MinibatchPlan:
         every = [weight for weights in self.weights for weight in weights]
         mean = sum(every) / len(every)
         return [weight / mean if mean else weight for weight in self.weights[rank]]
+
+
+def whole_batches(recipe: Recipe, planner: Planner, lengths: LengthArray) -> list[list[list[int]]]:
+    """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level.
+
+    Each rank keeps its number of batches, because a loss that couples samples may also communicate. The heaviest batch
+    goes first, each to the rank with the least load that has room. ::
+
+        costs of rank 0, rank 1     9 8 | 2 1     loads 17 and 3
+        levelled                    9 1 | 8 2     loads 10 and 10
+    """
+    ranks, size = planner.num_ranks, recipe.batch_size or recipe.minibatch_size
+    own = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
+    dealt = [[part[i : i + size] for i in range(0, len(part), size)] for part in own]
+    if recipe.batches == 1 or recipe.whole == "fixed":
+        return dealt
+    batches = [batch for part in dealt for batch in part]
+    sizes = [lengths[batch] for batch in batches]
+    costs = average_costs(sizes, planner.cost, ranks, collation=planner.collation)
+    level: list[list[int]] = [[] for _ in range(ranks)]
+    for batch in sorted(range(len(batches)), key=lambda index: -costs[index]):
+        open_ranks = [rank for rank in range(ranks) if len(level[rank]) < len(dealt[rank])]
+        level[min(open_ranks, key=lambda rank: sum(costs[other] for other in level[rank]))].append(batch)
+    return [[batches[batch] for batch in sorted(part)] for part in level]
 
 
 def _are_alike(planner: Planner, lengths: LengthArray) -> bool:

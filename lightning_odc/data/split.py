@@ -6,17 +6,18 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from lightning_odc.data.batch_size import label_count
 from lightning_odc.data.minibatch import Detail, Samples, Task
+from lightning_odc.data.weighting import Rule, planned_count
 
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
-Cut = Callable[[Any], tuple[Any, Any]]
+Take = Callable[[Sequence[int]], Any]
+"""Makes a batch of some samples of another one."""
 
 
 def middle(sizes: Sequence[float]) -> int:
@@ -28,34 +29,42 @@ def middle(sizes: Sequence[float]) -> int:
     return 1 + min(range(len(sums)), key=lambda cut: abs(total - 2 * sums[cut]))
 
 
-def parts_of(task: Task, shifts_labels: bool) -> list[Task]:
+def parts_of(task: Task, rule: Rule) -> list[Task]:
     """The two parts of a microbatch; empty if it cannot be cut.
 
     A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts. If a loader planned the
-    weights, it plans those of the parts, too. Otherwise a part gets its share of the labels, or of the rows or tokens
-    if there are no labels.
+    weights, it plans those of the parts, too.
 
     Args:
         task: The microbatch.
-        shifts_labels: Whether the model shifts labels, see `label_count`.
+        rule: What its parts count, where no loader planned them.
     """
     samples = None if task.detail is None else task.detail.samples
     if samples is not None:
         return _read_again(task.weight, task.detail.lengths, samples) if task.detail is not None else []
-    found = _packed(task.microbatch) or _rows(task.microbatch)
+    found = pieces_of(task.microbatch)
     if found is None:
         return []
-    sizes, cut = found
+    sizes, take = found
     at = middle(sizes)
-    halves = cut(at)
-    counts = [label_count(half, shifts_labels) for half in halves]
-    labels = [0.0 if count is None else float(count) for count in counts]
-    shares = labels if sum(labels) else [sum(sizes[:at]), sum(sizes[at:])]
+    groups = range(at), range(at, len(sizes))
+    halves = [take(group) for group in groups]
+    shares = [planned_count(rule, [sizes[index] for index in group]) for group in groups]
+    if rule.counter is not None:
+        shares = [float(cast(Tensor, rule.counter.of(half))) for half in halves]
     details = _details(task.detail, len(sizes), at)
     return [
         Task(half, task.weight * share / sum(shares), detail)
         for half, share, detail in zip(halves, shares, details, strict=True)
     ]
+
+
+def pieces_of(batch: Any) -> tuple[list[int], Take] | None:
+    """The sizes of the samples that a batch seems to hold, and what makes a batch of some; ``None`` for fewer than two.
+
+    Nothing in a batch says which axis holds samples. So what was cut is to be tried: Note [The loss is tried].
+    """
+    return _packed(batch) or _rows(batch)
 
 
 def _read_again(weight: float, lengths: list[Any], samples: Samples) -> list[Task]:
@@ -79,45 +88,40 @@ def _details(detail: Detail | None, samples: int, at: int) -> list[Detail | None
 # -- tensors ----------------------------------------------------------------------------------------------
 
 
-def _rows(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] | None:
-    """The sizes of the samples, and what cuts: for tensors that all have one entry per sample, ``[samples, ...]``."""
+def _rows(batch: Any) -> tuple[list[int], Take] | None:
+    """For tensors that all have one entry per sample, ``[samples, ...]``."""
     counts = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
     is_row = all(tensor.dim() < 2 for tensor in tensors_in(batch))  # of tokens, of one sample
     if is_row or len(counts) != 1 or (count := counts.pop()) < 2:
         return None
-
-    def cut(at: int) -> tuple[Any, Any]:
-        return _sliced(batch, count, slice(0, at)), _sliced(batch, count, slice(at, count))
-
-    return [1.0] * count, cut
+    return [1] * count, lambda part: some_rows(batch, count, part)
 
 
-def _sliced(value: Any, count: int, part: slice) -> Any:
-    """A batch with some of its rows. A list of text is cut, too, if it has one entry per sample."""
+def some_rows(value: Any, count: int, part: Sequence[int]) -> Any:
+    """A batch with some of its ``count`` rows. A list of text is cut, too, if it has one entry per row."""
     if isinstance(value, Tensor):
-        return value[part] if value.dim() else value
+        rows: Any = (
+            slice(part.start, part.stop) if isinstance(part, range) else list(part)
+        )  # a range is not copied
+        return value[rows] if value.dim() else value
     if isinstance(value, list) and len(value) == count and not any(True for _ in tensors_in(value)):
-        return value[part]
-    return _mapped(value, lambda inner: _sliced(inner, count, part))
+        return [value[index] for index in part]
+    return _mapped(value, lambda inner: some_rows(inner, count, part))
 
 
-def _packed(batch: Any) -> tuple[list[float], Callable[[int], tuple[Any, Any]]] | None:
-    """Cut a mapping with rows of samples one after the other, ``[1, tokens]`` or ``[tokens]``."""
+def _packed(batch: Any) -> tuple[list[int], Take] | None:
+    """For a mapping with rows of samples one after the other, ``[1, tokens]`` or ``[tokens]``."""
     bounds = _bounds(batch) if isinstance(batch, Mapping) else None
     if bounds is None or len(bounds) < 3:
         return None
-    tokens, count = bounds[-1], len(bounds) - 1
+    tokens = bounds[-1]
     others = [value for name, value in batch.items() if name not in _BOUNDS]
     rows = [value for value in others if isinstance(value, Tensor)]
     if any(tensor.dim() and _token_axis(tensor, tokens) is None for tensor in rows):
         return None
     if any(True for value in others if not isinstance(value, Tensor) for _ in tensors_in(value)):
         return None  # images, say: nothing tells whose they are
-
-    def cut(at: int) -> tuple[Any, Any]:
-        return _unpacked(batch, bounds, slice(0, at)), _unpacked(batch, bounds, slice(at, count))
-
-    return [float(end - begin) for begin, end in pairwise(bounds)], cut
+    return [end - begin for begin, end in pairwise(bounds)], lambda part: _some_packed(batch, bounds, part)
 
 
 def _bounds(batch: Mapping[str, Any]) -> list[int] | None:
@@ -142,22 +146,21 @@ def _token_axis(tensor: Tensor, tokens: int) -> int | None:
     return 0 if tensor.size(0) == tokens else None
 
 
-def _unpacked(batch: Any, all_bounds: list[int], samples: slice) -> Any:
+def _some_packed(batch: Any, bounds: list[int], samples: Sequence[int]) -> Any:
     """Some samples of a packed row as a packed row. A list of text is cut, too, if it has one entry per sample."""
-    bounds = all_bounds[samples.start : samples.stop + 1]
-    start, end = bounds[0], bounds[-1]
-    longest = max(after - before for before, after in pairwise(bounds))
+    sizes = [bounds[index + 1] - bounds[index] for index in samples]
+    tokens = [token for index in samples for token in range(bounds[index], bounds[index + 1])]
     part = copy.copy(batch)
     for name, value in batch.items():
         if name in _LONGEST:
-            part[name] = value.new_tensor(longest) if isinstance(value, Tensor) else longest
+            part[name] = value.new_tensor(max(sizes)) if isinstance(value, Tensor) else max(sizes)
         elif isinstance(value, Tensor) and name in _BOUNDS:
-            part[name] = value.new_tensor([bound - start for bound in bounds])
+            part[name] = value.new_tensor([0, *accumulate(sizes)])
         elif isinstance(value, Tensor) and value.dim():
-            axis = _token_axis(value, all_bounds[-1])
-            part[name] = value.narrow(axis, start, end - start)  # type: ignore[arg-type]
-        elif isinstance(value, list) and len(value) == len(all_bounds) - 1:
-            part[name] = value[samples]
+            axis = _token_axis(value, bounds[-1])
+            part[name] = value[:, tokens] if axis == 1 else value[tokens]
+        elif isinstance(value, list) and len(value) == len(bounds) - 1:
+            part[name] = [value[index] for index in samples]
     return part
 
 

@@ -7,10 +7,13 @@ import numpy as np
 from lightning_odc.balance.caps import Caps
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.weighting import Rule
 from lightning_odc.strategy.model_cost import ModelCost
 
 
-def brief(loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "") -> str:
+def brief(
+    loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "", rule: Rule | None = None
+) -> str:
     """The lines that describe balanced training before it begins.
 
     Args:
@@ -18,9 +21,11 @@ def brief(loader: BalancedDataLoader, model: ModelCost, batches: int, reason: st
         model: The cost that was read from the model.
         batches: Batches of the user's loader that make up a minibatch.
         reason: The reason for the policy, where it is not the usual one.
+        rule: What microbatches count, if the loss was tried.
     """
     found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
-    return f"Found: {found}.\nChosen: {_choices(loader, batches, reason)}.\nExpected: {_expectation(loader, batches)}."
+    chosen = _choices(loader, batches, reason, rule)
+    return f"Found: {found}.\nChosen: {chosen}.\nExpected: {_expectation(loader, batches)}."
 
 
 def _samples(loader: BalancedDataLoader) -> str:
@@ -45,21 +50,22 @@ def _collation(loader: BalancedDataLoader) -> str:
     return loader.collation.describe()
 
 
-def _choices(loader: BalancedDataLoader, batches: int, reason: str) -> str:
+def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule | None) -> str:
     recipe = loader.recipe
-    because = f" ({reason})" if reason else ""
     folded = f" ({batches} accumulated batches of {recipe.minibatch_size // batches})" if batches > 1 else ""
+    samples = f"{recipe.minibatch_size} samples per rank and step{folded}"
+    if recipe.whole:
+        level = "; ranks swap some of them, to be level" if batches > 1 and recipe.whole == "movable" else ""
+        return f"your batches stay whole; {samples}{level}"
+    because = f" ({reason})" if reason else ""
     cost = f'cost="{recipe.cost}"' if isinstance(recipe.cost, str) else f"cost={type(recipe.cost).__name__}"
     if recipe.is_auto:
-        cost += (
-            ", what the model says until measured times refute it"
-            if loader.learns
-            else ", what the model says"
-        )
+        cost += " from the model's size" + (", then from measured times" if loader.learns else "")
     most = "" if loader.max_tokens is None else f"; at most {_caps(loader.max_tokens)} in a microbatch"
     if loader.follows_memory:
         most += ", until measured memory says more or less"
-    return f'policy "{recipe.policy}"{because}; {recipe.minibatch_size} samples per rank and step{folded}{most}; {cost}'
+    counts = "" if rule is None else f"; {rule} (the loss was tried)"
+    return f'policy "{recipe.policy}"{because}; {samples}{most}; {cost}{counts}'
 
 
 def _caps(caps: Caps) -> str:
@@ -69,12 +75,12 @@ def _caps(caps: Caps) -> str:
 
 
 def _expectation(loader: BalancedDataLoader, batches: int) -> str:
+    """What is certain from lengths. How much faster that is depends on more, and a clock tells."""
+    if loader.recipe.whole:
+        return "as with your batches under collectives, with fewer waits; DeviceIdleMonitor measures them"
     gain = loader.planned_gain(batches)
     if gain is None:
         return "not known before the stream is read; DeviceIdleMonitor measures it"
-    is_tight = gain.factor < 1 and loader.recipe.max_tokens is not None
-    why = ", since `max_tokens` leaves less room than your batches take" if is_tight else ""
-    return (
-        f"ranks idle for {gain.balanced_idle:.0%} of the time; with collectives and batches as they come, "
-        f"{gain.idle:.0%}; {gain.factor:.2f}x as fast{why} (planned from costs; DeviceIdleMonitor measures it)"
-    )
+    padding = f"{gain.balanced_padding:.0%} of the computed tokens are padding, instead of {gain.padding:.0%}"
+    waits = f"ranks wait {gain.balanced_idle:.0%} of the time for each other, instead of {gain.idle:.0%}"
+    return f"{padding}; {waits} (planned from lengths, against your batches under collectives)"

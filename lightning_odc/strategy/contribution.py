@@ -85,6 +85,7 @@ def contribution(
     counting: Counting = Counting.MEAN,
     labels: Tensor | None = None,
     is_part: bool = False,
+    is_sum: bool = False,
 ) -> Contribution | None:
     """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
 
@@ -94,6 +95,7 @@ def contribution(
         counting: What that weight counts.
         labels: The number of labels that a mean is over, if it is counted; see Note [Labels are counted].
         is_part: Whether it is a part of a microbatch that counts. A weight of 0 then says nothing of items and labels.
+        is_sum: Whether the loss is a sum, whose weight is its part of what the sums of all ranks are divided by.
 
     Raises:
         TypeError: if it is of another type.
@@ -101,14 +103,14 @@ def contribution(
     if output is None:
         return None
     if isinstance(output, Tensor):
-        return _of_mean(output, weight, {}, counting, labels, is_part)
+        return _of_mean(output, weight, {}, counting, labels, is_part, is_sum)
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         extras = {key: value for key, value in output.items() if key != "loss"}
         if "num_items" in output:
             counts = float(is_part or weight > 0)  # a microbatch of weight zero only keeps ranks together
             items = _checked(output["num_items"]) * counts
             return Contribution(_wide(output["loss"]) * counts, items, extras, Counting.EXACT)
-        return _of_mean(output["loss"], weight, extras, counting, labels, is_part)
+        return _of_mean(output["loss"], weight, extras, counting, labels, is_part, is_sum)
     raise TypeError(
         "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
         f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
@@ -136,10 +138,11 @@ def _of_mean(
     counting: Counting,
     labels: Tensor | None,
     is_part: bool,
+    is_sum: bool,
 ) -> Contribution:
     """The contribution of a mean loss, weighted by its labels where they are counted."""
     if labels is None:
-        weighted = _wide(loss) * weight if weight else nothing_of(_wide(loss))
+        weighted = _wide(loss) * (1.0 if is_sum else weight) if weight else nothing_of(_wide(loss))
         return Contribution(weighted, weight, extras, counting)
     labels = labels.to(loss.device) * float(is_part or weight > 0)
     mean = torch.where(labels > 0, _wide(loss), 0.0)  # over nothing it is NaN, see `nothing_of`

@@ -27,9 +27,9 @@ import torch
 from torchmetrics import Metric
 
 from lightning_odc import _compat
-from lightning_odc.data.batch_size import label_count
 from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.weighting import Counter
 from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import totals
 from lightning_odc.strategy.causal_lm import causal_model
@@ -60,7 +60,7 @@ class Evaluation:
         self._module = strategy.lightning_module
         self._engine = engine
         self._always = always
-        self._shifts_labels = causal_model(self._module) is not None
+        self._labels = Counter(skips_first=causal_model(self._module) is not None)
         self._had_minibatches = False  # until then it is not known what a loader yields
         self._logbook = LogBook()
         self._changes = ExitStack()
@@ -108,11 +108,12 @@ class Evaluation:
             check_samplers(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
         self._had_minibatches = True
         _compat.count_batch_once(trainer)
-        outputs, by_labels = [], minibatch.origin is not None and minibatch.origin.by_labels
+        outputs, origin = [], minibatch.origin
+        counter = None if origin is None else origin.counter or (self._labels if origin.by_labels else None)
         with self._logbook.recording(self._module):
             for microbatch, weight in minibatch.weighted():
                 # Counted before the step, which may take them out of the batch.
-                labels = label_count(microbatch, self._shifts_labels) if by_labels else None
+                labels = None if counter is None else counter.of(microbatch)
                 outputs.append(run(microbatch, *args, **kwargs))
                 self._logbook.weigh(counted_weight(outputs[-1], weight, labels))
         with self._locally():

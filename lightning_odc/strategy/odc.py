@@ -244,11 +244,6 @@ class ODCStrategy(ShardedStrategy):
         self._on_teardown.enter_context(first_and_last(trainer, self._engine, self.on_exception))
         self.barrier()
         if fitting:
-            self.setup_optimizers(trainer)
-            if self._on_demand:
-                refuse_optimizers(self.optimizers)
-        self.setup_precision_plugin()
-        if fitting:
             computed_in = (self.precision_plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
             self._training = Training(
                 self,
@@ -257,6 +252,11 @@ class ODCStrategy(ShardedStrategy):
                 on_out_of_memory=self.on_out_of_memory,
                 skips_nonfinite=self.on_nonfinite == "skip",
             )
+            self.setup_optimizers(trainer)
+            if self._on_demand:
+                refuse_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        if fitting:
             self.precision_plugin.training = self._training
 
     @property
@@ -412,6 +412,9 @@ class ODCStrategy(ShardedStrategy):
         compare_programs(self.engine, trainer, folded)
         compare_batches(self.engine, trainer)
         self.publish_parameters()
+        if self._training_data is not None:
+            self._training_data.training = self._training
+            self._training_data.begin()
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -471,6 +474,7 @@ class ODCStrategy(ShardedStrategy):
             self._training_data = TrainingData(module.trainer, wanted, self._engine)
             self._on_teardown.callback(self._training_data.release)
         self._training_data.engine = self._engine  # there is none if setup() asks for the data
+        self._training_data.training = self._training
         return self._training_data.process(dataloader)
 
     # -- values -------------------------------------------------------------------------------------------

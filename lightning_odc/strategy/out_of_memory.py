@@ -36,6 +36,7 @@ from lightning_odc.data.batch_size import sample_count, token_count
 from lightning_odc.data.minibatch import Task
 from lightning_odc.data.rng import RandomState
 from lightning_odc.data.split import parts_of, tensors_in
+from lightning_odc.data.weighting import Rule, Verdict
 from lightning_odc.engine.additions import Added, TakenBackError
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import ODCError
@@ -104,8 +105,8 @@ class Reliefs:
         elif not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{what} ran out of memory, and runs again in parts. The gradient stays the same if the loss is a mean "
-                "or a sum over samples. This message appears once.",
+                f"{what} ran out of memory, and runs again in parts. The gradient stays the same. This message appears "
+                "once.",
                 stacklevel=2,
             )
 
@@ -244,6 +245,9 @@ class Steps(Protocol):
     def leave_out(self, task: Task) -> None:
         """Let a plain batch, or a part of one, have no part in the mean."""
 
+    def rule_of_parts(self, microbatch: Any) -> Verdict:
+        """What parts of a microbatch count, where no loader can read its samples again."""
+
     def quiet(self) -> AbstractContextManager[None]:
         """What is logged in this context is dropped."""
 
@@ -256,21 +260,17 @@ class Rescue:
         engine: The engine of the model.
         steps: What runs them.
         device: The device of this rank.
-        shifts_labels: Whether the model shifts labels, see `label_count`.
 
     Attributes:
         reliefs: What was done.
     """
 
-    def __init__(
-        self, answer: Answer, engine: Engine, steps: Steps, device: torch.device, shifts_labels: bool
-    ) -> None:
+    def __init__(self, answer: Answer, engine: Engine, steps: Steps, device: torch.device) -> None:
         self.reliefs = Reliefs()
         self._answer = answer
         self._engine = engine
         self._steps = steps
         self._device = device
-        self._shifts_labels = shifts_labels
         self._history: list[str] = []
         self._in_a_row = 0  # samples that were left out, and nothing fitted between them
 
@@ -366,12 +366,17 @@ class Rescue:
         if isinstance(task.microbatch, Iterator):
             self._history[-1] += " (which cannot run again: what an iterator has yielded is gone)"
             return []
+        can_read = task.detail is not None and task.detail.samples is not None
+        verdict = Verdict(Rule("sample")) if can_read else self._steps.rule_of_parts(task.microbatch)
+        if verdict.rule is None:
+            self._history[-1] += f" (which cannot be cut: {verdict.reason})"
+            return [task]
         try:
-            parts = parts_of(task, self._shifts_labels)
+            parts = parts_of(task, verdict.rule)
         except Exception as problem:  # a collator that needs the whole, say
             self._history[-1] += f" (which cannot be cut: {type(problem).__name__}: {problem})"
             return [task]
-        if task.detail is None or task.detail.samples is None:
+        if not can_read:
             return parts or [task]
         return [part._replace(microbatch=self._steps.move(part.microbatch)) for part in parts] or [task]
 

@@ -29,7 +29,7 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -38,10 +38,12 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat
-from lightning_odc.data.batch_size import label_count, sample_count
+from lightning_odc.data.batch_size import sample_count
 from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
+from lightning_odc.data.split import pieces_of
+from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import ODCError
@@ -49,6 +51,7 @@ from lightning_odc.strategy import device_memory
 from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution, nothing_of
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, flush, replaced_log
+from lightning_odc.strategy.loss_trial import try_loss, untouched
 from lightning_odc.strategy.out_of_memory import Answer, Attempt, Relief, Rescue, cut_graph
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
@@ -84,14 +87,16 @@ class _Batch:
     Attributes:
         args: What ``training_step`` takes behind the microbatch.
         kwargs: The rest of it.
-        by_labels: Whether labels are counted, where there are any.
+        counter: What is counted in the microbatch instead of its weight.
+        is_sum: Whether the loss is a sum, which no weight multiplies.
         counting: What planned weights count.
         samples: The number of its samples if it is a plain one, by which Lightning weights what is logged.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    by_labels: bool = False
+    counter: Counter | None = None
+    is_sum: bool = False
     counting: Counting = Counting.PLANNED
     samples: int = 1
 
@@ -138,6 +143,7 @@ class Training:
     Attributes:
         leaves_out: Whether the microbatch at hand counts nothing, so that neither its loss nor its gradients do.
         reliefs: What was cut or left out in the optimizer step that has settled last.
+        communicates: Whether the step that was tried talks to other ranks.
     """
 
     def __init__(
@@ -165,9 +171,11 @@ class Training:
         self._has_settled = False  # in this batch
         self._hooks_wait = False
         self._has_said_weight = False
-        self._shifts_labels = causal_model(self._module) is not None
+        self._labels = Counter(skips_first=causal_model(self._module) is not None)
+        self.communicates = False
+        self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
         self._skips_nonfinite = skips_nonfinite
-        self._rescue = Rescue(on_out_of_memory, engine, self, strategy.root_device, self._shifts_labels)
+        self._rescue = Rescue(on_out_of_memory, engine, self, strategy.root_device)
         self._batch = _Batch()
         self._last: Attempt | None = None  # whose backward pass is Lightning's
         self.reliefs: list[Relief] = []
@@ -254,8 +262,10 @@ class Training:
         self._stopwatch.open(minibatch)
         self._memory.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
-        by_labels = minibatch.origin is not None and minibatch.origin.by_labels
-        self._batch, sums = _Batch(args, kwargs, by_labels), _Sums()
+        counter = is_sum = None
+        if (origin := minibatch.origin) is not None:
+            counter, is_sum = origin.counter or (self._labels if origin.by_labels else None), origin.is_sum
+        self._batch, sums = _Batch(args, kwargs, counter, bool(is_sum)), _Sums()
         pending: Attempt | None = None  # the microbatch before, not yet backpropagated
         with self._logbook.recording(self._module):
             for index, task in enumerate(self._engine.tasks(minibatch)):
@@ -344,6 +354,53 @@ class Training:
         converted = self._strategy.precision_plugin.convert_input(microbatch)
         return self._strategy.batch_to_device(converted, self._strategy.root_device)
 
+    def try_loss(
+        self, batch_of: Callable[[Sequence[int]], Any], tokens: Sequence[int], *args: Any
+    ) -> Verdict:
+        """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace.
+
+        Args:
+            batch_of: Makes a batch of some samples, by their positions.
+            tokens: The lengths of the samples.
+            *args: What else ``training_step`` takes.
+        """
+        self.communicates = False
+        with untouched(self._module, self._strategy.root_device) as restore:
+            all_gather = self._module.all_gather
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                self.communicates = True
+                return all_gather(*args, **kwargs)
+
+            self._module.all_gather = noted  # type: ignore[method-assign]
+
+            def run(batch: Any) -> Any:
+                restore()  # so that the same samples have the same loss
+                self._engine.begin_forward()
+                return call_step(self._strategy, self._engine, "training_step", batch, *args)
+
+            def made(group: Sequence[int]) -> Any:
+                restore()
+                return batch_of(group)
+
+            return try_loss(run, made, tokens)
+
+    def rule_of_parts(self, microbatch: Any) -> Verdict:
+        """What parts of a microbatch count, which nobody but its tensors can tell; tried with some of its samples."""
+        found = pieces_of(microbatch)
+        if found is None:
+            return Verdict(None, "nothing in it tells samples apart")
+        sizes, take = found
+        shapes = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
+        if shapes not in self._rules_of_parts:
+            self._rules_of_parts[shapes] = self.try_loss(take, sizes[:12], *self._batch.args)
+        verdict, is_plain = self._rules_of_parts[shapes], self._batch.counting is Counting.MEAN
+        if verdict.rule == Rule("sum"):
+            if not (is_plain or self._batch.is_sum):
+                return Verdict(None, 'its loss is a sum: return {"loss": loss, "num_items": n}')
+            self._batch.is_sum = True
+        return verdict
+
     def forward(self, task: Task) -> Contribution | None:
         return self._outcome(task, is_part=True)[1]
 
@@ -354,7 +411,7 @@ class Training:
         self._stopwatch.begin(task.detail)
         self._memory.begin(task.detail)
         # Counted before the step, which may take them out of the batch.
-        labels = label_count(task.microbatch, self._shifts_labels) if batch.by_labels else None
+        labels = None if batch.counter is None else batch.counter.of(task.microbatch)
         counts = (
             1.0 if is_part else task.weight
         )  # of labels and items, which say themselves what a part counts
@@ -365,7 +422,7 @@ class Training:
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
             )
-        item = contribution(output, task.weight, batch.counting, labels, is_part)
+        item = contribution(output, task.weight, batch.counting, labels, is_part, batch.is_sum)
         if item is not None and item.counting is Counting.EXACT:
             self.leaves_out = CountsNothing(weight=counts)
         if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):

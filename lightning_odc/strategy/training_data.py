@@ -5,24 +5,27 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.checks import is_stream
 from lightning_odc.data.convert import ChosenSamplesError, balanced_for_lightning
-from lightning_odc.data.gain import gain_of
+from lightning_odc.data.gain import glance
 from lightning_odc.data.length_cache import digest_of
 from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
+from lightning_odc.data.weighting import Rule, Verdict
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy import arguments, device_memory
@@ -30,9 +33,11 @@ from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief
 from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
 from lightning_odc.strategy.model_cost import cost_of_model
+from lightning_odc.strategy.step import Training
 
-_WORTH_SAYING = 1.1
+_WORTH_BALANCING = 1.02
 _COMPARED_SAMPLES = 8
+_LOOKED_AT = 256
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class TrainingData:
     Attributes:
         accumulation: What is folded into minibatches.
         engine: The engine; ``None`` before ranks can talk to each other.
+        training: What runs steps; ``None`` before it is set up.
     """
 
     def __init__(self, trainer: Trainer, wanted: Wanted, engine: Engine | None) -> None:
@@ -91,12 +97,16 @@ class TrainingData:
         self._trainer = trainer
         self._wanted = wanted
         self.engine = engine
-        self._looked = self._told = False
+        self.training: Training | None = None
+        self._told = False
         self._policy_reason = ""
         self._packing_trouble: str | None = None  # not known yet
         self._watch: RemovableHandle | None = None
+        self._loader: BalancedDataLoader | None = None
+        self._verdict: Verdict | None = None  # the loss was not tried yet
+        self._converted: tuple[int, BalancedDataLoader, Any] | None = None  # the epoch, and both loaders
 
-    def process(self, dataloader: object) -> object:
+    def process(self, dataloader: Any) -> object:
         """Level a training loader over ranks, if asked to.
 
         Raises:
@@ -105,19 +115,55 @@ class TrainingData:
         """
         wanted, trainer = self._wanted, self._trainer
         self.accumulation.put_back()
-        if wanted.balance is None:
-            self._look_at_gain(dataloader)
-        elif not isinstance(dataloader, BalancedDataLoader) and not yields_minibatches(dataloader):
-            dataloader = self._balanced(dataloader)
-        if isinstance(dataloader, BalancedDataLoader):
-            arguments.check_loader(
-                dataloader.recipe, wanted.communication, wanted.deterministic, trainer.world_size
+        self._loader = None
+        loader = dataloader
+        if wanted.balance is not None and not yields_minibatches(dataloader):
+            loader = self._balanced(dataloader)
+        if not isinstance(loader, BalancedDataLoader):
+            return loader
+        arguments.check_loader(loader.recipe, wanted.communication, wanted.deterministic, trainer.world_size)
+        self._adapt(loader)
+        if loader is not dataloader:
+            if (reason := self._reason_against_balanced(loader)) is not None:
+                self.accumulation.put_back()
+                return self._left_alone(dataloader, reason) if reason else dataloader
+            self._converted = trainer.current_epoch, loader, dataloader
+        self._loader = loader
+        if self._verdict is not None or loader.is_stream:  # Lightning reads a stream before training begins
+            self._settle_loss(loader)
+        return loader
+
+    def _reason_against_balanced(self, loader: BalancedDataLoader) -> str | None:
+        """Why ``"auto"`` leaves alone what it can balance; ``None`` if it does not, empty if that was said."""
+        options = self._wanted.options
+        if self._wanted.balance != "auto" or options.get("packing") or options.get("max_tokens"):
+            return None
+        gain = loader.planned_gain(self.accumulation.batches)
+        if gain is None or gain.factor >= _WORTH_BALANCING:
+            return None
+        if not self._told:
+            rank_zero_info(
+                f"Samples have {gain.shortest} to {gain.longest} tokens: balancing would gain less than 2 %, and your "
+                "batches stay as they are."
             )
-            self._adapt(dataloader)
-        return dataloader
+        self._told = True
+        return ""
+
+    def begin(self) -> None:
+        """Try the loss, and show the user the plan. When training begins; all ranks together."""
+        loader = self._loader
+        if loader is None:
+            return
+        self._settle_loss(loader)
+        if not self._told:
+            self._told = True
+            batches, module = self.accumulation.batches, self._trainer.lightning_module
+            model = cost_of_model(module, self._trainer.strategy.root_device.type)
+            rule = None if self._verdict is None else self._verdict.rule
+            rank_zero_info(brief(loader, model, batches, self._policy_reason, rule))
 
     def _adapt(self, loader: BalancedDataLoader) -> None:
-        """Give the loader the model's facts, and show the user the plan."""
+        """Give the loader the model's facts."""
         wanted, trainer = self._wanted, self._trainer
         device = trainer.strategy.root_device
         model = cost_of_model(trainer.lightning_module, device.type)
@@ -133,9 +179,65 @@ class TrainingData:
         if loader.packing:
             self._settle_packing(loader)
         self._compare(loader)
-        if not self._told:
-            self._told = True
-            rank_zero_info(brief(loader, model, self.accumulation.batches, self._policy_reason))
+
+    def _settle_loss(self, loader: BalancedDataLoader) -> None:
+        """Let microbatches count what the loss is a mean over; see Note [The loss is tried]. All ranks together."""
+        asked, is_own = loader.asked_weighting, loader.recipe.batch_size is None
+        if not self._trainer.lightning_module.automatic_optimization or loader.unroll or loader.recipe.whole:
+            return
+        is_new = self._verdict is None
+        if self._verdict is None:
+            self._verdict = self._try_loss(loader)
+        verdict = self._verdict
+        if asked != "auto":
+            if is_new and (warning := contradiction(asked, verdict)):
+                rank_zero_warn(warning)
+        elif verdict.rule is not None:
+            loader.count_by(verdict.rule)
+        elif is_new or not is_own:
+            assert self.training is not None
+            effect, owner = "A BalancedDataLoader cuts batches, and the loss may", "BalancedDataLoader(..., "
+            if not is_own:
+                loader.keep_whole(movable=not self.training.communicates)
+                effect, owner = "Your batches stay whole, because the loss may", "ODCStrategy("
+            if is_new:
+                rank_zero_warn(
+                    f"{effect} not allow to cut them: {verdict.reason}. If it is a mean over samples all the same, "
+                    f'write {owner}weighting="sample"); over labels "label", over tokens "token".'
+                )
+
+    def _try_loss(self, loader: BalancedDataLoader) -> Verdict:
+        """What all ranks have found together, with equal samples at the same time."""
+        training, engine = self.training, self.engine
+        if training is None or engine is None:
+            return Verdict(None, "the training data was asked for before the model was set up")
+        try:
+            samples = loader.trial_samples()
+            tokens = samples.tokens_of(range(len(samples)))
+        except Exception as error:  # whatever it is, training will meet it, too
+            return Verdict(None, f"reading samples to try it failed: {type(error).__name__}: {error}")
+        takes_index = is_param_in_hook_signature(
+            self._trainer.lightning_module.training_step, "batch_idx", min_args=2
+        )
+        engine.refresh()
+        engine.evaluating = True
+        verdict = training.try_loss(
+            lambda group: training.move(samples.batch_of(group)), tokens, *([0] if takes_index else [])
+        )
+        engine.evaluating = False
+        engine.reshard()
+        if training.communicates:
+            verdict = Verdict(
+                None, "training_step calls self.all_gather, so ranks must run equally many batches"
+            )
+        by_rank = engine.exchange(
+            "trial of the loss", None if verdict.rule is None else verdict.rule.to_json()
+        )
+        return (
+            verdict
+            if None not in by_rank
+            else Verdict(None, verdict.reason or "another rank could not try it")
+        )
 
     def _compare(self, loader: BalancedDataLoader) -> None:
         """Find out before training that ranks would make different plans; streams are compared as they are read.
@@ -189,6 +291,10 @@ class TrainingData:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
         wanted, world_size = self._wanted, self._trainer.world_size
         indexed = not is_stream(getattr(dataloader, "dataset", ()))
+        if wanted.balance == "auto" and self._converted and self._converted[0] == self._trainer.current_epoch:
+            _, balanced, original = self._converted
+            balanced.stand_aside(original)
+            return self._left_alone(dataloader, "one plan cannot cover several loaders.")
         try:
             if wanted.balance == "auto" and (reason := self._reason_against(dataloader, indexed)):
                 return self._left_alone(dataloader, reason)
@@ -240,6 +346,14 @@ class TrainingData:
                 "balancing needs an IterableDataset that can be read twice and yields the same samples on every rank. "
                 'Take the division over ranks out of it, and write ODCStrategy(balance="lb_mini").'
             )
+        if indexed and not self._wanted.options.get("length_fn"):
+            with suppress(LengthsUnknownError):
+                lengths, _ = glance(dataloader, _LOOKED_AT, measure)
+                if (
+                    len(lengths) >= min(_LOOKED_AT, len(cast(Any, dataloader.dataset)))
+                    and (lengths == lengths[0]).all()
+                ):
+                    return f"all samples that were looked at ({len(lengths)}) are equally long."
         return ""
 
     def _reads_one_stream(self, dataset: Any) -> bool:
@@ -255,7 +369,10 @@ class TrainingData:
         return own is not None and set(others) == {own}
 
     def _left_alone(self, dataloader: object, reason: str) -> object:
-        rank_zero_warn(f'ODCStrategy(balance="auto") leaves the data as it is: {reason}')
+        rank_zero_warn(
+            f'ODCStrategy(balance="auto") leaves the training data as it is: {reason} Without this message: '
+            'Trainer(strategy="odc_plain").'
+        )
         return dataloader
 
     def _fold(self, balanced: BalancedDataLoader, dataset: Any) -> None:
@@ -272,27 +389,36 @@ class TrainingData:
             num_batches = math.inf
         self.accumulation.fold(num_batches)
 
-    def _look_at_gain(self, dataloader: object) -> None:
-        """Say once what balancing would gain, if that is much."""
-        trainer, wanted = self._trainer, self._wanted
-        if self._looked or not trainer.is_global_zero or wanted.communication != "on_demand":
-            return
-        if not isinstance(dataloader, DataLoader):
-            return
-        self._looked = True
-        length_fn = wanted.options.get("length_fn")
-        gain = gain_of(dataloader, trainer.accumulate_grad_batches, trainer.world_size, length_fn)
-        if gain is not None and gain.factor >= _WORTH_SAYING:
-            rank_zero_info(
-                f"Samples have {gain.shortest} to {gain.longest} tokens, and ranks wait for the longest ones: "
-                f"{gain.idle:.0%} of the time, planned from lengths.\n"
-                f'Trainer(strategy="odc_balanced") balances the work: {gain.factor:.2f}x as fast, planned, not '
-                "measured."
-            )
+
+def contradiction(asked: Any, verdict: Verdict) -> str:
+    """What to say of a weighting that the user chose and that does not explain the loss; empty if it does.
+
+    Args:
+        asked: The ``weighting``.
+        verdict: What the trial found.
+    """
+    if not isinstance(asked, str) or verdict.rule is None or verdict.rule.weighting == "num_items":
+        return ""
+    if asked == "label":
+        meant = [
+            rule
+            for rule in verdict.misfits
+            if rule.counter is not None and rule.counter.path[-1:] == ("labels",)
+        ]
+    else:
+        meant = [rule for rule in verdict.misfits if rule == Rule(cast(Any, asked))]
+    least = min((verdict.misfits[rule] for rule in meant), default=1.0)
+    if least <= verdict.misfits[verdict.rule] + 1e-6:
+        return ""
+    return (
+        f'weighting="{asked}" does not explain the loss: it predicts the loss of samples together with an error of '
+        f"{least:.1%} of the difference between their losses. This explains it ({verdict.misfits[verdict.rule]:.1%}): "
+        f'{verdict.rule}. Leave weighting out, unless you mean "{asked}".'
+    )
 
 
 def yields_minibatches(dataloader: Any) -> bool:
-    """Whether a loader's batches are `Minibatch`es already. Its first sample tells, read from a copy of the data set."""
+    """Whether a loader's batches are `Minibatch`es already. The first sample of a copy of the data set tells."""
     if isinstance(dataloader, list | tuple):
         return bool(dataloader) and isinstance(dataloader[0], Minibatch)
     if not isinstance(dataloader, DataLoader):

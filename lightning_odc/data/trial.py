@@ -1,0 +1,75 @@
+"""The samples that a loss is tried with: a few short ones of unlike length, and batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_odc.balance.numbers import first_number
+from lightning_odc.data.lengths import LengthArray
+from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.data.split import some_rows
+from lightning_odc.data.weighting import tensors_of
+
+_MOST = 12
+
+
+def short_ones(lengths: LengthArray) -> list[int]:
+    """Positions of a dozen samples from the shorter half, the shortest first.
+
+    Args:
+        lengths: ``[n]`` tokens of all samples, or ``[n, d]`` numbers.
+    """
+    order = first_number(lengths).argsort(kind="stable")
+    half = order[: max(len(order) // 2, _MOST)]
+    return half[np.linspace(0, len(half) - 1, min(len(half), _MOST)).astype(int)].tolist()
+
+
+class TrialSamples:
+    """Makes batches of samples. Equal samples make equal batches, whatever is random in the ``collate_fn``.
+
+    A ``collate_fn`` that is random (it masks some tokens, say) would show a sample alone in one way and among others in
+    another. So where it is, all batches are rows of a single one.
+
+    Args:
+        samples: Two or more.
+        lengths: Their lengths.
+        collate_fn: Makes a batch of a list of samples.
+    """
+
+    def __init__(
+        self, samples: Sequence[Any], lengths: LengthArray, collate_fn: Callable[[list[Any]], Any]
+    ) -> None:
+        self._samples = samples
+        self._lengths = first_number(lengths)
+        self._collate_fn = collate_fn
+        self._whole: Any = None
+        everything = range(len(samples))
+        one, other = self._collated(everything, 0), self._collated(everything, 1)
+        pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+        if not all(
+            a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for (_, a), (_, b) in pairs
+        ):
+            self._whole = one
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch_of(self, group: Sequence[int]) -> Any:
+        """A batch of the samples at these positions."""
+        if self._whole is None:
+            return self._collated(group, 0)
+        return deepcopy(some_rows(self._whole, len(self), list(group)))
+
+    def _collated(self, group: Sequence[int], seed: int) -> Any:
+        with isolated_rng():
+            seed_rng(seed)
+            return self._collate_fn([deepcopy(self._samples[position]) for position in group])
+
+    def tokens_of(self, group: Sequence[int]) -> list[int]:
+        """The lengths of the samples at these positions."""
+        return self._lengths[list(group)].tolist()

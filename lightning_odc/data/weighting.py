@@ -1,0 +1,270 @@
+"""What a microbatch counts in the gradient of its minibatch, and which count explains the losses of a few samples.
+
+Note [The loss is tried]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A loss that is a weighted mean over samples has ``L(ab) = (w_a L(a) + w_b L(b)) / (w_a + w_b)``. So the losses of two
+samples, alone and together, tell ``w_a : w_b``. What training needs is a number that can be counted in any microbatch
+and has this ratio. Candidates are samples, tokens, and the entries of every tensor of the batch that are not ignored.
+A candidate must add up, ``w(ab) = w(a) + w(b)``, and explain the loss of every group that was tried. ::
+
+    a has 2 labels, b has 8                         L(a) = 3, L(b) = 2, and together
+    mean over labels                                (2 * 3 + 8 * 2) / 10 = 2.2
+    mean over samples                               (3 + 2) / 2 = 2.5
+    sum                                             3 + 2 = 5
+    neither: in-batch negatives, batch norm, ...    anything else, and batches must not be cut
+
+How far off a candidate is, as a part of the difference between the losses, is its misfit. Losses of an untrained model
+differ by 0.3 %, so the trial computes in float64. There, right candidates have misfits of 1e-12, wrong ones of 1e-2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_odc.data.packing import IGNORE_INDEX
+
+Planned = Literal["sample", "token", "next_token", "sum", "num_items"]
+
+_MISFIT = 1e-6
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A number that can be read off any microbatch: how many entries of one of its tensors count.
+
+    Attributes:
+        path: Keys and indices that lead to the tensor. ``labels`` alone are searched for, also inside lists and tuples.
+        ignored: The entries that do not count; ``None``: the tensor is summed.
+        skips_first: The first column does not count, since the loss shifts.
+    """
+
+    path: tuple[Any, ...] = ("labels",)
+    ignored: float | None = IGNORE_INDEX
+    skips_first: bool = False
+
+    def of(self, batch: Any) -> Tensor | None:
+        """The count, a scalar in float64 on the device of the tensor; ``None`` for a batch without that tensor."""
+        found = named(batch, "labels") if self.path == ("labels",) else _at(batch, self.path)
+        if not isinstance(found, Tensor) or found.is_complex():
+            return None
+        if self.path == ("labels",) and (found.is_floating_point() or found.dtype is torch.bool):
+            return None  # targets of a regression, or of several classes at once
+        if self.skips_first and found.dim() > 1:
+            found = found[..., 1:]
+        return (found if self.ignored is None else found != self.ignored).sum().double()
+
+    def __str__(self) -> str:
+        if self.path == ("labels",) and self.ignored == IGNORE_INDEX:
+            return "its labels that are not -100" + " and not in the first column" * self.skips_first
+        name = "batch" + "".join(f"[{key!r}]" for key in self.path) + "[:, 1:]" * self.skips_first
+        return (
+            f"the sum of {name}"
+            if self.ignored is None
+            else f"the entries of {name} that are not {self.ignored:g}"
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a microbatch counts.
+
+    Attributes:
+        weighting: What plans count, as in ``BalancedDataLoader(weighting=...)``.
+        counter: What is counted in the microbatch instead, where it has that tensor.
+    """
+
+    weighting: Planned
+    counter: Counter | None = None
+
+    def to_json(self) -> list[Any]:
+        """Equal for equal rules."""
+        counter = self.counter
+        return [
+            self.weighting,
+            *([] if counter is None else [list(counter.path), counter.ignored, counter.skips_first]),
+        ]
+
+    def __str__(self) -> str:
+        if self.counter is not None:
+            return f"a microbatch counts {self.counter}"
+        if self.weighting == "sum":
+            return "your loss is a sum, and trains as under DDP: the mean over ranks of their sums"
+        return f"a microbatch counts its {_PLANNED[self.weighting]}"
+
+
+_PLANNED = {
+    "sample": "samples",
+    "token": "tokens",
+    "next_token": "tokens, less one per sample",
+    "num_items": "num_items, which training_step returns",
+}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The loss of some samples in one batch.
+
+    Attributes:
+        samples: Which ones.
+        loss: Their loss.
+        counts: What they count, by rule.
+    """
+
+    samples: tuple[int, ...]
+    loss: float
+    counts: Mapping[Rule, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial has found.
+
+    Attributes:
+        rule: What a microbatch counts; ``None`` if nothing explains the losses.
+        reason: Why there is none, or what else would do as well.
+        misfits: By rule, how far its prediction was off, as a part of the difference between the losses.
+    """
+
+    rule: Rule | None
+    reason: str = ""
+    misfits: Mapping[Rule, float] = field(default_factory=dict)
+
+
+def decide(tried: Sequence[Tried], noise: float) -> Verdict:
+    """Which rule explains all losses; see Note [The loss is tried].
+
+    Args:
+        tried: Single samples and groups of them. A group that was tried twice must have the same loss.
+        noise: The rounding error of a loss, as a part of it.
+    """
+    if not all(math.isfinite(one.loss) for one in tried):
+        return Verdict(None, "a loss of single samples is not finite")
+    alone = {one.samples[0]: one for one in tried if len(one.samples) == 1}
+    groups = {one.samples: one for one in tried if len(one.samples) > 1}
+    bound = noise * max(abs(one.loss) for one in tried)
+    again = [one for one in tried if one is not groups.get(one.samples) and len(one.samples) > 1]
+    if any(abs(one.loss - groups[one.samples].loss) > bound for one in again):
+        return Verdict(None, "the loss of the same samples changes from call to call")
+    by_rule = {rule: _misfit(rule, alone, list(groups.values()), bound) for rule in tried[0].counts}
+    found = [
+        (misfit, number, rule) for number, (rule, misfit) in enumerate(by_rule.items()) if misfit is not None
+    ]
+    misfits = {rule: misfit for misfit, _, rule in sorted(found)}
+    fitting = [rule for rule, misfit in misfits.items() if misfit <= _MISFIT]
+    if not fitting:
+        return Verdict(None, "the loss of samples together is not a weighted mean of their losses", misfits)
+    rule = min(fitting, key=_preference)
+    others = [str(other) for other in fitting if not _agree(other, rule, tried)]
+    return Verdict(rule, f"{others[0]} would explain it as well" if others else "", misfits)
+
+
+def _misfit(rule: Rule, alone: Mapping[int, Tried], groups: Sequence[Tried], bound: float) -> float | None:
+    """The largest error of a rule's predictions, less rounding; ``None`` where its counts do not add up."""
+    worst = 0.0
+    for group in groups:
+        parts = [alone[sample] for sample in group.samples]
+        weights = [part.counts.get(rule, math.nan) for part in parts]
+        if not (sum(weights) > 0 and math.isclose(sum(weights), group.counts.get(rule, math.nan))):
+            return None
+        total = sum(weight * part.loss for weight, part in zip(weights, parts, strict=True))
+        predicted = total if rule.weighting == "sum" else total / sum(weights)
+        spread = max(part.loss for part in parts) - min(part.loss for part in parts)
+        error = max(abs(predicted - group.loss) - bound, 0.0)
+        worst = max(worst, error / max(spread, bound) if error else 0.0)
+    return worst
+
+
+def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:
+    """Whether two rules weigh all samples alike."""
+    if "sum" in (one.weighting, other.weighting):
+        return one == other
+    ratios = [each.counts.get(one, math.nan) / (each.counts.get(other) or math.nan) for each in tried]
+    return all(math.isclose(ratio, ratios[0]) for ratio in ratios)
+
+
+def _preference(rule: Rule) -> tuple[bool, ...]:
+    """Where several rules explain everything: labels, masks, samples, then any other; the plainest of each."""
+    path = () if rule.counter is None else rule.counter.path
+    is_label = (
+        bool(path) and path[-1] == "labels" and rule.counter is not None and rule.counter.ignored == -100
+    )
+    is_mask = any("mask" in str(key) for key in path)
+    return (
+        not is_label,
+        not is_mask,
+        rule.weighting != "sample" or bool(path),
+        bool(path),
+        rule.weighting != "token",
+        rule.counter is not None and rule.counter.skips_first,
+        rule.counter is not None and rule.counter.ignored is None,
+    )
+
+
+def rules_of(batch: Any) -> list[Rule]:
+    """Everything that may count in microbatches like this one.
+
+    Args:
+        batch: Several samples of unlike length, so that padding shows: what stands in the last and in the first column.
+    """
+    rules = [Rule("sample"), Rule("token"), Rule("next_token"), Rule("sum")]
+    for path, tensor in tensors_of(batch):
+        if tensor.is_complex() or not tensor.dim() or not tensor.numel():
+            continue
+        ignored: list[float | None] = [0]
+        if not tensor.is_floating_point():
+            ends = tensor if tensor.dim() == 1 else tensor[..., [0, -1]]
+            ignored = [IGNORE_INDEX, -1, 0, *{float(end) for end in ends.flatten()[:64].tolist()}]
+        if tensor.dim() == 1 or tensor.is_floating_point():
+            ignored.append(None)
+        shifts = (False, True) if tensor.dim() > 1 else (False,)
+        for skips in shifts:
+            rules += [Rule("token", Counter(path, value, skips)) for value in dict.fromkeys(ignored)]
+    return rules
+
+
+def planned_count(rule: Rule, tokens: Sequence[float]) -> float:
+    """What plans count for samples of so many tokens. Of ``"num_items"``, which only the step knows, the tokens."""
+    shifted = len(tokens) if rule.weighting == "next_token" else 0
+    return float(len(tokens) if rule.weighting in ("sample", "sum") else sum(tokens) - shifted)
+
+
+def named(batch: Any, name: str) -> Tensor | None:
+    """The tensor of that name in a mapping or an object, also if that stands in a list or tuple."""
+    value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+    if isinstance(value, Tensor):
+        return value
+    is_row = isinstance(batch, list | tuple) and not isinstance(next(iter(batch), 0), int | float | str)
+    if not is_row:  # nor a long row of plain values, each of which would be looked at
+        return None
+    return next((found for part in batch if (found := named(part, name)) is not None), None)
+
+
+def _at(batch: Any, path: Sequence[Any]) -> Any:
+    try:
+        for key in path:
+            batch = batch[key] if isinstance(batch, Mapping | list | tuple) else getattr(batch, key)
+    except (KeyError, IndexError, AttributeError):
+        return None
+    return batch
+
+
+def tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """All tensors of a batch with their paths."""
+    if isinstance(batch, Tensor):
+        yield path, batch
+        return
+    parts: Any = ()
+    if isinstance(batch, Mapping):
+        parts = batch.items()
+    elif isinstance(batch, list | tuple):
+        parts = enumerate(batch[:64])
+    elif is_dataclass(batch):
+        parts = [(one.name, getattr(batch, one.name)) for one in fields(batch)]
+    for key, part in parts:
+        yield from tensors_of(part, (*path, key))

@@ -1,0 +1,305 @@
+"""Runs a user's ``training_step`` on a few samples before training, so that nothing of it stays.
+
+What it finds is decided in `lightning_odc.data.weighting`: see Note [The loss is tried].
+
+Note [A trial without chance]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Losses can be compared if they differ by nothing but the samples. So while a step is tried, a ``TorchFunctionMode`` is
+between its code and torch. It computes in float64, whatever the dtype of parameters and autocast: 16-bit rounding is
+ten times the difference between the losses of an untrained model. It leaves dropout out, in training mode, in which
+batch norm shows that it couples samples. And random numbers are constants: their mean, or a permutation that mixes up
+samples, so that mixup shows. Where float64 fails, say in a kernel of the user's, the step runs in its own arithmetic.
+If all losses are equal, as with a last layer of zeros, the trial runs once more with weights a little off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_odc.data.rng import RandomState
+from lightning_odc.data.weighting import Rule, Tried, Verdict, decide, planned_count, rules_of
+
+_TRIED = 4
+_NOISE = {torch.float64: 1e-11, torch.float32: 4e-6}
+_NOISE_OF_16_BITS = 2e-2
+
+Group = tuple[int, ...]
+
+
+def try_loss(
+    run: Callable[[Any], Any],
+    batch_of: Callable[[Sequence[int]], Any],
+    tokens: Sequence[int],
+) -> Verdict:
+    """Which rule explains the loss of a step; see Note [The loss is tried].
+
+    Args:
+        run: Runs the step on a batch.
+        batch_of: Makes a batch of some samples, by their positions.
+        tokens: The lengths of the samples that may be used, two at least.
+    """
+
+    def counts(rules: list[Rule], batch: Any, group: Sequence[int]) -> dict[Rule, float]:
+        sizes = [tokens[sample] for sample in group]
+        found = [(r, planned_count(r, sizes) if r.counter is None else r.counter.of(batch)) for r in rules]
+        return {rule: float(number) for rule, number in found if number is not None}
+
+    def tried(mode: _Quiet) -> tuple[list[Tried], float]:
+        found, dtypes = [], []
+        for group in _groups(chosen):
+            batch = batch_of(group)
+            counted = counts(rules, batch, group)  # before the step, which may take entries out of the batch
+            with mode:
+                loss, items = _loss_of(run(batch))
+            if items is not None:
+                counted = {Rule("num_items"): items}
+            found.append(Tried(group, float(loss) / (items or 1.0), counted))
+            dtypes.append(loss.dtype)
+        return found, _NOISE.get(dtypes[0], _NOISE_OF_16_BITS)
+
+    try:
+        everything = range(len(tokens))
+        rules = rules_of(batch_of(everything))
+        chosen = _telling([counts(rules, batch_of([sample]), [sample]) for sample in everything])
+        try:
+            found = tried(_Quiet(wide=True))
+        except Exception:
+            found = tried(_Quiet(wide=False))
+        if all(abs(one.loss - found[0][0].loss) <= 1e-9 * abs(one.loss) for one in found[0]):
+            found = tried(_Quiet(wide=True, shakes=True))
+    except Exception as error:  # whatever it is, training will meet it, too
+        text = next(iter(str(error).splitlines()), "")
+        return Verdict(None, f"training_step failed on single samples ({type(error).__name__}: {text})")
+    return decide(*found)
+
+
+def _telling(counts: list[dict[Rule, float]]) -> list[int]:
+    """Samples that tell rules apart: the first one, then always the one in which most rules part that did not."""
+    rules = [rule for rule in counts[0] if all(rule in of for of in counts)]
+    chosen = [0]
+    seen: dict[Rule, tuple[float, ...]] = dict.fromkeys(
+        rules, ()
+    )  # each rule's counts, as multiples of the first
+    while len(chosen) < min(_TRIED, len(counts)):
+        others = [sample for sample in range(len(counts)) if sample not in chosen]
+        views = {
+            sample: {
+                rule: (*of, counts[sample][rule] / (counts[0][rule] or 1.0)) for rule, of in seen.items()
+            }
+            for sample in others
+        }
+        chosen.append(max(others, key=lambda sample: (len(set(views[sample].values())), sample)))
+        seen = views[chosen[-1]]
+    return chosen
+
+
+def _groups(chosen: list[int]) -> list[Group]:
+    """Eight of four samples: each alone, two pairs, all of them, and the first pair again."""
+    pairs = [(chosen[0], chosen[-1])] + [(chosen[1], chosen[2])] * (len(chosen) == _TRIED)
+    every = [tuple(chosen)] * (len(chosen) > 2)
+    return [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
+
+
+def _loss_of(output: Any) -> tuple[Tensor, float | None]:
+    """A loss and, if it is a sum over them, the number of its items."""
+    if isinstance(output, Mapping):
+        items = output.get("num_items")
+        return output["loss"], None if items is None else float(items)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"it returned {type(output).__name__}, not a loss")
+    return output, None
+
+
+# -- leaving no trace -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[], None]]:
+    """What a step may change is as before afterwards: attributes, buffers, random numbers, logged values.
+
+    Yields a function that restores the random numbers at once.
+    """
+    trainer: Any = module.trainer
+    state, loggers = RandomState(device), trainer.loggers
+    kept = [
+        (part, {name: (value, _copied(value)) for name, value in vars(part).items() if name not in _SHARDED})
+        for part in module.modules()
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    trainer.loggers = [DummyLogger()] if loggers else []
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield state.restore
+    finally:
+        trainer.loggers = loggers
+        for part, attributes in kept:
+            for name in vars(part).keys() - attributes.keys() - _SHARDED:
+                del vars(part)[name]
+            for name, (value, copied) in attributes.items():
+                vars(part)[name] = value
+                _put_back(value, copied)
+        for buffer, values in buffers:
+            buffer.copy_(values)
+        state.restore()
+
+
+_SHARDED = {"_parameters", "_modules"}  # `fully_shard` changes them, and changes them back
+
+
+def _copied(value: Any, depth: int = 2) -> Any:
+    """What `_put_back` needs: the contents of plain tensors and containers, except very long ones, which hold data."""
+    if isinstance(value, Tensor):
+        return value.clone() if type(value) is Tensor else None
+    if not isinstance(value, dict | list | deque | set) or len(value) > 10_000:
+        return None
+    if depth and isinstance(value, dict):
+        return {key: (inner, _copied(inner, depth - 1)) for key, inner in value.items()}
+    if depth and isinstance(value, list | deque):
+        return [(inner, _copied(inner, depth - 1)) for inner in value]
+    return set(value) if isinstance(value, set) else None
+
+
+def _put_back(value: Any, copied: Any) -> None:
+    if copied is None:
+        return
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(copied)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(copied)
+    else:
+        inner = list(copied.values()) if isinstance(value, dict) else copied
+        value.clear()
+        if isinstance(value, dict):
+            value.update({key: kept for key, (kept, _) in copied.items()})
+        else:
+            value.extend(kept for kept, _ in copied)
+        for kept, contents in inner:
+            _put_back(kept, contents)
+
+
+# -- computing without chance -----------------------------------------------------------------------------
+
+#: Code that moves bytes and must find them as they are.
+_UNTOUCHED_CODE = ("torch.distributed.", "lightning_odc.engine.")
+_DROPOUTS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+)
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_WIDENS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+def _middle(*numbers: Any) -> float:
+    """Of ``(low, high)``, or of ``(high,)``, as functions of random numbers take them."""
+    bounds = [number for number in numbers if isinstance(number, int | float)]
+    return sum(bounds[:2]) / 2
+
+
+#: The value of functions of random numbers, from what they returned and their arguments.
+_CONSTANTS: dict[Any, Callable[..., Any]] = {
+    torch.rand: lambda made, *_, **__: made.fill_(0.5),
+    torch.rand_like: lambda made, *_, **__: made.fill_(0.5),
+    torch.randn: lambda made, *_, **__: made.zero_(),
+    torch.randn_like: lambda made, *_, **__: made.zero_(),
+    torch.randint: lambda made, *a, **__: made.fill_(int(_middle(*a))),
+    torch.randint_like: lambda made, _, *a, **__: made.fill_(int(_middle(*a))),
+    torch.randperm: lambda made, *_, **__: made.copy_(torch.arange(len(made) - 1, -1, -1)),
+    torch.normal: lambda made, mean, *_, **__: made.copy_(torch.as_tensor(mean).expand_as(made)),
+    torch.bernoulli: lambda made, p, *_, **__: made.copy_(p >= 0.5),
+    torch.multinomial: lambda made, p, *_, **__: made.copy_(p.topk(made.size(-1)).indices),
+    Tensor.uniform_: lambda made, _, *a, **__: made.fill_(_middle(*(a or (0, 1)))),
+    Tensor.normal_: lambda made, _, mean=0.0, *__, **___: made.fill_(mean),
+    Tensor.exponential_: lambda made, *_, **__: made.fill_(1.0),
+    Tensor.bernoulli_: lambda made, _, p=0.5, **__: made.copy_(torch.as_tensor(p).expand_as(made) >= 0.5),
+}
+
+
+class _Quiet(TorchFunctionMode):
+    """See Note [A trial without chance].
+
+    Args:
+        wide: Compute in float64.
+        shakes: Change the weights of linear layers a little.
+    """
+
+    def __init__(self, wide: bool, shakes: bool = False) -> None:
+        super().__init__()
+        self._wide = wide
+        self._shakes = shakes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(_UNTOUCHED_CODE):
+            return func(*args, **kwargs)
+        if func in _DROPOUTS:
+            return self._widened(args[0])
+        if func in _CONSTANTS:
+            return _CONSTANTS[func](self._called(func, args, kwargs), *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            bound = inspect.signature(_attention).bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            args, kwargs = bound.args, bound.kwargs
+        elif func is F.multi_head_attention_forward:
+            kwargs = {**kwargs, "training": False}
+        elif func in _RECURRENT:
+            args = [0.0 if isinstance(argument, float) else argument for argument in args]
+        elif func is F.linear and self._shakes:
+            weight = args[1] if len(args) > 1 else kwargs.pop("weight")
+            args = (
+                args[0],
+                weight + torch.linspace(-0.1, 0.1, weight.numel()).to(weight).view_as(weight),
+                *args[2:],
+            )
+        return self._called(func, args, kwargs)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._wide:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func in _WIDENS:
+            return self._widened(args[0])
+        if "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            # What is written to stays what it is; the rest is cast to it.
+            return func(args[0], *self._widened(args[1:]), **kwargs) if args else func(**kwargs)
+        return self._widened(func(*self._widened(args), **self._widened(kwargs)))
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            is_plain = type(value) in (Tensor, nn.Parameter)
+            return value.double() if self._wide and is_plain and value.dtype in _NARROW else value
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value in _NARROW else value
+        if isinstance(value, dict):
+            return {key: self._widened(inner) for key, inner in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([self._widened(inner) for inner in value])
+        return value
+
+
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+) -> None:
+    """The beginning of the signature of ``scaled_dot_product_attention``, which is not written in Python."""
