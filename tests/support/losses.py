@@ -1,0 +1,338 @@
+"""Losses of many kinds of projects, on one set of samples, and the gradient that each of them means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+VOCAB, CLASSES, WIDTH = 19, 4, 6
+LENGTHS = (9, 4, 12, 7, 3, 10, 6, 5, 14, 4, 3, 8, 11, 5, 6, 13)
+Sample = dict[str, Any]
+
+
+def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
+    """Texts with prompts, classes, numbers, series, and the same once more as rejected answers."""
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for index, length in enumerate(lengths):
+        ids = torch.randint(1, VOCAB, (length,), generator=draw)
+        prompt = index % 3
+        made.append(
+            {
+                "input_ids": ids,
+                "labels": torch.cat([torch.full((prompt,), -100), ids[prompt:]]),
+                "label": (index * 3) % CLASSES,
+                "target": torch.rand(CLASSES, generator=draw, dtype=torch.float64),
+                "series": torch.randn(length, WIDTH, generator=draw, dtype=torch.float64),
+                "rejected": torch.randint(1, VOCAB, (max(length - 2, 2),), generator=draw),
+            }
+        )
+    return made
+
+
+def collate(batch: list[Sample]) -> dict[str, Tensor]:
+    def table(name: str, value: int) -> Tensor:
+        return pad_sequence([sample[name] for sample in batch], batch_first=True, padding_value=value)
+
+    made = {"input_ids": table("input_ids", 0), "labels": table("labels", -100), "series": table("series", 0)}
+    made["attention_mask"] = (made["input_ids"] != 0).long()
+    made["label"] = torch.tensor([sample["label"] for sample in batch])
+    made["target"] = torch.stack([sample["target"] for sample in batch])
+    made["rejected"] = table("rejected", 0)
+    return made
+
+
+class Losses(LightningModule):
+    """One small model for all of them.
+
+    Args:
+        kind: A name in `KINDS`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.classes = nn.Linear(WIDTH, CLASSES)
+        self.teacher = nn.Linear(WIDTH, VOCAB).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH) if kind.startswith("batch norm") else nn.Identity()
+        self.seen: Any = None
+        self.steps_run = 0
+        if kind.startswith("hugging face"):
+            import transformers
+
+            size = {
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+            none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            bert = transformers.BertConfig(vocab_size=VOCAB, **size, **none)
+            llama = transformers.LlamaConfig(vocab_size=VOCAB, **size, num_key_value_heads=1, use_cache=False)
+            self.model: Any
+            if "causal" in kind:
+                self.model = transformers.LlamaForCausalLM(llama)
+            else:
+                bert.num_labels = 1 if "regression" in kind else CLASSES
+                if "several" in kind:
+                    bert.problem_type = "multi_label_classification"
+                self.model = transformers.BertForSequenceClassification(bert)
+
+    def states(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.mix(self.embed(ids)))
+
+    def pooled(self, batch: Any, name: str = "input_ids") -> Tensor:
+        mask = (batch[name] != 0).unsqueeze(-1).to(self.mix.weight.dtype)
+        return (self.states(batch[name]) * mask).sum(1) / mask.sum(1)
+
+    def log_probabilities(self, ids: Tensor) -> Tensor:
+        """Of each text, as a sum over its tokens."""
+        each = -F.cross_entropy(self.head(self.states(ids)).transpose(1, 2), ids, reduction="none")
+        return (each * (ids != 0)).sum(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps_run += 1
+        loss = KINDS[self.kind](self, batch)
+        self.log("loss", loss["loss"] if isinstance(loss, dict) else loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1.0)
+
+
+def _tokens(m: Losses, b: Any) -> Tensor:
+    return F.cross_entropy(m.head(m.states(b["input_ids"])).flatten(0, 1), b["labels"].flatten())
+
+
+def _shifted(m: Losses, b: Any) -> Tensor:
+    return F.cross_entropy(
+        m.head(m.states(b["input_ids"]))[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten()
+    )
+
+
+def _pad_ignored(m: Losses, b: Any) -> Tensor:
+    return F.cross_entropy(
+        m.head(m.states(b["input_ids"])).flatten(0, 1), b["input_ids"].flatten(), ignore_index=0
+    )
+
+
+def _own_mask(m: Losses, b: Any) -> Tensor:
+    each = F.cross_entropy(
+        m.head(m.states(b["input_ids"]))[:, :-1].transpose(1, 2), b["input_ids"][:, 1:], reduction="none"
+    )
+    mask = b["attention_mask"][:, 1:]
+    return (each * mask).sum() / mask.sum()
+
+
+def _sequence_means(m: Losses, b: Any) -> Tensor:
+    each = F.cross_entropy(m.head(m.states(b["input_ids"])).transpose(1, 2), b["labels"], reduction="none")
+    mask = b["labels"] != -100
+    return ((each * mask).sum(1) / mask.sum(1)).mean()
+
+
+def _pairs(m: Losses, b: Any) -> Tensor:
+    chosen, rejected = (m.log_probabilities(b[name]) for name in ("input_ids", "rejected"))
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def _rewards(m: Losses, b: Any) -> Tensor:
+    chosen, rejected = (m.classes(m.pooled(b, name))[:, 0] for name in ("input_ids", "rejected"))
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def _distilled(m: Losses, b: Any) -> Tensor:
+    states, mask = m.states(b["input_ids"]), b["attention_mask"].bool()
+    with torch.no_grad():
+        wanted = m.teacher(states).softmax(-1)[mask]
+    return F.kl_div(m.head(states).log_softmax(-1)[mask], wanted, reduction="batchmean")
+
+
+def _ctc(m: Losses, b: Any) -> Tensor:
+    scores = m.head(m.states(b["input_ids"])).log_softmax(-1).transpose(0, 1)
+    lengths = b["attention_mask"].sum(1)
+    return F.ctc_loss(scores, b["label"][:, None] + 1, lengths, torch.ones_like(lengths))
+
+
+def _items(m: Losses, b: Any) -> dict[str, Any]:
+    each = F.cross_entropy(
+        m.head(m.states(b["input_ids"])).flatten(0, 1), b["labels"].flatten(), reduction="sum"
+    )
+    return {"loss": each, "num_items": (b["labels"] != -100).sum()}
+
+
+def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
+    by_class = F.cross_entropy(m.classes(m.pooled(b)), b["label"])
+    return {
+        "loss": by_class + 0.3 * F.mse_loss(m.classes(m.pooled(b)), b["target"]),
+        "by_class": by_class.detach(),
+    }
+
+
+def _series(m: Losses, b: Any) -> Tensor:
+    mask = b["attention_mask"].unsqueeze(-1)
+    mean = (torch.tanh(m.mix(b["series"])) * mask).sum(1) / mask.sum(1)
+    return F.mse_loss(m.classes(mean), b["target"])
+
+
+def _noise_predicted(m: Losses, b: Any) -> Tensor:
+    noise = torch.randn_like(b["series"])
+    mask = b["attention_mask"].unsqueeze(-1)
+    return (
+        ((m.mix(b["series"] * 0.7 + noise) - noise).square() * mask).sum((1, 2)).div(mask.sum((1, 2))).mean()
+    )
+
+
+def _contrastive(m: Losses, b: Any) -> Tensor:
+    one, other = (F.normalize(m.pooled(b, name), dim=1) for name in ("input_ids", "rejected"))
+    return F.cross_entropy(one @ other.T * 10, torch.arange(len(one)))
+
+
+def _ranked(m: Losses, b: Any) -> Tensor:
+    score = m.classes(m.pooled(b))[:, 0]
+    return -F.logsigmoid(
+        (score[:, None] - score[None]) * (b["label"][:, None] - b["label"][None]).sign()
+    ).mean()
+
+
+def _queue(m: Losses, b: Any) -> Tensor:
+    mean = m.pooled(b).mean(0)
+    loss = F.cross_entropy(m.classes(m.pooled(b)), b["label"])
+    if m.seen is not None:
+        loss = loss + (mean - m.seen).square().sum()
+    m.seen = mean.detach()
+    return loss
+
+
+def _auxiliary(m: Losses, b: Any) -> Tensor:
+    return _tokens(m, b) + 0.1 * m.classes(m.pooled(b)).softmax(-1).mean(0).square().sum()
+
+
+#: What counts: ``labels``, ``mask``, ``samples``, ``sum`` or ``num_items``; ``whole``: nothing, and batches stay whole.
+COUNTS: dict[str, str] = {}
+KINDS: dict[str, Callable[[Losses, Any], Any]] = {}
+
+
+def _kind(name: str, counts: str, loss: Callable[[Losses, Any], Any]) -> None:
+    KINDS[name], COUNTS[name] = loss, counts
+
+
+_kind("labels", "labels", _tokens)
+_kind("labels, shifted by the step", "labels", _shifted)
+_kind("padding as ignore_index", "mask", _pad_ignored)
+_kind("own mask", "mask", _own_mask)
+_kind("loss and num_items", "num_items", _items)
+_kind("distillation over tokens", "mask", _distilled)
+_kind(
+    "hugging face causal model",
+    "labels",
+    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["labels"]).loss,
+)
+_kind(
+    "hugging face causal model, labels of the collator",
+    "labels",
+    lambda m, b: F.cross_entropy(
+        m.model(b["input_ids"], b["attention_mask"]).logits.flatten(0, 1), b["labels"].flatten()
+    ),
+)
+_kind("classes", "samples", lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["label"]))
+_kind(
+    "several classes",
+    "samples",
+    lambda m, b: F.binary_cross_entropy_with_logits(m.classes(m.pooled(b)), b["target"]),
+)
+_kind("regression", "samples", lambda m, b: F.mse_loss(m.classes(m.pooled(b)), b["target"]))
+_kind("series", "samples", _series)
+_kind("means of sequences", "samples", _sequence_means)
+_kind("preference pairs", "samples", _pairs)
+_kind("reward pairs", "samples", _rewards)
+_kind("several tasks", "samples", _several_tasks)
+_kind("ctc", "samples", _ctc)
+_kind(
+    "hugging face classes",
+    "samples",
+    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["label"]).loss,
+)
+_kind(
+    "hugging face regression",
+    "samples",
+    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["target"][:, 0]).loss,
+)
+_kind(
+    "hugging face several classes",
+    "samples",
+    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["target"]).loss,
+)
+_kind("sum", "sum", lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["label"], reduction="sum"))
+_kind("noise", "samples", _noise_predicted)
+_kind(
+    "dropout",
+    "labels",
+    lambda m, b: F.cross_entropy(
+        m.head(F.dropout(m.states(b["input_ids"]), 0.3)).flatten(0, 1), b["labels"].flatten()
+    ),
+)
+_kind(
+    "class weights",
+    "whole",
+    lambda m, b: F.cross_entropy(
+        m.classes(m.pooled(b)), b["label"], weight=torch.arange(1.0, 5.0).to(m.mix.weight)
+    ),
+)
+_kind("contrastive", "whole", _contrastive)
+_kind("ranked pairs", "whole", _ranked)
+_kind("batch norm", "whole", lambda m, b: F.cross_entropy(m.classes(m.norm(m.pooled(b))), b["label"]))
+_kind("queue", "whole", _queue)
+_kind("auxiliary loss", "whole", _auxiliary)
+_kind(
+    "padding in the mean",
+    "whole",
+    lambda m, b: F.mse_loss(m.classes(m.states(b["input_ids"]).mean(1)), b["target"]),
+)
+_kind(
+    "all_gather",
+    "whole",
+    lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["label"]) + 0 * m.all_gather(torch.ones(1)).sum(),
+)
+
+#: Whose loss has no value that repeats.
+RANDOM = ("noise", "dropout")
+#: What depends on the batches that this rank ran before.
+STATEFUL = ("queue",)
+
+
+def dealt(data: Sequence[Any], world_size: int, batch_size: int) -> list[list[Any]]:
+    """The batches of an optimizer step as a distributed sampler deals them to ranks, all in one list."""
+    own = [data[rank::world_size] for rank in range(world_size)]
+    return [list(part[i : i + batch_size]) for part in own for i in range(0, len(part), batch_size)]
+
+
+def meant(kind: str, batches: list[list[Sample]], world_size: int) -> dict[str, Tensor]:
+    """Parameters after one step of one process on what a loss means: a mean over all that counts, or over batches."""
+    module = Losses(kind).double()
+    for part in module.modules():
+        part.training = not isinstance(part, nn.Dropout)
+    object.__setattr__(module, "log", lambda *_: None)
+    object.__setattr__(module, "all_gather", lambda tensor: tensor)
+    optimizer = module.configure_optimizers()
+    if COUNTS[kind] == "whole":
+        for batch in batches:
+            (KINDS[kind](module, collate(batch)) / len(batches)).backward()
+    else:
+        whole = KINDS[kind](module, collate([sample for batch in batches for sample in batch]))
+        if COUNTS[kind] == "num_items":
+            whole = whole["loss"] / whole["num_items"]
+        elif COUNTS[kind] == "sum":
+            whole = whole / len(batches)
+        (whole["loss"] if isinstance(whole, dict) else whole).backward()
+    optimizer.step()
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
