@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -49,9 +49,10 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
     at = middle(sizes)
     groups = range(at), range(at, len(sizes))
     halves = [take(group) for group in groups]
-    shares = [planned_count(rule, [sizes[index] for index in group]) for group in groups]
-    if rule.counter is not None:
-        shares = [float(cast(Tensor, rule.counter.of(half))) for half in halves]
+    planned = [planned_count(rule, [sizes[index] for index in group]) for group in groups]
+    counted = [None if rule.counter is None else rule.counter.of(half) for half in halves]
+    shares = [float(count or 0.0) for count in counted]
+    shares = shares if sum(shares) else planned
     details = _details(task.detail, len(sizes), at)
     return [
         Task(half, task.weight * share / sum(shares), detail)

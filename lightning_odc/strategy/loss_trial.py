@@ -194,7 +194,7 @@ def _put_back(value: Any, copied: Any) -> None:
 
 # -- computing without chance -----------------------------------------------------------------------------
 
-#: Code that moves bytes and must find them as they are.
+#: Code that moves bytes and must find them as they are, as registered operators do that it calls.
 _UNTOUCHED_CODE = ("torch.distributed.", "lightning_odc.engine.")
 _DROPOUTS = (
     F.dropout,
@@ -249,7 +249,7 @@ class _Quiet(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(_UNTOUCHED_CODE):
+        if type(func).__module__ == "torch._ops" or _caller().startswith(_UNTOUCHED_CODE):
             return func(*args, **kwargs)
         if func in _DROPOUTS:
             return self._widened(args[0])
@@ -296,6 +296,21 @@ class _Quiet(TorchFunctionMode):
         return value
 
 
+def _caller() -> str:
+    """The module that has called a function of torch, behind those in which torch dispatches it."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _DISPATCHING:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+_DISPATCHING = (
+    "torch.overrides",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch._tensor",
+    "torch.autograd.grad_mode",
+)
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -369,7 +369,7 @@ class Rescue:
         can_read = task.detail is not None and task.detail.samples is not None
         verdict = Verdict(Rule("sample")) if can_read else self._steps.rule_of_parts(task.microbatch)
         if verdict.rule is None:
-            self._history[-1] += f" (which cannot be cut: {verdict.reason})"
+            self._history[-1] += f" (which cannot be cut: {verdict.reason})" * bool(verdict.reason)
             return [task]
         try:
             parts = parts_of(task, verdict.rule)

@@ -389,7 +389,7 @@ class Training:
         """What parts of a microbatch count, which nobody but its tensors can tell; tried with some of its samples."""
         found = pieces_of(microbatch)
         if found is None:
-            return Verdict(None, "nothing in it tells samples apart")
+            return Verdict(None)  # a single sample, maybe
         sizes, take = found
         shapes = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
         if shapes not in self._rules_of_parts:

@@ -16,6 +16,7 @@ from lightning_odc import BalancedDataLoader
 from lightning_odc.data.minibatch import Detail, Samples, Task
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.data.split import middle, parts_of
+from lightning_odc.data.weighting import Counter, Rule
 
 
 @given(st.lists(st.integers(1, 100), min_size=2, max_size=12))
@@ -33,7 +34,7 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
     found, todo = [], [Task(PackingCollator()(tokens), weight, None)]
     while todo:
         task = todo.pop(0)
-        parts = parts_of(task, shifts_labels=True)
+        parts = parts_of(task, Rule("token", Counter(skips_first=True)))
         if not parts:
             found.append(task)
             continue
@@ -52,11 +53,11 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
 
 def test_rows_are_also_found_by_positions_and_by_numbers_of_samples() -> None:
     row = {name: value for name, value in pack_samples([[1, 2, 3], [4, 5]]).items() if name != "cu_seqlens"}
-    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), False))
+    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), Rule("token")))
     assert first["input_ids"].tolist() == [[1, 2, 3]]
     assert second["position_ids"].tolist() == [[0, 1]]
     numbered = {"x": torch.arange(5.0)[None, :, None], "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
-    first, second = parts_of(Task(numbered, 1.0, None), False)
+    first, second = parts_of(Task(numbered, 1.0, None), Rule("token"))
     assert first.microbatch["x"].shape == (1, 2, 1)
     assert (first.weight, second.weight) == pytest.approx((0.4, 0.6))
 
@@ -87,7 +88,7 @@ class Record:
 )
 def test_tensors_are_cut_along_the_batch(make: Any) -> None:
     x = torch.arange(12.0).view(3, 4)
-    first, second = parts_of(Task(make(x), 6.0, None), False)
+    first, second = parts_of(Task(make(x), 6.0, None), Rule("token"))
     assert type(first.microbatch) is type(make(x))
     sizes = [one.weight for one in (first, second)]
     assert sizes == [2.0, 4.0]
@@ -105,7 +106,7 @@ def test_tensors_are_cut_along_the_batch(make: Any) -> None:
     ids=["one row", "one sample without rows", "unequal", "text", "empty", "nothing"],
 )
 def test_what_has_no_samples_to_count_is_not_cut(batch: Any) -> None:
-    assert parts_of(Task(batch, 1.0, None), False) == []
+    assert parts_of(Task(batch, 1.0, None), Rule("token")) == []
 
 
 def test_samples_that_can_be_read_again_are() -> None:
@@ -113,8 +114,8 @@ def test_samples_that_can_be_read_again_are() -> None:
         return Task(f"batch of {indices}", float(len(indices)), None)
 
     detail = Detail([9, 1, 2], (0,), Samples([5, 6, 7], read))
-    assert parts_of(Task("not looked at", 3.0, detail), False) == [read([5]), read([6, 7])]
-    assert parts_of(Task("", 1.0, Detail([9], (0,), Samples([5], read))), False) == []
+    assert parts_of(Task("not looked at", 3.0, detail), Rule("token")) == [read([5]), read([6, 7])]
+    assert parts_of(Task("", 1.0, Detail([9], (0,), Samples([5], read))), Rule("token")) == []
 
 
 def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> None:
@@ -124,9 +125,9 @@ def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> N
         list(torch.arange(4.0)), minibatch_size=4, weighting=lambda n: n / n.sum(), **options
     )
     (task,) = next(iter(data)).tasks()
-    parts = parts_of(task, False)
+    parts = parts_of(task, Rule("token"))
     assert sum(part.weight for part in parts) == pytest.approx(task.weight)
-    for part in [*parts, *parts_of(parts[0], False)]:
+    for part in [*parts, *parts_of(parts[0], Rule("token"))]:
         assert part.detail is not None
         assert part.detail.samples is not None
         assert part.weight == pytest.approx(sum(index + 1 for index in part.detail.samples.indices) / 10)
@@ -134,14 +135,14 @@ def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> N
 
 def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() -> None:
     row = {**pack_samples([[1, 2, 3], [4, 5]]), "names": ["a", "b"]}
-    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), False))
+    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), Rule("token")))
     assert (first["names"], second["names"]) == (["a"], ["b"])
     images = {**row, "images": [torch.ones(2, 2), torch.ones(3, 3)]}
-    assert parts_of(Task(images, 1.0, None), False) == []
+    assert parts_of(Task(images, 1.0, None), Rule("token")) == []
 
 
 def test_the_first_part_keeps_the_random_numbers() -> None:
     whole = Task(torch.ones(4, 2), 1.0, Detail([2, 2, 2, 2], (3, 1)))
-    first, second = parts_of(whole, False)
+    first, second = parts_of(whole, Rule("token"))
     assert first.detail == Detail([2, 2], (3, 1))
     assert second.detail == Detail([2, 2], (3, 1, 2))

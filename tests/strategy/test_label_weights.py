@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lightning_odc.callbacks import FiniteCheck
-from lightning_odc.data.batch_size import label_count
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator
+from lightning_odc.data.weighting import Counter
 from lightning_odc.engine.base import Counting, Ledger, SettleRecord, denominator
 from lightning_odc.errors import DisagreementError, NotFiniteError
 from lightning_odc.strategy.contribution import contribution
@@ -221,7 +221,7 @@ def fit_by_hand(rank: int, communication: str, poison: int | None, world_size: i
 def test_gradients_of_a_mean_over_nothing_are_left_out(communication: str, world_size: int) -> None:
     with torch.no_grad():
         module = ByHand()
-        means = [(float(module.mean(padded([one]))), label_count(padded([one]), True)) for one in MASKED]
+        means = [(float(module.mean(padded([one]))), Counter(skips_first=True).of(padded([one]))) for one in MASKED]
     total = sum(float(mean * count) for mean, count in means if count)  # type: ignore[operator]
     expected = total / sum(float(count) for _, count in means)  # type: ignore[arg-type]
     for found in run_ranks(fit_by_hand, communication, None, world_size, world_size=world_size):
@@ -270,7 +270,7 @@ ROWS = torch.tensor([[1, 2, 3], [-100, -100, 4]])
     ],
 )
 def test_labels_that_a_mean_is_over(batch: Any, shifted: bool, count: int | None) -> None:
-    found = label_count(batch, shifted)
+    found = Counter(skips_first=shifted).of(batch)
     assert found is None if count is None else float(found) == count  # type: ignore[arg-type]
 
 

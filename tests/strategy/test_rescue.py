@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc.data.minibatch import Task
+from lightning_odc.data.weighting import Rule, Verdict
 from lightning_odc.engine.additions import Added, TakenBackError
 from lightning_odc.engine.base import Counting, Engine, Ledger, denominator
 from lightning_odc.engine.collective import CollectiveEngine, single_process
@@ -58,6 +59,9 @@ class FakeSteps:
     def leave_out(self, task: Task) -> None:
         self.calls.append("leave out")
 
+    def rule_of_parts(self, microbatch: Any) -> Verdict:
+        return Verdict(Rule("sample"))
+
     def quiet(self) -> Any:
         return nullcontext()
 
@@ -67,7 +71,7 @@ def again(steps: FakeSteps, task: Task, added: Added | None = None, is_behind_fo
     engine = SimpleNamespace(
         why_no_retry=str, let_go=lambda: added, resume=lambda added, takes_back=False: None
     )
-    rescue = Rescue("skip", cast(Engine, engine), steps, torch.device("cpu"), shifts_labels=False)
+    rescue = Rescue("skip", cast(Engine, engine), steps, torch.device("cpu"))
     attempt = Attempt(task, 0, torch.device("cpu"))
     if is_behind_forward:
         attempt.item = steps.forward(task)
