@@ -24,6 +24,8 @@ ODCStrategy shards the model, and parameters (DTensor) are whole only inside `fo
   A method of a unit beside `forward`, or a layer inside a unit that is called from outside:
     def on_fit_start(self):
         torch.distributed.fsdp.register_fsdp_forward_method(self.block, "encode")
+  An average of the weights (EMA) in `on_before_zero_grad`, where units may be whole: update it in `on_train_batch_end`,
+  or write Trainer(callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()]).
   An optimizer that mixes shards with tensors of its own: torch.optim.AdamW, SGD and Muon do not."""
 
 _UNALLOCATED = """\
@@ -67,11 +69,11 @@ _ADVICE = {
 
 
 def advise(exception: BaseException) -> None:
-    """Add a note that says what to write, if this is an error of torch about something sharded. Idempotent."""
+    """Say first what to write, if this is an error of torch about something sharded. Idempotent."""
     said = str(exception)
     advice = next((advice for words, advice in _ADVICE.items() if words in said), None)
-    if advice is not None and advice not in getattr(exception, "__notes__", ()):
-        exception.add_note(advice)
+    if advice is not None and advice not in said:
+        exception.args = (f"{advice}\nWhat torch says: {said}",)
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -308,6 +308,14 @@ def encode(module: Any) -> Any:
     return module.net.blocks[0].up(module.net.embed.weight).mean()
 
 
+def average(module: Any) -> Any:
+    shards = module.optimizers().param_groups[0]["params"]
+    return [
+        torch.lerp(shard.detach(), p.detach(), 0.1)
+        for shard, p in zip(shards, module.parameters(), strict=True)
+    ]
+
+
 def flatten(module: Any) -> Any:
     return nn.utils.parameters_to_vector(module.parameters())
 
@@ -320,6 +328,12 @@ SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         "training_step",
         "got mixed torch.Tensor and DTensor",
         "register_fsdp_forward_method(",
+    ),
+    "average": (
+        average,
+        "on_before_zero_grad",
+        "got mixed torch.Tensor and DTensor",
+        "update it in `on_train_batch_end`",
     ),
     "norm": (
         lambda module: grad_norm(module, 2),
@@ -369,6 +383,7 @@ def test_errors_of_torch_about_sharded_parameters_say_what_to_write():
             for text in texts[case]:
                 assert words in text, case
                 assert text.count(advice) == 1, text
+                assert not words or text.partition(": ")[2].startswith("ODCStrategy shards"), text
             assert words in page
         on_demand, collective = texts["LBFGS"]
         assert on_demand.startswith("ValueError: LBFGS runs the model several times in one step")
