@@ -171,10 +171,9 @@ def test_the_precision_plugin_that_a_strategy_was_made_with_stays():
 
 def test_pytorch_lightnings_trainer_explains_itself():
     other = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(
-        TypeError, match=r"(?s)from lightning.pytorch import LightningModule, Trainer\ninstead"
-    ):
-        other.Trainer(strategy="odc", accelerator="cpu", devices=1)
+    for name in ("odc", "odc_plain", "odc_balanced"):
+        with pytest.raises(TypeError, match=rf'(?s)"{name}".*import LightningModule, Trainer\ninstead'):
+            other.Trainer(strategy=name, accelerator="cpu", devices=1)
     with pytest.raises(Exception, match=r"for lightning\.pytorch\.Trainer"):
         other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
 
