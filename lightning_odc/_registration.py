@@ -1,4 +1,4 @@
-"""Making ``"odc"`` a name that Lightning knows."""
+"""Making ``"odc"`` and its variants names that Lightning knows."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ from typing import Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_odc import _compat
 from lightning_odc.strategy.odc import ODCStrategy
+
+NAMES = ("odc", "odc_plain", "odc_balanced")
 
 
 def register() -> None:
     """Register the strategies with Lightning's Trainer and Fabric. Safe to call again."""
     if ODCStrategy.strategy_name not in StrategyRegistry:
         ODCStrategy.register_strategies(StrategyRegistry)
-    if ODCStrategy.strategy_name not in STRATEGY_REGISTRY:
-        STRATEGY_REGISTRY.register(
-            ODCStrategy.strategy_name, _fabric_strategy, description="On-demand communication in Fabric"
-        )
     other = _compat.other_strategy_registry()
-    if other is not None and ODCStrategy.strategy_name not in other:
-        other.register(ODCStrategy.strategy_name, _explain_other_trainer, description="see lightning_odc")
+    for name in NAMES:
+        if name not in STRATEGY_REGISTRY:
+            describe = "On-demand communication in Fabric"
+            STRATEGY_REGISTRY.register(name, _fabric_strategy, description=describe, word=name)
+        if other is not None and name not in other:
+            other.register(name, _explain_other_trainer, description="see lightning_odc", word=name)
 
 
-def _fabric_strategy(**options: Any) -> Any:
+def _fabric_strategy(word: str, **options: Any) -> Any:
     """Imported when needed: users of the Trainer do not wait for it."""
     from lightning_odc.fabric import ODCFabricStrategy
 
+    if word == "odc_balanced":
+        rank_zero_warn(
+            'Fabric(strategy="odc_balanced") balances nothing: in Fabric, your loop says which rank runs which '
+            "microbatches. Ranks may run different numbers of them, with fabric.backward(loss, num_items=n). Write "
+            'Fabric(strategy="odc"), or use lightning.pytorch.Trainer, which balances.'
+        )
     return ODCFabricStrategy(**options)
 
 
-def _explain_other_trainer(**_: Any) -> NoReturn:
+def _explain_other_trainer(word: str) -> NoReturn:
     raise TypeError(
-        'Trainer(strategy="odc") is for the Trainer of the `lightning` package. Write\n'
+        f'Trainer(strategy="{word}") is for the Trainer of the `lightning` package. Write\n'
         "    from lightning.pytorch import LightningModule, Trainer\n"
         "instead of importing them from `pytorch_lightning`; the two packages do not mix."
     )

@@ -21,7 +21,7 @@ from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.transports.choice import check_transport
-from lightning_odc.sharding.nodes import layout_of
+from lightning_odc.sharding.nodes import gloo_checked, layout_of
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import arguments
@@ -114,7 +114,8 @@ class ODCFabricStrategy(ModelParallelStrategy):
         if self.communication != "collective":
             check_transport("auto", self.root_device.type, "ODCFabricStrategy")
         self._on_teardown.enter_context(part_of_the_cores(self.root_device.type, self.num_processes))
-        super().setup_environment()
+        with gloo_checked(self):
+            super().setup_environment()
         if self._layout is not None:
             arguments.check_rows(self._layout, replicates=False, communication=self.communication)
 

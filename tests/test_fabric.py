@@ -226,6 +226,14 @@ def _refusals(rank: int) -> list[str]:
     return said
 
 
+def test_every_name_is_known_and_balancing_is_left_to_the_loop(recwarn):
+    for name in ("odc", "odc_plain", "odc_balanced"):
+        fabric = Fabric(strategy=name, accelerator="cpu", devices=2)
+        assert isinstance(fabric.strategy, ODCFabricStrategy)
+        said = any("balances nothing" in str(one.message) for one in recwarn.list)
+        assert said == (name == "odc_balanced")
+
+
 def test_refusals_show_what_to_write():
     precision, second = run_ranks(_refusals)[0]
     assert "bf16-mixed" in precision

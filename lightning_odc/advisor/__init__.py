@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,9 @@ def advise(
         seed: The seed of the order of samples.
 
     Returns:
-        The advice; ``print`` it. ``advice.line`` is the ``Trainer`` to write, ``advice.helps`` whether on-demand
-        communication gains anything, ``advice.as_dict()`` has all figures, ``advice.save("advice.svg")`` draws them.
+        The advice; ``print`` it. ``advice.line`` is the ``Trainer`` to write, below the import that it needs.
+        ``advice.helps``: whether on-demand communication gains anything. ``advice.as_dict()`` has all figures,
+        ``advice.save("advice.svg")`` draws them.
 
     Raises:
         ValueError: Invalid lengths, model, device or sizes. The message lists what is accepted.
@@ -63,17 +65,21 @@ def advise(
     from lightning_odc.advisor.answer import answer
     from lightning_odc.advisor.question import Sizes, ask
     from lightning_odc.advisor.report import Advice
+    from lightning_odc.demo.options import OptionError
 
-    sizes = Sizes(devices, nodes, minibatch_size, max_tokens)
-    question = ask(
-        lengths,
-        model,
-        sizes,
-        device=device,
-        trainer=trainer,
-        length_fn=length_fn,
-        max_length=max_length,
-        tokenizer=tokenizer,
-        seed=seed,
-    )
-    return Advice.of(answer(question))
+    try:
+        question = ask(
+            lengths,
+            model,
+            Sizes(devices, nodes, minibatch_size, max_tokens),
+            device=device,
+            trainer=trainer,
+            length_fn=length_fn,
+            max_length=max_length,
+            tokenizer=tokenizer,
+            seed=seed,
+        )
+        return Advice.of(answer(question))
+    except OptionError as error:  # it names options of the command line: "--max-length 0: use 1 or more"
+        said = re.sub(r"--([a-z-]+)( ?)", lambda at: at[1].replace("-", "_") + "=" * len(at[2]), str(error))
+        raise OptionError(said) from error

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.advisor import advise
 from lightning_odc.bench.options import DISTRIBUTIONS
 from lightning_odc.console import Form, add_form, say_first
 from lightning_odc.demo.options import OptionError
@@ -81,8 +80,12 @@ def _advise(parsed: dict[str, Any], form: Form) -> int:
     if picture is not None and picture.suffix not in _ENDINGS:
         raise OptionError(f"--picture {picture}: its ending says the format: {', '.join(_ENDINGS)}")
     say_first(form)
-    lengths = parsed.pop("lengths")
-    advice = advise(lengths, **parsed)
+    from lightning_odc.advisor.answer import answer
+    from lightning_odc.advisor.question import Sizes, ask
+    from lightning_odc.advisor.report import Advice
+
+    sizes = Sizes(*(parsed.pop(name) for name in ("devices", "nodes", "minibatch_size", "max_tokens")))
+    advice = Advice.of(answer(ask(parsed.pop("lengths"), parsed.pop("model"), sizes, **parsed)))
     if picture is not None:
         _draw(advice, picture)
     if form.json:

@@ -232,7 +232,9 @@ def _tokenizer(name: str | None) -> Any:
 
         return AutoTokenizer.from_pretrained(name)
     except ImportError:
-        raise OptionError('--tokenizer needs transformers: pip install "lightning-odc[demo]"') from None
+        raise OptionError(
+            f'--tokenizer {name}: it needs transformers: pip install "lightning-odc[demo]"'
+        ) from None
     except Exception as error:
         raise OptionError(f"--tokenizer {name}: {_one_line(error)}") from error
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
 
-from lightning_odc.advisor.answer import AS_THEY_COME, Answer, Setting, enough_devices
+from lightning_odc.advisor.answer import AS_THEY_COME, WORTH, Answer, Setting, enough_devices
 from lightning_odc.advisor.limits import Limit, limits_of
 from lightning_odc.bench.results import Interval
 from lightning_odc.files import write_json
@@ -54,7 +55,7 @@ class Advice:
 
     @property
     def line(self) -> str:
-        """The ``Trainer`` to write."""
+        """The ``Trainer`` to write, below the import that it needs."""
         return trainer_line(self.answer)
 
     @cached_property
@@ -65,7 +66,8 @@ class Advice:
     def __str__(self) -> str:
         parts = [
             self._verdict(),
-            f"    {self.line}",
+            indent(self.line, "    "),
+            self._untried(),
             self._facts(),
             self._table(),
             self._why(),
@@ -89,7 +91,9 @@ class Advice:
                 f"On-demand communication would not help{tight}: {_ratio(over_collectives)} over the best that "
                 f"collectives can do ({answer.by_collectives})."
             )
-            if answer.recommended is answer.by_collectives:
+            if answer.question.cluster.devices == 1:
+                said = "One device has no other to wait for: on-demand communication gains nothing."
+            if answer.recommended.policy != AS_THEY_COME and self.speed_up[1] >= WORTH:
                 said += f" Balancing would: {_ratio(self.speed_up)} over batches as they come."
         return said if answer.fits else f"{self._shortage()}\n{said}"
 
@@ -104,6 +108,10 @@ class Advice:
             f"No setting fits into memory: the smallest ({least}) takes {_gb(memory.total)} of {_gb(memory.limit)}, "
             f"{_gb(memory.activations)} of it for activations and logits. {remedy} The times below assume enough."
         )
+
+    def _untried(self) -> str:
+        is_untried = not self.answer.is_cpu and "lightning_odc" in self.line
+        return "Lightning-ODC's code for GPUs has not run on a GPU yet." if is_untried else ""
 
     def _facts(self) -> str:
         question, gain = self.answer.question, self.answer.gain
@@ -219,17 +227,19 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def trainer_line(answer: Answer) -> str:
-    """The ``Trainer`` to write for the recommended setting."""
+    """The ``Trainer`` to write for the recommended setting, below the import that it needs."""
     question, setting = answer.question, answer.recommended
     per_node = question.cluster.devices // question.cluster.nodes
     nodes = f", num_nodes={question.cluster.nodes}" if question.cluster.nodes > 1 else ""
     where = 'accelerator="cpu"' if answer.is_cpu else 'accelerator="gpu"'
     precision = "" if answer.is_cpu else ', precision="bf16-mixed"'
-    return f"Trainer({where}, devices={per_node}{nodes}{precision}, strategy={_strategy(setting)})"
+    strategy = _strategy(setting, answer)
+    imported = "import lightning_odc\n" * ("odc" in strategy)
+    return f"{imported}Trainer({where}, devices={per_node}{nodes}{precision}, strategy={strategy})"
 
 
-def _strategy(setting: Setting) -> str:
-    """The value of ``Trainer(strategy=...)``."""
+def _strategy(setting: Setting, answer: Answer) -> str:
+    """The value of ``Trainer(strategy=...)``. Without balancing, it is Lightning's; its FSDP refuses processors."""
     options = []
     if setting.communication != "on_demand":
         options.append(f'communication="{setting.communication}"')
@@ -239,10 +249,10 @@ def _strategy(setting: Setting) -> str:
     if setting.sharding == "hybrid":
         options.append('sharding_strategy="HYBRID_SHARD"')
     if options == ['communication="collective"']:
-        return '"fsdp"'
+        return '"auto"' if answer.question.cluster.devices == 1 else '"ddp"' if answer.is_cpu else '"fsdp"'
     names = {"": '"odc"', 'balance="auto"': '"odc_balanced"'}
     written = ", ".join(options)
-    return names.get(written, f"ODCStrategy({written})")
+    return names.get(written, f"lightning_odc.ODCStrategy({written})")
 
 
 def skew_of(lengths: Any) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Sequence
 
 from torch.optim import LBFGS, Optimizer
@@ -24,7 +26,8 @@ ODCStrategy shards the model, and parameters (DTensor) are whole only inside `fo
   A method of a unit beside `forward`, or a layer inside a unit that is called from outside:
     def on_fit_start(self):
         torch.distributed.fsdp.register_fsdp_forward_method(self.block, "encode")
-  An optimizer that mixes shards with tensors of its own: torch.optim.AdamW, SGD and Muon do not."""
+  An average of the weights (EMA) in `on_before_zero_grad`, where units may be whole: update it in `on_train_batch_end`,
+  or write Trainer(callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])."""
 
 _UNALLOCATED = """\
 ODCStrategy shards parameters and gradients (DTensor), and `torch.tensor([...])` cannot hold them. For the norm of the \
@@ -48,12 +51,18 @@ ODCStrategy shards the model, and a sharded one cannot be copied or pickled. Fil
         whole.load_state_dict(state)
 For averages of the weights: Trainer(callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])."""
 
-_UNKNOWN = """\
+_ANOTHER_OPTIMIZER = (
+    "    torch.optim.AdamW(self.parameters(), lr=1e-4)  # SGD, Muon and most others work, too"
+)
+
+_UNKNOWN = f"""\
 ODCStrategy shards parameters and gradients (DTensor), and this operation does not know how to work on shards. An \
 optimizer that flattens or factors parameters (LBFGS, Adafactor) cannot be used: write
-    torch.optim.AdamW(self.parameters(), lr=1e-4)  # SGD, Muon and most others work, too
+{_ANOTHER_OPTIMIZER}
 For `parameters_to_vector` and the like, pass whole parameters: [p.full_tensor() for p in self.parameters()], on all \
 ranks together."""
+
+_RAW = "\nWhat torch says: "
 
 #: By a part of what torch says (2.9 to 2.13).
 _ADVICE = {
@@ -63,23 +72,46 @@ _ADVICE = {
     "FSDP does not support deepcopy": _NO_COPY,
     "_fsdp_init.FSDP": _NO_COPY,
     "Sharding propagation failed": _UNKNOWN,
+    "does not have a sharding strategy registered": _UNKNOWN,
 }
 
 
 def advise(exception: BaseException) -> None:
-    """Add a note that says what to write, if this is an error of torch about something sharded. Idempotent."""
+    """Say first what to write, if this is an error of torch about something sharded. Idempotent."""
     said = str(exception)
     advice = next((advice for words, advice in _ADVICE.items() if words in said), None)
-    if advice is not None and advice not in getattr(exception, "__notes__", ()):
-        exception.add_note(advice)
+    if advice is not None and _RAW not in said:
+        exception.args = (f"{_of_optimizer(exception) or advice}{_RAW}{said}",)
+
+
+def _of_optimizer(exception: BaseException) -> str:
+    """What to write if an optimizer's own code raised; empty if its closure did, or something else."""
+    for frame, _ in reversed(list(traceback.walk_tb(exception.__traceback__))):
+        if frame.f_globals.get("__name__", "").startswith("lightning"):
+            break
+        if isinstance(optimizer := frame.f_locals.get("self"), Optimizer):
+            name, mend = type(optimizer).__name__, ""
+            if "_foreach_" in str(exception) and "foreach" in inspect.signature(type(optimizer)).parameters:
+                mend = f"    {name}(self.parameters(), foreach=False)\nor another optimizer:\n"
+            return (
+                "ODCStrategy shards parameters and gradients (DTensor), and the optimizer "
+                f"{name} does not know how to work on shards. Write\n{mend}{_ANOTHER_OPTIMIZER}"
+            )
+    return ""
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that cannot work on demand.
 
     Raises:
-        ValueError: an optimizer is LBFGS.
+        ValueError: an optimizer is LBFGS, or one of bitsandbytes.
     """
+    for kind in (kind for optimizer in optimizers for kind in type(optimizer).__mro__):
+        if kind.__module__.startswith("bitsandbytes."):
+            raise ValueError(
+                f"{kind.__name__} of bitsandbytes reads parameters at their addresses in memory, and sharded ones "
+                f"(DTensor) have none of their own. Write\n{_ANOTHER_OPTIMIZER}"
+            )
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS runs the model several times in one step, while ranks change the shards that others would read, "

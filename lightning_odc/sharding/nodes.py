@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import json
+import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from lightning_odc._version import __version__
@@ -60,6 +66,52 @@ def layout_of(device_mesh: Any, num_nodes: int, world_size: int, rank: int) -> L
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     """The 2-D mesh of a layout, with the dimensions ``replicate`` and ``shard``. All ranks together."""
     return DeviceMesh(device_type, torch.tensor(layout.rows), mesh_dim_names=("replicate", "shard"))
+
+
+@contextlib.contextmanager
+def gloo_checked(strategy: Any) -> Iterator[None]:
+    """Make the process group in this context: before, all nodes tell whether others can reach gloo there.
+
+    gloo takes the address that the name of the host has. If that is the loopback interface, other hosts do not get
+    through: one end waits for the whole timeout, and the other fails without the reason.
+
+    Raises:
+        ValueError: a host of several has such a name. On all nodes.
+    """
+    is_gloo = strategy.root_device.type == "cpu" or "gloo" in (strategy.process_group_backend or "")
+    if strategy.num_nodes == 1 or not is_gloo or dist.is_initialized():
+        yield
+        return
+    environment = strategy.cluster_environment
+    os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    node, local = strategy.node_rank, strategy.local_rank
+    rank, count = node * strategy.num_processes + local, strategy.world_size
+    store, _, _ = next(rendezvous("env://", rank, count, timeout=strategy.timeout))
+    is_lost = "GLOO_SOCKET_IFNAME" not in os.environ and _is_on_loopback(socket.gethostname())
+    store.set(f"odc/host/{node}", json.dumps([socket.gethostname(), boot_id(), is_lost]))
+    hosts = [json.loads(store.get(f"odc/host/{one}")) for one in range(strategy.num_nodes)]
+    lost = sorted({name for name, _, is_lost in hosts if is_lost})
+    if lost and len({(name, boot) for name, boot, _ in hosts}) > 1:
+        if store.add("odc/told", 1) == count:
+            store.set("odc/all told", "")
+        if rank == 0:  # whose end is that of the store
+            store.wait(["odc/all told"])
+        raise ValueError(
+            f"The name of {', '.join(lost)} is that of the loopback interface, or of none, so the other nodes cannot "
+            "reach gloo there. On every node, name the interface that the nodes see each other by (`ip -brief address` "
+            "lists them):\n    export GLOO_SOCKET_IFNAME=eth0"
+        )
+    yield  # the process group takes the same store: rank 0 must not have closed it
+
+
+def _is_on_loopback(name: str) -> bool:
+    """Whether gloo takes the loopback interface for a name: the first of its addresses that is here, or else that."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return ipaddress.ip_address(address[0]).is_loopback
+    return True
 
 
 def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:

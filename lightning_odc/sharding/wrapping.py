@@ -457,6 +457,11 @@ def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
             "rank."
         )
     for name, module in model.named_modules():
+        if (type(module).__module__, type(module).__name__) == ("peft.tuners.adalora.model", "AdaLoraModel"):
+            raise ValueError(
+                f"{name!r} is AdaLoRA: outside `forward` of their units it computes with whole adapters, but each rank "
+                "has only shards there. Use `peft.LoraConfig(...)` instead of `peft.AdaLoraConfig(...)`."
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
                 f"{name!r} has max_norm={module.max_norm:g}: it scales its weights inside `forward`, where they are "

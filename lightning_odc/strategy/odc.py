@@ -25,7 +25,7 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.transports.choice import check_transport
-from lightning_odc.errors import WaitTimeoutError
+from lightning_odc.errors import PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy import arguments
@@ -514,6 +514,15 @@ class ODCStrategy(ShardedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is not None and not self._failed:
             self._engine.come_to("trainer.save_checkpoint, which all ranks call together")
+        elif not self._failed:  # after training nothing else finds out who is missing
+            try:
+                self.barrier()
+            except RuntimeError as error:
+                raise PeerFailedError(
+                    f"Rank {self.global_rank} saves a checkpoint, but another rank has ended or does not come. Call "
+                    "`trainer.save_checkpoint(path)` on all ranks, without `if trainer.is_global_zero:`. Rank 0 writes "
+                    "the file."
+                ) from error
         return super().lightning_module_state_dict()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class ShardedStrategy(FSDPStrategy):
         if self.cpu_offload.offload_params and self._device_type() != "cpu":
             there = dist.get_backend_config() if dist.is_initialized() else self.process_group_backend
             _compat.set_process_group_backend(self, arguments.offloading_backend(there))
-        super().setup_environment()
+        with nodes.gloo_checked(self):
+            super().setup_environment()
         self._mesh = None
 
     @property

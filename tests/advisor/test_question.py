@@ -209,8 +209,9 @@ def test_bad_input_is_one_line_that_lists_what_is_accepted(
 @pytest.mark.parametrize(
     "wrong", [{"devices": 0}, {"devices": True}, {"nodes": 2.5}, {"minibatch_size": "4"}]
 )
-def test_in_python_the_same_is_a_value_error(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="use a whole number from 1"):
+def test_in_python_the_same_is_a_value_error_that_names_arguments(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"^{name}={value}: use a whole number from 1"):
         advise(LENGTHS, model="7b", **wrong)
 
 

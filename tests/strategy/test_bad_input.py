@@ -25,6 +25,8 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.engine.advice import advise, refuse_optimizers
+from lightning_odc.sharding.wrapping import refuse_layers
 from lightning_odc.strategy.contribution import contribution
 from tests.support.models import Block
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
@@ -171,10 +173,9 @@ def test_the_precision_plugin_that_a_strategy_was_made_with_stays():
 
 def test_pytorch_lightnings_trainer_explains_itself():
     other = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(
-        TypeError, match=r"(?s)from lightning.pytorch import LightningModule, Trainer\ninstead"
-    ):
-        other.Trainer(strategy="odc", accelerator="cpu", devices=1)
+    for name in ("odc", "odc_plain", "odc_balanced"):
+        with pytest.raises(TypeError, match=rf'(?s)"{name}".*import LightningModule, Trainer\ninstead'):
+            other.Trainer(strategy=name, accelerator="cpu", devices=1)
     with pytest.raises(Exception, match=r"for lightning\.pytorch\.Trainer"):
         other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
 
@@ -308,6 +309,14 @@ def encode(module: Any) -> Any:
     return module.net.blocks[0].up(module.net.embed.weight).mean()
 
 
+def average(module: Any) -> Any:
+    shards = module.optimizers().param_groups[0]["params"]
+    return [
+        torch.lerp(shard.detach(), p.detach(), 0.1)
+        for shard, p in zip(shards, module.parameters(), strict=True)
+    ]
+
+
 def flatten(module: Any) -> Any:
     return nn.utils.parameters_to_vector(module.parameters())
 
@@ -320,6 +329,12 @@ SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         "training_step",
         "got mixed torch.Tensor and DTensor",
         "register_fsdp_forward_method(",
+    ),
+    "average": (
+        average,
+        "on_before_zero_grad",
+        "got mixed torch.Tensor and DTensor",
+        "update it in `on_train_batch_end`",
     ),
     "norm": (
         lambda module: grad_norm(module, 2),
@@ -369,10 +384,39 @@ def test_errors_of_torch_about_sharded_parameters_say_what_to_write():
             for text in texts[case]:
                 assert words in text, case
                 assert text.count(advice) == 1, text
+                assert not words or text.partition(": ")[2].startswith("ODCStrategy shards"), text
             assert words in page
         on_demand, collective = texts["LBFGS"]
         assert on_demand.startswith("ValueError: LBFGS runs the model several times in one step")
         assert "Cannot flatten unevenly sharded tensor" in collective
+
+
+class AllAtOnce(torch.optim.SGD):
+    """Stands for optimizers of other packages, whose functions for lists DTensor does not know."""
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError(
+            "Operator aten._foreach_copy_.default does not have a sharding strategy registered."
+        )
+
+
+def test_an_optimizer_that_does_not_know_shards_is_named_with_its_mend():
+    with pytest.raises(NotImplementedError) as error:
+        AllAtOnce([nn.Parameter(torch.ones(1))]).step()
+    for _ in range(2):
+        advise(error.value)
+        assert str(error.value).startswith("ODCStrategy shards")
+        assert "the optimizer AllAtOnce does not know how" in str(error.value)
+        assert str(error.value).count("AllAtOnce(self.parameters(), foreach=False)") == 1
+
+
+def test_bitsandbytes_and_adalora_are_refused_by_name():
+    eight_bit = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
+    with pytest.raises(ValueError, match=r"(?s)^AdamW8bit of bitsandbytes .*torch\.optim\.AdamW\("):
+        refuse_optimizers([eight_bit([nn.Parameter(torch.ones(1))])])
+    adapters = type("AdaLoraModel", (nn.Module,), {"__module__": "peft.tuners.adalora.model"})
+    with pytest.raises(ValueError, match=r"^'1' is AdaLoRA.*peft\.LoraConfig"):
+        refuse_layers(nn.Sequential(nn.Linear(1, 1), adapters()), sync_batchnorm=False)
 
 
 def _weighted_penalty(rank: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -30,8 +30,10 @@ from tests.test_host_memory import V2_MOUNT, count_kill, tree
 SECONDS = 20
 
 
-def fit(rank: int, module: TokenModule, batches: list[Any], **options: Any) -> None:
-    trainer(2, **options).fit(module, loader(batches))
+def fit(rank: int, module: TokenModule, batches: list[Any], **options: Any) -> Trainer:
+    t = trainer(2, **options)
+    t.fit(module, loader(batches))
+    return t
 
 
 class Raises(TokenModule):
@@ -94,6 +96,18 @@ def test_a_rank_that_saves_alone_is_told_what_it_waits_for(tmp_path):
     # From Lightning 2.6 on, the other one waits in a broadcast of Lightning's; before, both hear of it at once.
     assert "Gave up after 4 s" in saving.error or "Rank 0 is at" in saving.error
     assert "trainer.save_checkpoint, which all ranks call together" in saving.error
+
+
+def _saves_alone_afterwards(rank: int, path: Path) -> None:
+    t = fit(rank, TokenModule(), token_batches([5]), timeout=timedelta(seconds=20))
+    if not t.is_global_zero:
+        os._exit(0)
+    t.save_checkpoint(path)
+
+
+def test_a_rank_that_saves_alone_after_training_is_told_to_save_on_all(tmp_path):
+    saving, _ = try_ranks(_saves_alone_afterwards, tmp_path / "some.ckpt", timeout=SECONDS)
+    assert "PeerFailedError: Rank 0 saves a checkpoint, but another rank has ended" in saving.error
 
 
 ENDINGS = {"interrupted": KeyboardInterrupt(), "exits": SystemExit(3), "exits well": SystemExit(0)}

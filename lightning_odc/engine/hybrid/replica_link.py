@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Sequence
@@ -115,39 +116,57 @@ class ReplicaLink:
         return [answer for answer, _ in answers]
 
     def _accept_all(self, listener: socket.socket, secret: bytes) -> None:
+        """Greet all that connect side by side, so that a silent stranger keeps no rank waiting."""
         end = time.monotonic() + _PATIENCE
-        while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
-            listener.settimeout(max(end - time.monotonic(), 0.001))
+        listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
             try:
-                sock, (address, *_) = listener.accept()
-            except TimeoutError:
-                raise TimeoutError(
-                    f"rank {missing[0]} did not connect to port {listener.getsockname()[1]} within {_PATIENCE:g} s. "
-                    "Nodes must be able to open TCP connections to each other on any port."
-                ) from None
-            try:
-                sock.settimeout(_ATTEMPT)
-                hello = _receive(sock, _DIGEST_BYTES + _RANK_BYTES)
-                rank = int.from_bytes(hello[_DIGEST_BYTES:], "little")
-                if rank not in missing or not hmac.compare_digest(
-                    hello[:_DIGEST_BYTES], _proof(secret, "hello", rank)
-                ):
-                    raise ConnectionError("a stranger")
+                while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
+                    if (left := end - time.monotonic()) <= 0:
+                        raise TimeoutError(
+                            f"rank {missing[0]} did not connect to port {listener.getsockname()[1]} within "
+                            f"{_PATIENCE:g} s. Nodes must be able to open TCP connections to each other on any port."
+                        )
+                    for key, _ in selector.select(left):
+                        if key.fileobj is listener:
+                            sock, (address, *_) = listener.accept()
+                            selector.register(sock, selectors.EVENT_READ, (sock, address, bytearray()))
+                        elif self._is_greeted(secret, *key.data):
+                            selector.unregister(key.fileobj)
+            finally:
+                for key in selector.get_map().values():
+                    if key.data:
+                        key.data[0].close()
+
+    def _is_greeted(self, secret: bytes, sock: socket.socket, address: str, hello: bytearray) -> bool:
+        """Whether a connection is done with: it became a peer's, or a stranger's was closed."""
+        try:
+            more = sock.recv(_DIGEST_BYTES + _RANK_BYTES - len(hello))
+            hello += more
+            if more and len(hello) < _DIGEST_BYTES + _RANK_BYTES:
+                return False
+            rank = int.from_bytes(hello[_DIGEST_BYTES:], "little")
+            is_awaited = rank in self.ranks[1:] and rank not in self._peers
+            if is_awaited and hmac.compare_digest(hello[:_DIGEST_BYTES], _proof(secret, "hello", rank)):
                 sock.sendall(_proof(secret, "welcome", rank))
-            except OSError:
-                sock.close()
-                continue
-            self._peers[rank] = Connection(sock, f"{rank} ({address.removeprefix('::ffff:')})", self._silence)
+                name = f"{rank} ({address.removeprefix('::ffff:')})"
+                self._peers[rank] = Connection(sock, name, self._silence)
+                return True
+        except OSError:
+            pass
+        sock.close()
+        return True
 
     def _connect(self, first: ListenAddress) -> Connection:
         errors = []
         for host in dict.fromkeys(first.addresses):
-            sock = None
+            sock, end = None, time.monotonic() + _ATTEMPT
             try:
                 sock = socket.create_connection((host, first.port), timeout=_ATTEMPT)
                 hello = _proof(first.secret, "hello", self.rank)
                 sock.sendall(hello + self.rank.to_bytes(_RANK_BYTES, "little"))
-                answer = _receive(sock, _DIGEST_BYTES)
+                answer = _receive(sock, _DIGEST_BYTES, end)
                 if not hmac.compare_digest(answer, _proof(first.secret, "welcome", self.rank)):
                     raise ConnectionError("another program answered")
                 return Connection(sock, f"{self._first} ({host})", self._silence)
@@ -241,9 +260,10 @@ def _proof(secret: bytes, word: str, rank: int) -> bytes:
     return hmac.digest(secret, f"lightning-odc {word} {rank}".encode(), "sha256")
 
 
-def _receive(sock: socket.socket, count: int) -> bytes:
+def _receive(sock: socket.socket, count: int, end: float) -> bytes:
     data = b""
     while len(data) < count:
+        sock.settimeout(max(end - time.monotonic(), 0.001))
         more = sock.recv(count - len(data))
         if not more:
             raise ConnectionError("the connection was closed")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -160,11 +160,10 @@ def test_strangers_are_turned_away(monkeypatch):
     def listen_and_tell() -> socket.socket:
         listener = listen()
         ports.append(listener.getsockname()[1])
-        # A stranger is the first to connect: once with the wrong proof, once with nothing at all.
-        stranger = socket.create_connection(("127.0.0.1", ports[0]))
-        stranger.sendall(b"\0" * 32 + (1).to_bytes(8, "little"))
+        # Strangers are the first to connect: two that stay silent, one with the wrong proof, one with nothing at all.
+        strangers.extend(socket.create_connection(("127.0.0.1", ports[0])) for _ in range(3))
+        strangers[2].sendall(b"\0" * 32 + (1).to_bytes(8, "little"))
         socket.create_connection(("127.0.0.1", ports[0])).close()
-        strangers.append(stranger)
         return listener
 
     strangers: list[socket.socket] = []
@@ -174,12 +173,41 @@ def test_strangers_are_turned_away(monkeypatch):
     made[0].begin({"rank": 0})
     made[1].begin({"rank": 1})
     eventually(lambda: all(column.complete() for column in made))
-    assert strangers[0].recv(1) == b"", "the stranger's connection was closed"
+    for stranger in strangers:
+        assert stranger.recv(1) == b"", "the stranger's connection was closed"
+        stranger.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", ports[0]))
     for column in made:
         column.close()
-    strangers[0].close()
+
+
+def drip(end: socket.socket) -> None:
+    """Say something all the time, for four seconds in all."""
+    with suppress(OSError), end:
+        for _ in range(39):
+            end.sendall(b"\0")
+            time.sleep(0.1)
+
+
+def test_one_that_drips_bytes_does_not_make_ranks_wait(monkeypatch):
+    monkeypatch.setattr(link_module, "_PATIENCE", 0.5)
+    monkeypatch.setattr(link_module, "_ATTEMPT", 0.5)
+    first, last = columns(2)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        address = listener.getsockname()
+        begin = time.monotonic()
+        pool.submit(drip, socket.create_connection(address))
+        with pytest.raises(TimeoutError, match=r"rank 1 did not connect to port \d+ within 0.5 s"):
+            first._accept_all(listener, b"secret")
+        listener.setblocking(True)
+        connecting = pool.submit(
+            last._connect, link_module.ListenAddress([address[0]], address[1], b"secret", "host0")
+        )
+        pool.submit(drip, listener.accept()[0])
+        with pytest.raises(OSError, match=r"rank 0 on host0 cannot be reached at port \d+ .*timed out"):
+            connecting.result()
+        assert time.monotonic() - begin < 3
 
 
 def test_a_rank_that_cannot_connect_ends_all_with_the_reason(monkeypatch):

@@ -6,6 +6,7 @@ that it is about.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.hosts import Hosts, several_hosts, why_no_limit, why_not
@@ -100,6 +102,25 @@ def test_a_link_that_loses_packets_changes_nothing(ranks, alone):
     assert ranks[0]["lossy"][0]["lost"] > 0
     for found in ranks:
         assert_same(found["lossy"][0]["parameters"], alone)
+
+
+def _train_with_names_only(rank: int, hosts: Hosts, named: tuple[int, ...], fabric: bool) -> None:
+    start_on(hosts, rank)
+    if rank // 2 not in named:
+        del os.environ[
+            "GLOO_SOCKET_IFNAME"
+        ]  # the names of these hosts resolve to nothing, so gloo takes loopback
+    if fabric:
+        Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="odc").launch()
+    else:
+        trainer(2, num_nodes=2, strategy=ODCStrategy()).fit(module(), loader(shares(rank)))
+
+
+@pytest.mark.parametrize(("named", "fabric", "lost"), [((), False, "host0, host1"), ((0,), True, "host1")])
+def test_a_host_on_loopback_is_named_at_once_on_every_node(hosts, named, fabric, lost):
+    for outcome in try_ranks(_train_with_names_only, hosts, named, fabric, world_size=4, timeout=40):
+        assert f"ValueError: The name of {lost} is that of the loopback interface" in outcome.error
+        assert "export GLOO_SOCKET_IFNAME=eth0" in outcome.error
 
 
 class CuttingOff(Callback):
