@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import nn
 
+from lightning_odc import host_memory
 from lightning_odc.balance.caps import Caps
+from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.weighting import Rule
 from lightning_odc.strategy.model_cost import ModelCost
+
+#: Floating-point operations of a rank's step below which fixed costs of some 10 ms decide.
+_LITTLE_WORK, _LITTLE_WORK_ON_GPUS = 2e9, 2e12
+_BYTES_PER_PARAMETER = 16  # fp32: itself, its gradient, and two states of Adam
 
 
 def brief(
@@ -26,6 +34,33 @@ def brief(
     found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
     chosen = _choices(loader, batches, reason, rule)
     return f"Found: {found}.\nChosen: {chosen}.\nExpected: {_expectation(loader, batches)}."
+
+
+def note_on_size(
+    loader: BalancedDataLoader, module: nn.Module, device: torch.device, ranks_per_node: int
+) -> str:
+    """One line where plain DDP would serve; empty for a model that is large, or of which nothing is known.
+
+    Args:
+        loader: The training loader.
+        module: The model.
+        device: The device of this rank.
+        ranks_per_node: How many ranks share the host's memory.
+    """
+    if loader.is_stream:
+        return ""
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    tokens = loader.recipe.minibatch_size * float(first_number(loader.lengths.values).mean())
+    is_cuda = device.type == "cuda"
+    if 6 * parameters * tokens < (_LITTLE_WORK_ON_GPUS if is_cuda else _LITTLE_WORK):
+        return 'Note: a step computes so little that fixed costs decide. strategy="ddp" may be faster.'
+    memory = torch.cuda.mem_get_info(device)[0] if is_cuda else host_memory.available(ranks_per_node)
+    if _BYTES_PER_PARAMETER * parameters > memory / 10:
+        return ""
+    return (
+        f"Note: the model ({parameters / 1e6:,.1f} million parameters) fits into each rank, so it needs no sharding: "
+        'strategy="ddp" would serve, too.'
+    )
 
 
 def _samples(loader: BalancedDataLoader) -> str:

@@ -52,11 +52,15 @@ class FirstCallback(Callback):
     Args:
         engine: The engine of the run.
         fail: Tells peers that this rank has failed.
+        end_epoch: Called when all ranks have come to the end of an epoch.
     """
 
-    def __init__(self, engine: Engine, fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
+    ) -> None:
         self._engine = engine
         self._fail = fail
+        self._end_epoch = end_epoch
 
     def on_train_batch_end(self, *_: Any) -> None:
         if isinstance(self._engine, OnDemandEngine):
@@ -64,6 +68,7 @@ class FirstCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._come_to(_EPOCH, trainer)
+        self._end_epoch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._come_to(_TRAINING, trainer)
@@ -118,10 +123,12 @@ class LastCallback(Callback):
 
 
 @contextmanager
-def first_and_last(trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None]) -> Iterator[None]:
+def first_and_last(
+    trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
+) -> Iterator[None]:
     """Put `FirstCallback` before and `LastCallback` after the callbacks of a trainer, inside this context."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    own = (FirstCallback(engine, fail), LastCallback(engine))
+    own = (FirstCallback(engine, fail, end_epoch), LastCallback(engine))
     callbacks[:] = [own[0], *callbacks, own[1]]
     try:
         yield

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_odc import _compat
 from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.weighting import Counter
+from lightning_odc.data.weighting import Counter, Rule
 from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import totals
 from lightning_odc.strategy.causal_lm import causal_model
@@ -48,18 +48,22 @@ class Evaluation:
         strategy: The strategy, set up.
         engine: The engine of its model, which asks the other ranks at the end.
         always: Merge values also if no rank had a `Minibatch`.
+        rule: What microbatches count, if training has tried the loss.
 
     Attributes:
         logs_locally: What is logged now stays this rank's.
     """
 
-    def __init__(self, strategy: ShardedStrategy, engine: Engine, always: bool) -> None:
+    def __init__(
+        self, strategy: ShardedStrategy, engine: Engine, always: bool, rule: Rule | None = None
+    ) -> None:
         assert strategy.lightning_module is not None
         self.logs_locally = False
         self._strategy = strategy
         self._module = strategy.lightning_module
         self._engine = engine
         self._always = always
+        self._rule = rule
         self._labels = Counter(skips_first=causal_model(self._module) is not None)
         self._had_minibatches = False  # until then it is not known what a loader yields
         self._logbook = LogBook()
@@ -110,10 +114,14 @@ class Evaluation:
         _compat.count_batch_once(trainer)
         outputs, origin = [], minibatch.origin
         counter = None if origin is None else origin.counter or (self._labels if origin.by_labels else None)
+        rule = self._rule if origin is not None and origin.by_labels else None  # what training has found out
+        counter = counter if rule is None else rule.counter
         with self._logbook.recording(self._module):
-            for microbatch, weight in minibatch.weighted():
+            for microbatch, weight, detail in minibatch.tasks():
                 # Counted before the step, which may take them out of the batch.
                 labels = None if counter is None else counter.of(microbatch)
+                if rule == Rule("sample") and detail is not None:
+                    weight = float(len(detail.lengths))
                 outputs.append(run(microbatch, *args, **kwargs))
                 self._logbook.weigh(counted_weight(outputs[-1], weight, labels))
         with self._locally():

@@ -241,7 +241,8 @@ class ODCStrategy(ShardedStrategy):
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
-        self._on_teardown.enter_context(first_and_last(trainer, self._engine, self.on_exception))
+        ends = first_and_last(trainer, self._engine, self.on_exception, self._end_epoch)
+        self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
             computed_in = (self.precision_plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
@@ -416,6 +417,10 @@ class ODCStrategy(ShardedStrategy):
             self._training_data.training = self._training
             self._training_data.begin()
 
+    def _end_epoch(self) -> None:
+        if self._training_data is not None:
+            self._training_data.end_epoch()
+
     def on_train_end(self) -> None:
         super().on_train_end()
         assert self._training is not None
@@ -448,7 +453,8 @@ class ODCStrategy(ShardedStrategy):
         self.engine.evaluating = True
         self._hold_signals(meeting=self._on_demand)
         self.publish_parameters()
-        self._evaluation = Evaluation(self, self.engine, always=self.communication != "collective")
+        rule = None if self._training_data is None else self._training_data.rule
+        self._evaluation = Evaluation(self, self.engine, self.communication != "collective", rule)
         return self._evaluation
 
     def _hold_signals(self, *, meeting: bool) -> None:

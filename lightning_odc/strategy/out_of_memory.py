@@ -24,7 +24,7 @@ import copy
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -188,6 +188,7 @@ class Attempt:
         task: The microbatch.
         index: Position in this rank's minibatch.
         device: The device whose random numbers belong to it.
+        buffers: What a forward pass may change, such as the running statistics of a batch norm.
         is_part: Whether it is a part of a microbatch.
         is_last_try: It ran out of memory before, and cannot be cut.
 
@@ -198,7 +199,13 @@ class Attempt:
     """
 
     def __init__(
-        self, task: Task, index: int, device: torch.device, is_part: bool = False, is_last_try: bool = False
+        self,
+        task: Task,
+        index: int,
+        device: torch.device,
+        buffers: Iterable[Tensor] = (),
+        is_part: bool = False,
+        is_last_try: bool = False,
     ) -> None:
         self.run = task
         self.task = _copied(task)
@@ -206,16 +213,20 @@ class Attempt:
         self.is_part = is_part
         self.is_last_try = is_last_try
         self.item: Contribution | None = None
+        self.buffers = [(buffer, buffer.clone()) for buffer in buffers]
         # With details, `random_numbers_of` seeds the generators.
         self._random_state = RandomState(device) if task.detail is None else None
 
     def take_back(self) -> None:
-        """Free the graph of an attempt that broke off, and restore the random numbers of its beginning."""
+        """Free the graph of an attempt that broke off, and restore random numbers and buffers of its beginning."""
         if self.item is not None:
             cut_graph(self.item.extras)  # others may hold them, too
             self.item.let_go()
         if self._random_state is not None:
             self._random_state.restore()
+        with torch.no_grad():
+            for buffer, before in self.buffers:
+                buffer.copy_(before)
 
 
 class Steps(Protocol):
@@ -260,13 +271,24 @@ class Rescue:
         engine: The engine of the model.
         steps: What runs them.
         device: The device of this rank.
+        buffers: Those of the model.
 
     Attributes:
         reliefs: What was done.
+        buffers: Those that a forward pass may change, as far as is known.
     """
 
-    def __init__(self, answer: Answer, engine: Engine, steps: Steps, device: torch.device) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        engine: Engine,
+        steps: Steps,
+        device: torch.device,
+        buffers: Iterable[Tensor] = (),
+    ) -> None:
         self.reliefs = Reliefs()
+        self.buffers = [] if answer == "raise" else list(buffers)
+        self._has_run = False
         self._answer = answer
         self._engine = engine
         self._steps = steps
@@ -306,9 +328,14 @@ class Rescue:
         self._history = []
         return self._in_parts(attempt, error, Added())
 
-    def fits(self) -> None:
+    def fits(self, attempt: Attempt | None = None) -> None:
         """A microbatch, or a part of one, has come to its end."""
         self._in_a_row = 0
+        if attempt is not None and not self._has_run:
+            self._has_run = True  # large tables that stay, such as masks, need no copies from now on
+            self.buffers = [
+                b for b, before in attempt.buffers if b.numel() < 4096 or not torch.equal(b, before)
+            ]
 
     def let_go(self, before: Added) -> Added:
         """Free the memory of the current error and of the broken attempt, in a user's own ``except``.
@@ -381,7 +408,7 @@ class Rescue:
         return [part._replace(microbatch=self._steps.move(part.microbatch)) for part in parts] or [task]
 
     def _run(self, task: Task, index: int, added: Added, is_last_try: bool) -> list[Contribution]:
-        attempt = Attempt(task, index, self._device, is_part=True, is_last_try=is_last_try)
+        attempt = Attempt(task, index, self._device, self.buffers, is_part=True, is_last_try=is_last_try)
         with self.watching() as failures:
             self._pass(attempt, added)
             self.fits()

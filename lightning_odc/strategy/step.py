@@ -175,7 +175,8 @@ class Training:
         self.communicates = False
         self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
         self._skips_nonfinite = skips_nonfinite
-        self._rescue = Rescue(on_out_of_memory, engine, self, strategy.root_device)
+        buffers = self._module.buffers()
+        self._rescue = Rescue(on_out_of_memory, engine, self, strategy.root_device, buffers)
         self._batch = _Batch()
         self._last: Attempt | None = None  # whose backward pass is Lightning's
         self.reliefs: list[Relief] = []
@@ -296,7 +297,8 @@ class Training:
     def _forward(self, task: Task, index: int) -> tuple[Attempt, Any, Exception | None]:
         """Run a microbatch forward; returns also what its step returned, and the error if memory ran out."""
         self._index = index
-        attempt, output = Attempt(task, index, self._strategy.root_device), None
+        attempt = Attempt(task, index, self._strategy.root_device, self._rescue.buffers)
+        output = None
         with self._rescue.watching() as failures:
             output, attempt.item = self._outcome(attempt.run)
         return attempt, output, failures[0] if failures else None
@@ -306,7 +308,7 @@ class Training:
         assert attempt.item is not None
         with self._rescue.watching() as failures:
             self.backward(attempt.item.loss)
-            self._rescue.fits()
+            self._rescue.fits(attempt)
         if failures:
             self._rescue.again(attempt, failures[0])
 
@@ -332,7 +334,7 @@ class Training:
         with self._rescue.watching() as failures:
             run(loss)
             self._engine.is_behind = False
-            self._rescue.fits()
+            self._rescue.fits(attempt)
         if failures:
             cut_graph(loss)
             self._rescue.again(attempt, failures[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy import arguments, device_memory
 from lightning_odc.strategy.accumulation import Accumulation
-from lightning_odc.strategy.briefing import brief
+from lightning_odc.strategy.briefing import brief, note_on_size
 from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
 from lightning_odc.strategy.model_cost import cost_of_model
 from lightning_odc.strategy.step import Training
@@ -99,12 +100,18 @@ class TrainingData:
         self.engine = engine
         self.training: Training | None = None
         self._told = False
+        self._begun: tuple[float, float] | None = None  # when the first epoch began, and the waits until then
         self._policy_reason = ""
         self._packing_trouble: str | None = None  # not known yet
         self._watch: RemovableHandle | None = None
         self._loader: BalancedDataLoader | None = None
         self._verdict: Verdict | None = None  # the loss was not tried yet
         self._converted: tuple[int, BalancedDataLoader, Any] | None = None  # the epoch, and both loaders
+
+    @property
+    def rule(self) -> Rule | None:
+        """What microbatches count, if the loss was tried and a rule explains it."""
+        return None if self._verdict is None else self._verdict.rule
 
     def process(self, dataloader: Any) -> object:
         """Level a training loader over ranks, if asked to.
@@ -159,8 +166,24 @@ class TrainingData:
             self._told = True
             batches, module = self.accumulation.batches, self._trainer.lightning_module
             model = cost_of_model(module, self._trainer.strategy.root_device.type)
-            rule = None if self._verdict is None else self._verdict.rule
-            rank_zero_info(brief(loader, model, batches, self._policy_reason, rule))
+            strategy: Any = self._trainer.strategy
+            rank_zero_info(brief(loader, model, batches, self._policy_reason, self.rule))
+            if note := note_on_size(loader, module, strategy.root_device, strategy.num_processes):
+                rank_zero_info(note)
+            if self.engine is not None and self._wanted.communication == "on_demand":
+                self._begun = time.monotonic(), sum(self.engine.waits.values())
+
+    def end_epoch(self) -> None:
+        """Say what was measured in the first epoch. All ranks together."""
+        if self._begun is None or self.engine is None:
+            return
+        (begun, waited), self._begun = self._begun, None
+        seconds, waited = time.monotonic() - begun, sum(self.engine.waits.values()) - waited
+        by_rank = self.engine.exchange("measured in the first epoch", waited / seconds)
+        rank_zero_info(
+            f"Measured: the first epoch took {seconds:.1f} s, and ranks waited for each other "
+            f"{sum(by_rank) / len(by_rank):.0%} of it."
+        )
 
     def _adapt(self, loader: BalancedDataLoader) -> None:
         """Give the loader the model's facts."""

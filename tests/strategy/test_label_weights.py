@@ -221,7 +221,9 @@ def fit_by_hand(rank: int, communication: str, poison: int | None, world_size: i
 def test_gradients_of_a_mean_over_nothing_are_left_out(communication: str, world_size: int) -> None:
     with torch.no_grad():
         module = ByHand()
-        means = [(float(module.mean(padded([one]))), Counter(skips_first=True).of(padded([one]))) for one in MASKED]
+        means = [
+            (float(module.mean(padded([one]))), Counter(skips_first=True).of(padded([one]))) for one in MASKED
+        ]
     total = sum(float(mean * count) for mean, count in means if count)  # type: ignore[operator]
     expected = total / sum(float(count) for _, count in means)  # type: ignore[arg-type]
     for found in run_ranks(fit_by_hand, communication, None, world_size, world_size=world_size):

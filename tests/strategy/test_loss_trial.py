@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -22,14 +21,14 @@ from tests.support.ranks import run_ranks
 BATCH, ACCUMULATED = 4, 2
 
 
-def fit_all(rank: int, kinds: list[str], options: dict[str, Any]) -> dict[str, tuple[str, dict[str, Tensor], str]]:
+def fit_all(
+    rank: int, kinds: list[str], options: dict[str, Any]
+) -> dict[str, tuple[str, dict[str, Tensor], str]]:
     """By kind: what microbatches count, the parameters after a step, and what was said."""
     found = {}
     for kind in kinds:
         module, data = Losses(kind).double(), samples()
-        fitting = trainer(
-            2, strategy=ODCStrategy(**options), accumulate_grad_batches=ACCUMULATED
-        )
+        fitting = trainer(2, strategy=ODCStrategy(**options), accumulate_grad_batches=ACCUMULATED)
         with said() as text:
             fitting.fit(module, DataLoader(data, batch_size=BATCH, collate_fn=collate))  # type: ignore[arg-type]
         recipe = fitting.train_dataloader.recipe  # type: ignore[union-attr]
