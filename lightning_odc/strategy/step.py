@@ -153,6 +153,7 @@ class Training:
         self._module = strategy.lightning_module
         self._engine = engine
         self._fp16 = fp16
+        self._seed = strategy.broadcast(torch.initial_seed())  # of the user's `torch.manual_seed`
         self._logbook = LogBook()
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
@@ -361,7 +362,7 @@ class Training:
         if labels is not None:
             self.leaves_out = CountsNothing(labels, counts)
         self._engine.begin_forward()
-        with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
+        with random_numbers_of(task.detail, self._strategy.root_device, self._seed), self._stopwatch.running():
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
             )
