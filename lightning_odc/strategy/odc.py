@@ -31,7 +31,7 @@ from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy import arguments
 from lightning_odc.strategy.agreement import compare_batches, compare_programs
-from lightning_odc.strategy.callbacks import first_and_last
+from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.failing import tell_peers
@@ -234,6 +234,9 @@ class ODCStrategy(ShardedStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self._failed = False
+        self._before_transfer = self._on_teardown.enter_context(
+            _compat.before_transfer(trainer.lightning_module, Minibatch)
+        )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._on_demand:
@@ -247,6 +250,7 @@ class ODCStrategy(ShardedStrategy):
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
+        self._on_teardown.enter_context(counted_by_microbatch(trainer.callbacks))  # type: ignore[attr-defined]
         self._on_teardown.enter_context(first_and_last(trainer, self._engine, self.on_exception))
         self.barrier()
         if fitting:
@@ -482,10 +486,14 @@ class ODCStrategy(ShardedStrategy):
     # -- values -------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        transfer = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if not isinstance(batch, Minibatch):
             with whole_minibatches():
-                return move(batch)
+                return transfer(batch)
+
+        def move(microbatch: Any) -> Any:
+            return transfer(self._before_transfer(microbatch, dataloader_idx))
+
         moved = batch.map(move)
         if moved.all_ranks is not None:
             convert = self.precision_plugin.convert_input

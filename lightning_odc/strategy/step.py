@@ -343,7 +343,8 @@ class Training:
 
     def move(self, microbatch: Any) -> Any:
         converted = self._strategy.precision_plugin.convert_input(microbatch)
-        return self._strategy.batch_to_device(converted, self._strategy.root_device)
+        # As a Minibatch: of a plain batch, Lightning has called the first of the hooks before.
+        return self._strategy.batch_to_device(Minibatch([converted]), self._strategy.root_device)[0]
 
     def forward(self, task: Task) -> Contribution | None:
         return self._outcome(task, is_part=True)[1]
