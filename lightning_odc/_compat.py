@@ -81,8 +81,8 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
 def before_transfer(module: LightningModule, kind: type) -> Iterator[Callable[[Any, int], Any]]:
     """Let Lightning's loops leave out ``on_before_batch_transfer`` for batches of a kind; yields what calls the hook.
 
-    Why: the loops (lightning 2.5.0 to 2.6.6) call the hook, of the module or of its data module, with a whole batch before
-    the strategy sees it. What takes its place can be pickled, since data workers may hold the module.
+    Why: the loops (lightning 2.5.0 to 2.6.6) call the hook, of the module or of its data module, with a whole batch
+    before the strategy sees it. What takes its place can be pickled, since data workers may hold the module.
     """
     held: Any = module
     call = held._on_before_batch_transfer

@@ -81,7 +81,9 @@ def test_a_kind_of_batch_is_left_to_the_strategy():
         assert module._on_before_batch_transfer([1]) == call((1,), 0) == [1, 0]
     assert module._on_before_batch_transfer((1,), dataloader_idx=2) == [1, 2]
     loops = (_TrainingEpochLoop.advance, _EvaluationLoop._evaluation_step, _PredictionLoop._predict_step)
-    assert all("_on_before_batch_transfer(batch, dataloader_idx=" in inspect.getsource(loop) for loop in loops)
+    assert all(
+        "_on_before_batch_transfer(batch, dataloader_idx=" in inspect.getsource(loop) for loop in loops
+    )
 
 
 def test_what_evaluations_use_of_lightning_exists():

@@ -15,8 +15,8 @@ interrupted before. The generators of the process itself are left as they were. 
 several samples at once, and is seeded once for them.
 
 In the same way `ODCStrategy` seeds the generators before a microbatch goes through the model, and puts them back
-afterwards: dropout, too, depends on the microbatch, and not on the rank. It seeds them from (what `torch.manual_seed` got
-on rank 0, seed, epoch, index of the first sample, 1), since the user's seed means the model above all.
+afterwards: dropout, too, depends on the microbatch, and not on the rank. It seeds them from (what `torch.manual_seed`
+got on rank 0, seed, epoch, index of the first sample, 1), so that another seed of the process means other dropout.
 """
 
 from __future__ import annotations

@@ -363,7 +363,10 @@ class Training:
         if labels is not None:
             self.leaves_out = CountsNothing(labels, counts)
         self._engine.begin_forward()
-        with random_numbers_of(task.detail, self._strategy.root_device, self._seed), self._stopwatch.running():
+        with (
+            random_numbers_of(task.detail, self._strategy.root_device, self._seed),
+            self._stopwatch.running(),
+        ):
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
             )

@@ -158,8 +158,7 @@ class Gathers(TokenModule):
         sizes = self.all_gather(len(x))
         padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
         parts = [
-            part[:size]
-            for part, size in zip(self.all_gather(padded, sync_grads=True), sizes, strict=True)
+            part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes, strict=True)
         ]
         return torch.cat(parts).square().mean()
 
@@ -174,7 +173,10 @@ def _gathers(rank: int, lengths: list[list[int]], pads: bool = False) -> None:
     ("lengths", "says"),
     [
         ([[5], [9]], r"by rank: \[5, 7\] of float32; \[9, 7\] of float32. Pad"),
-        ([[5, 5], [5]], r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, rank 1 at 'optimizer step'"),
+        (
+            [[5, 5], [5]],
+            r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, rank 1 at 'optimizer step'",
+        ),
     ],
     ids=["sizes", "counts"],
 )
