@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +75,26 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+@contextmanager
+def before_transfer(module: LightningModule, kind: type) -> Iterator[Callable[[Any, int], Any]]:
+    """Let Lightning's loops leave out ``on_before_batch_transfer`` for batches of a kind; yields what calls the hook.
+
+    Why: the loops (lightning 2.5.0 to 2.6.6) call the hook, of the module or of its data module, with a whole batch
+    before the strategy sees it. What takes its place can be pickled, since data workers may hold the module.
+    """
+    held: Any = module
+    call = held._on_before_batch_transfer
+    held._on_before_batch_transfer = partial(_unless, kind, call)
+    try:
+        yield call
+    finally:
+        vars(module).pop("_on_before_batch_transfer", None)
+
+
+def _unless(kind: type, call: Callable[..., Any], batch: Any, dataloader_idx: int = 0) -> Any:
+    return batch if isinstance(batch, kind) else call(batch, dataloader_idx)
 
 
 def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

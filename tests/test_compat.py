@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import pickle
 import re
 import signal
 import subprocess
@@ -21,6 +22,8 @@ import torchmetrics
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -63,6 +66,24 @@ def test_logging_as_sets_and_restores_the_hook():
     with contextlib.suppress(KeyError), _compat.logging_as(module, "training_step"):
         raise KeyError
     assert module._current_fx_name == "optimizer_step"
+
+
+class Transferred(LightningModule):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, dataloader_idx]
+
+
+def test_a_kind_of_batch_is_left_to_the_strategy():
+    module = Transferred()
+    with _compat.before_transfer(module, tuple) as call:
+        pickle.dumps(module)
+        assert module._on_before_batch_transfer((1,)) == (1,)
+        assert module._on_before_batch_transfer([1]) == call((1,), 0) == [1, 0]
+    assert module._on_before_batch_transfer((1,), dataloader_idx=2) == [1, 2]
+    loops = (_TrainingEpochLoop.advance, _EvaluationLoop._evaluation_step, _PredictionLoop._predict_step)
+    assert all(
+        "_on_before_batch_transfer(batch, dataloader_idx=" in inspect.getsource(loop) for loop in loops
+    )
 
 
 def test_what_evaluations_use_of_lightning_exists():

@@ -14,8 +14,9 @@ neither on the rank or worker that reads the sample, nor on the policy that plac
 interrupted before. The generators of the process itself are left as they were. A data set with ``__getitems__`` reads
 several samples at once, and is seeded once for them.
 
-In the same way `ODCStrategy` seeds the generators from (seed, epoch, index of the first sample, 1) before a microbatch
-goes through the model, and puts them back afterwards: dropout, too, depends on the microbatch, and not on the rank.
+In the same way `ODCStrategy` seeds the generators before a microbatch goes through the model, and puts them back
+afterwards: dropout, too, depends on the microbatch, and not on the rank. It seeds them from (what `torch.manual_seed`
+got on rank 0, seed, epoch, index of the first sample, 1), so that another seed of the process means other dropout.
 """
 
 from __future__ import annotations

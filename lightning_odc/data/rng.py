@@ -35,19 +35,20 @@ def seed_rng(*key: int) -> int:
 
 
 @contextmanager
-def random_numbers_of(detail: Detail | None, device: torch.device) -> Iterator[None]:
+def random_numbers_of(detail: Detail | None, device: torch.device, seed: int) -> Iterator[None]:
     """Random numbers of a microbatch, see Note [Random numbers follow the sample]; the process's own without details.
 
     Args:
         detail: Names the microbatch.
         device: The device whose generator is seeded besides the CPU's.
+        seed: The seed of the run.
     """
     if detail is None:
         yield
         return
     devices = [device] if device.type == "cuda" else []
     with isolated_rng(), torch.random.fork_rng(devices):
-        word = seed_rng(*detail.seed)
+        word = seed_rng(seed, *detail.seed)
         if devices:
             torch.cuda.manual_seed(word)
         yield

@@ -20,15 +20,18 @@ left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
 
 from lightning_odc import _compat
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.errors import DisagreementError
@@ -134,3 +137,20 @@ def first_and_last(
         yield
     finally:
         callbacks[:] = [callback for callback in callbacks if callback not in own]
+
+
+@contextmanager
+def counted_by_microbatch(callbacks: Iterable[Any]) -> Iterator[None]:
+    """Let what users give Lightning's `ThroughputMonitor` get one microbatch at a time, inside this context."""
+    with ExitStack() as after:
+        for monitor in callbacks:
+            for name in ("batch_size_fn", "length_fn") if isinstance(monitor, ThroughputMonitor) else ():
+                if (count := getattr(monitor, name)) is not None:
+                    after.callback(setattr, monitor, name, count)
+                    setattr(monitor, name, partial(_counted, count))
+        yield
+
+
+def _counted(count: Callable[[Any], int], batch: Any) -> int:
+    # Not 0: the monitor refuses a batch without samples.
+    return sum(map(count, batch)) or 1 if isinstance(batch, Minibatch) else count(batch)

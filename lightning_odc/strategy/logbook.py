@@ -175,7 +175,9 @@ def flush(logged: Iterable[Total], module: LightningModule) -> None:
             module.log(total.name, metric_of(total, module), **total.options)
         elif total.result is not None:
             size: Any = int(total.weight) if float(total.weight).is_integer() else total.weight
-            module.log(total.name, total.result, batch_size=size, **total.options)
+            dtype = getattr(torch, total.dtype) if total.dtype else None
+            value = torch.tensor(total.result, dtype=dtype, device=module.device)
+            module.log(total.name, value, batch_size=size, **total.options)
 
 
 def metric_of(total: Total, module: LightningModule) -> Metric:
@@ -212,7 +214,11 @@ def _total(name: str, entry: _Entry, all_values: Iterator[float], all_weights: I
         values = [value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)]
     value, weight = REDUCTIONS[entry.reduction](values), totals.total_of(weights)
     ranks = ranks_of(entry.options.get("sync_dist_group"))
-    return Total(name, entry.reduction, entry.options, value, weight, ranks)
+    # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.
+    kept = (torch.float32, torch.float64)
+    dtypes = (v.dtype for v, _ in entry.pairs if isinstance(v, Tensor) and v.dtype in kept)
+    dtype = str(next(dtypes, "")).removeprefix("torch.")
+    return Total(name, entry.reduction, entry.options, value, weight, ranks, dtype=dtype)
 
 
 def ranks_of(group: Any) -> tuple[int, ...] | None:

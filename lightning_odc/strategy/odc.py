@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -25,12 +26,12 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.transports.choice import check_transport
-from lightning_odc.errors import PeerFailedError, WaitTimeoutError
+from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy import arguments
 from lightning_odc.strategy.agreement import compare_batches, compare_programs
-from lightning_odc.strategy.callbacks import first_and_last
+from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.failing import tell_peers
@@ -43,6 +44,11 @@ from lightning_odc.strategy.training_data import TrainingData, Wanted
 
 #: How long ranks wait before they say where they are.
 DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
+
+_PAD = """Pad to the longest, and cut what was gathered:
+    sizes = self.all_gather(len(x))
+    padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
+    parts = [part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes)]"""
 
 Communication = Literal["on_demand", "collective", "lockstep"]
 
@@ -228,6 +234,9 @@ class ODCStrategy(ShardedStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self._failed = False
+        self._before_transfer = self._on_teardown.enter_context(
+            _compat.before_transfer(trainer.lightning_module, Minibatch)
+        )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._on_demand:
@@ -241,6 +250,7 @@ class ODCStrategy(ShardedStrategy):
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
+        self._on_teardown.enter_context(counted_by_microbatch(trainer.callbacks))  # type: ignore[attr-defined]
         ends = first_and_last(trainer, self._engine, self.on_exception, self._end_epoch)
         self._on_teardown.enter_context(ends)
         self.barrier()
@@ -486,10 +496,14 @@ class ODCStrategy(ShardedStrategy):
     # -- values -------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        transfer = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if not isinstance(batch, Minibatch):
             with whole_minibatches():
-                return move(batch)
+                return transfer(batch)
+
+        def move(microbatch: Any) -> Any:
+            return transfer(self._before_transfer(microbatch, dataloader_idx))
+
         moved = batch.map(move)
         if moved.all_ranks is not None:
             convert = self.precision_plugin.convert_input
@@ -509,6 +523,20 @@ class ODCStrategy(ShardedStrategy):
         if group is None and self._engine is not None:
             self._engine.come_to("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather as Lightning does, after a look at the shapes: gloo ends the process if they differ.
+
+        Raises:
+            DisagreementError: Shapes or dtypes differ between ranks, or not all ranks gather.
+        """
+        if self._engine is not None and group in (None, dist.group.WORLD):
+            shape = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+            kind = "self.all_gather (for it, give every rank equally many microbatches)"
+            shapes = self._engine.exchange(kind, shape)
+            if len(set(shapes)) > 1:
+                raise DisagreementError(f"self.all_gather got, by rank: {'; '.join(shapes)}. {_PAD}")
+        return super().all_gather(tensor, group, sync_grads)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._training_data is not None:

@@ -159,6 +159,7 @@ class Training:
         self._module = strategy.lightning_module
         self._engine = engine
         self._fp16 = fp16
+        self._seed = strategy.broadcast(torch.initial_seed())  # of the user's `torch.manual_seed`
         self._logbook = LogBook()
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
@@ -354,7 +355,8 @@ class Training:
 
     def move(self, microbatch: Any) -> Any:
         converted = self._strategy.precision_plugin.convert_input(microbatch)
-        return self._strategy.batch_to_device(converted, self._strategy.root_device)
+        # As a Minibatch: of a plain batch, Lightning has called the first of the hooks before.
+        return self._strategy.batch_to_device(Minibatch([converted]), self._strategy.root_device)[0]
 
     def try_loss(
         self, batch_of: Callable[[Sequence[int]], Any], tokens: Sequence[int], *args: Any
@@ -420,7 +422,10 @@ class Training:
         if labels is not None:
             self.leaves_out = CountsNothing(labels, counts)
         self._engine.begin_forward()
-        with random_numbers_of(task.detail, self._strategy.root_device), self._stopwatch.running():
+        with (
+            random_numbers_of(task.detail, self._strategy.root_device, self._seed),
+            self._stopwatch.running(),
+        ):
             output = call_step(
                 self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
             )

@@ -54,6 +54,7 @@ class Total:
         ranks: The ranks that share the value; all of them if ``None``.
         fx: The hook that logged it.
         dataloader_idx: The index of the loader it belongs to, where there are several.
+        dtype: The dtype to log it in, such as ``"float64"``; empty for the default.
         states: What the lists of a metric hold, by `describe_lists`.
         metric: The object, which does not travel between ranks.
     """
@@ -66,6 +67,7 @@ class Total:
     ranks: tuple[int, ...] | None = None
     fx: str = ""
     dataloader_idx: int | None = None
+    dtype: str = ""
     states: list[Any] = field(default_factory=list)
     metric: Metric | None = None
 
@@ -100,7 +102,7 @@ def to_message(totals: Iterable[Total]) -> Message:
         options = tuple(
             (key, option) for key, option in sorted(total.options.items()) if _travels(key, option)
         )
-        kind = (total.reduction, options, total.ranks, total.fx, total.dataloader_idx)
+        kind = (total.reduction, options, total.ranks, total.fx, total.dataloader_idx, total.dtype)
         number = kinds.setdefault(kind, len(kinds))
         entries.append(
             [number, total.name, total.value, total.weight, *([total.states] if total.states else [])]
@@ -113,9 +115,9 @@ def from_message(message: Message) -> list[Total]:
     kinds, entries = message
     result = []
     for number, name, value, weight, *states in entries:
-        reduction, options, ranks, fx, dataloader_idx = kinds[number]
+        reduction, options, ranks, *rest = kinds[number]
         ranks = None if ranks is None else tuple(ranks)
-        total = Total(name, reduction, dict(options), value, weight, ranks, fx, dataloader_idx)
+        total = Total(name, reduction, dict(options), value, weight, ranks, *rest)
         total.states = states[0] if states else []
         result.append(total)
     return result

@@ -5,7 +5,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_odc import Minibatch
-from lightning_odc.data.minibatch import Origin
+from lightning_odc.data.minibatch import Detail, Origin
 
 
 def test_it_is_a_sequence_of_microbatches():
@@ -59,8 +59,31 @@ def test_bad_arguments(arguments, error, message):
         Minibatch(*arguments)
 
 
-def test_use_as_a_plain_batch_teaches_the_strategy():
-    share = Minibatch([torch.ones(1)])
-    for use in (lambda: share["input_ids"], lambda: share.to("cpu")):
-        with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):
-            use()
+def test_use_under_another_strategy_teaches_this_one():
+    with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):
+        Minibatch([torch.ones(1)]).to("cpu")
+
+
+def shares(*sizes: tuple[int, ...], lengths: list[int] | None = None) -> Minibatch:
+    share = Minibatch([{"x": torch.ones(size), "name": "a"} for size in sizes])
+    if lengths is not None:
+        share.origin = Origin([Detail([4] * length, (0,)) for length in lengths])
+    return share
+
+
+def test_a_key_gives_what_the_microbatches_have_together_where_that_is_certain():
+    assert shares((2, 3))["name"] == "a"
+    assert shares((2, 3), (1, 3), lengths=[2, 1])["x"].shape == (3, 3)
+    for unclear in (
+        shares((2, 3), (1, 3)),  # nothing tells that rows are samples
+        shares((2, 3), (1, 3), lengths=[3, 3]),
+        shares((2, 3), (1, 4), lengths=[2, 1]),
+        Minibatch([torch.ones(2)]),
+        Minibatch([]),
+    ):
+        with pytest.raises(TypeError, match=r"(?s)get the whole Minibatch.*for microbatch in batch:"):
+            unclear["x"]
+    with pytest.raises(TypeError, match="get the whole Minibatch"):
+        shares((2, 3), (1, 3), lengths=[2, 1])["name"]
+    with pytest.raises(AttributeError, match=r"(?s)no attribute 'items'.*get the whole Minibatch"):
+        shares((2, 3)).items()

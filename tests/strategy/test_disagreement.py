@@ -144,3 +144,47 @@ def test_a_rank_that_leaves_the_loop_is_told_by_all(who):
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     texts = "".join(outcome.error for outcome in outcomes)
     assert re.search("DisagreementError: Rank [01] (is at|has ended)", texts), texts
+
+
+class Gathers(TokenModule):
+    """Gathers embeddings in the loss: as they are, or as the error says."""
+
+    pads = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        x = self.net.embed(batch).flatten(0, 1)
+        if not self.pads:
+            return self.all_gather(x, sync_grads=True).mean()
+        sizes = self.all_gather(len(x))
+        padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
+        parts = [
+            part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes, strict=True)
+        ]
+        return torch.cat(parts).square().mean()
+
+
+def _gathers(rank: int, lengths: list[list[int]], pads: bool = False) -> None:
+    module = Gathers()
+    module.pads = pads
+    trainer(2, timeout=TIMEOUT).fit(module, loader([Minibatch(token_batches(lengths[rank]))]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ([[5], [9]], r"by rank: \[5, 7\] of float32; \[9, 7\] of float32. Pad"),
+        (
+            [[5, 5], [5]],
+            r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, rank 1 at 'optimizer step'",
+        ),
+    ],
+    ids=["sizes", "counts"],
+)
+def test_gathering_in_the_loss_needs_equal_sizes_and_counts(lengths, says):
+    texts = [outcome.error for outcome in try_ranks(_gathers, lengths, timeout=60)]
+    assert all("DisagreementError" in text for text in texts), texts
+    assert re.search(says, texts[0]), texts
+
+
+def test_padding_before_gathering_is_as_the_error_says():
+    assert [outcome.exitcode for outcome in try_ranks(_gathers, [[5], [9]], True, timeout=60)] == [0, 0]

@@ -163,9 +163,10 @@ class Dropping(TokenModule):
         return super().training_step(batch, batch_idx)
 
 
-def _draw(rank: int, policy: str, slow_rank: int) -> dict[str, Any]:
-    torch.manual_seed(rank)  # the state of the process does not matter
+def _draw(rank: int, policy: str, slow_rank: int, seed: int = 7) -> dict[str, Any]:
     module = Dropping(0.02 if rank == slow_rank else 0.0)
+    torch.manual_seed(seed + rank)  # rank 0's counts
+    torch.rand(rank)  # and not what was drawn since
     samples = [batch[0] for batch in token_batches([*range(2, 14)])]
     own = BalancedDataLoader(
         samples,
@@ -188,6 +189,8 @@ def test_dropout_is_that_of_the_microbatch_whoever_runs_it():
     assert everywhere[0] == everywhere[1] == everywhere[2]
     assert len({tuple(values) for values in everywhere[0].values()}) > 6, "different for each"
     assert set(fast[0]["drawn"]) != set(slow[0]["drawn"]), "placed differently"
+    reseeded = run_ranks(_draw, "local_sort", 0, 8)
+    assert all(tuple(drawn) != tuple(everywhere[0][size]) for size, drawn in reseeded[0]["drawn"].items())
 
 
 # -- several loaders ---------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ThroughputMonitor
 from torch import Tensor
 
 from lightning_odc import Minibatch
+from lightning_odc.strategy.callbacks import counted_by_microbatch
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
 
@@ -150,6 +152,15 @@ def _fit_hooks(rank: int) -> dict[str, float]:
 def test_hooks_log_once_per_minibatch_however_empty():
     for rank, seen in enumerate(run_ranks(_fit_hooks)):
         assert seen == {"hook": 1.5, "own_hook": 1.0 + rank, "val_hook": 1.5}
+
+
+def test_throughput_is_counted_by_microbatch():
+    monitor = ThroughputMonitor(batch_size_fn := lambda batch: batch["x"].size(0))
+    with counted_by_microbatch([monitor]):
+        assert monitor.batch_size_fn(Minibatch([{"x": torch.ones(2, 3)}, {"x": torch.ones(4, 5)}])) == 6
+        assert monitor.batch_size_fn({"x": torch.ones(3)}) == 3
+        assert monitor.batch_size_fn(Minibatch([])) == 1, "Lightning refuses a batch without samples"
+    assert (monitor.batch_size_fn, monitor.length_fn) == (batch_size_fn, None)
 
 
 class Weightless(TokenModule):

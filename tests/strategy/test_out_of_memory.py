@@ -352,6 +352,35 @@ def test_every_way_of_training(world_size: int) -> None:
             assert max(differences(states, expected)) <= tolerance, name
 
 
+class Logs(Short):
+    """Logs values of several dtypes, which Lightning reduces over ranks as they are."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch) / batch[:, 1:].numel()
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            self.log(str(dtype), torch.tensor(8 / 3, dtype=torch.float64).to(dtype), sync_dist=True)
+        return loss
+
+
+def logs(rank: int, is_plain: bool) -> Any:
+    module = Logs([["1", "forward", 0, 2]] if rank == 1 else ())
+    t = trainer(2, strategy=ODCStrategy(hang_report_after=None))
+    t.fit(module, loader((plain_batches if is_plain else batches)(rank, 1)))
+    return module.trips, {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()}
+
+
+@needs_reset
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce(is_plain: bool) -> None:
+    for rank, (trips, values) in enumerate(run_ranks(logs, is_plain)):
+        assert bool(trips) == (rank == 1)
+        assert values == {
+            "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),
+            "torch.bfloat16": (torch.float32, 2.671875),  # Lightning takes float32 and float64 as they are
+            "torch.int64": (torch.float32, 2.0),
+        }
+
+
 class Refuses(Short):
     """Returns ``None``, or a loss that is not finite, for one microbatch."""
 

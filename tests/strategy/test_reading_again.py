@@ -5,9 +5,12 @@ In float64, as in ``test_out_of_memory.py``.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -123,6 +126,68 @@ def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does() -> None
         assert trips or name.startswith("stolen"), name  # whoever comes first runs what is too long
         for ours in (state, first[name][0]):
             assert differences([ours], [full_parameters(module)])[0] < TOLERANCE, name
+
+
+class Hooks:
+    """Hooks that need a batch, not a `Minibatch`; they note that they have seen it."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "seen": [*batch.get("seen", []), "before", *batch["labels"].shape]}
+
+    def transfer_batch_to_device(self, batch: Any, *where: Any) -> Any:
+        batch = super().transfer_batch_to_device(batch, *where)  # type: ignore[misc]
+        return {**batch, "seen": [*batch["seen"], "to"]}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "seen": [*batch["seen"], "after"]}
+
+
+class Checked(Labelled):
+    """Compares what hooks have noted."""
+
+    seconds = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(self.seconds)
+        assert batch["seen"] == ["before", *batch["labels"].shape, "to", "after"]
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert batch["seen"] == ["before", *batch["labels"].shape, "to", "after"]
+
+
+class Hooked(Hooks, Checked):
+    pass
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        shape: dict[str, Any] = {"lengths": LENGTHS * 4, "max_tokens": 20, "collate_fn": padded}
+        return BalancedDataLoader(samples() * 4, minibatch_size=24, policy="steal", **shape)
+
+    def val_dataloader(self) -> Any:
+        return loader([Minibatch([padded(samples()[:2]), padded(samples()[2:])]), padded(samples())])
+
+
+class HookedData(Hooks, Data):
+    pass
+
+
+def hooks(rank: int, in_data: bool) -> Any:
+    module = (Checked if in_data else Hooked)("1", "backward", 14)
+    module.seconds = 0.05 if rank == 0 else 0.0
+    data = HookedData() if in_data else Data()
+    t = trainer(2, strategy=ODCStrategy(hang_report_after=None))
+    t.fit(module, datamodule=data)
+    t.validate(module, datamodule=data, verbose=False)
+    return len(module.ran), module.trips
+
+
+@pytest.mark.parametrize("in_data", [False, True], ids=["module", "data module"])
+def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_often(in_data: bool) -> None:
+    (slow, _), (fast, trips) = run_ranks(hooks, in_data)
+    assert slow < fast, "stolen"
+    assert trips, "read again"
 
 
 class Dropping(Short):

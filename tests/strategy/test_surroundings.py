@@ -122,9 +122,7 @@ def _monitors(rank: int, where: Path) -> dict[str, Any]:
             LearningRateMonitor("step"),
             ModelSummary(2),
             counts,
-            ThroughputMonitor(
-                batch_size_fn=len, length_fn=lambda minibatch: sum(b.shape[1] for b in minibatch)
-            ),
+            ThroughputMonitor(lambda batch: batch.size(0), length_fn=Tensor.numel),
             EarlyStopping("val_one", patience=1, mode="max"),  # it stays 1
         ],
     )
@@ -237,6 +235,7 @@ def test_loggers_bars_and_monitors(ran):
         rows = list(csv.DictReader(file))
     assert {"lr-AdamW", "loss", "lengths", "val_loss"} <= rows[0].keys()
     assert float([row["train/samples"] for row in rows if row["train/samples"]][-1]) == COUNTS[0] * 3 * 2
+    assert float([row["train/lengths"] for row in rows if row["train/lengths"]][-1]) == sum(LENGTHS[:4]) * 6
     rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
     assert (min(rates), max(rates)) == (pytest.approx(0.001), pytest.approx(0.01))
     assert list((where / "board").glob("events.out.tfevents.*"))
