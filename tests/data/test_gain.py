@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 import lightning_odc.data.gain
 from lightning_odc.balance import Planner
-from lightning_odc.data.gain import gain_of, planned_gain
+from lightning_odc.balance.collation import Collation
+from lightning_odc.data.gain import glance, planned_gain
+from lightning_odc.data.lengths import measure
 from lightning_odc.data.rng import isolated_rng
 
 UNEVEN = np.random.default_rng(0).integers(1, 1000, 512)
@@ -66,12 +68,12 @@ def test_looking_leaves_the_data_set_and_its_random_numbers_alone():
     with isolated_rng():
         random.seed(1)
         before = random.getstate()
-        assert gain_of(DataLoader(outer, batch_size=2), 2, 2) is not None
+        assert len(glance(DataLoader(outer, batch_size=2), 256, measure)[0]) == 256
         assert random.getstate() == before
     assert outer.read == inner.read == 0
     assert inner.draw() == outer.draw() == Drawing().draw()
     both = ConcatDataset([inner, outer])
-    assert gain_of(DataLoader(both, batch_size=2), 1, 2) is not None
+    assert len(glance(DataLoader(both, batch_size=2), 256, measure)[0]) == 256
     assert inner.draw() == outer.draw()
 
 
@@ -116,30 +118,14 @@ def rows() -> list[Tensor]:
     ids=["attribute", "subset", "list", "distributed sampler"],
 )
 def test_lengths_that_are_known_cheaply(loader):
-    gain = gain_of(loader(), 1, 4)
-    assert gain is not None
-    assert gain.factor > 1.1
+    lengths, indices = glance(loader(), 64, measure)
+    assert len(lengths) == len(indices) == 64
+    assert len(set(lengths.tolist())) > 1
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
-        lambda: DataLoader(Property(), batch_size=2),
-        lambda: DataLoader(Drawing(), batch_size=2, num_workers=1),  # its workers may need what it opens
-        lambda: DataLoader([torch.zeros(3)] * 64, batch_size=2),  # type: ignore[arg-type]
-        lambda: DataLoader([torch.zeros(3, 3)] * 64, batch_size=2),  # type: ignore[arg-type]
-        lambda: DataLoader(rows(), batch_size=None),  # type: ignore[arg-type]
-        lambda: DataLoader(rows(), sampler=WeightedRandomSampler([1.0] * 9, 9)),  # type: ignore[arg-type]
-        lambda: DataLoader(rows()[:1]),  # type: ignore[arg-type]
-    ],
-    ids=["property", "workers", "equal", "no length", "no batches", "own order", "one sample"],
-)
-def test_nothing_is_said_where_nothing_is_known_or_to_gain(loader):
-    assert gain_of(loader(), 1, 4) is None
-
-
-def test_one_rank_has_nothing_to_level():
-    assert gain_of(DataLoader(Told(), batch_size=2), 1, 1) is None
+def test_what_workers_prepare_is_not_read_here():
+    lengths, _ = glance(DataLoader(Drawing(), batch_size=2, num_workers=1), 64, measure)
+    assert len(lengths) == 0
 
 
 def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
@@ -150,10 +136,10 @@ def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
             read.append(index)
             return super().__getitem__(index)
 
-    assert gain_of(DataLoader(Recorded(), batch_size=1), 1, 2) is not None
+    assert len(glance(DataLoader(Recorded(), batch_size=1), 256, measure)[0]) == 256
     assert len(read) == 256
     monkeypatch.setattr(lightning_odc.data.gain, "_SECONDS", 0.0)
-    assert gain_of(DataLoader(Recorded(), batch_size=1), 1, 2) is None, "one sample tells nothing"
+    assert len(glance(DataLoader(Recorded(), batch_size=1), 256, measure)[0]) == 1
     assert len(read) == 257
 
 
@@ -162,9 +148,11 @@ def test_the_gain_of_several_numbers_is_that_of_their_sum():
     gain = planned_gain(rows, 1, 2, Planner(2, cost="tokens"))
     assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
     assert (gain.shortest, gain.longest) == (1, 7)
-    samples = [torch.zeros(int(length)) for length in UNEVEN]
-    found = gain_of(DataLoader(samples, batch_size=2), 1, 4, lambda sample: (1, len(sample)))  # type: ignore[arg-type]
-    assert found is not None
-    assert found.factor > 1.05
-    alike = gain_of(DataLoader(samples, batch_size=2), 1, 4, lambda sample: (3, 2))  # type: ignore[arg-type]
-    assert alike is None
+
+
+def test_padding_by_hand():
+    """Two batches of 8 + 2 and 7 + 1 tokens compute 16 and 14; balanced, 8 + 7 and 2 + 1 compute 16 and 4."""
+    collation = Collation("padded")
+    gain = planned_gain(np.array([8, 7, 2, 1]), 2, 1, Planner(2, 16, cost="tokens", collation=collation))
+    assert gain.padding == pytest.approx(1 - 18 / (16 + 14))
+    assert gain.balanced_padding < gain.padding
