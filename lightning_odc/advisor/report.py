@@ -233,15 +233,14 @@ def _strategy(setting: Setting) -> str:
     options = []
     if setting.communication != "on_demand":
         options.append(f'communication="{setting.communication}"')
-    if setting.policy != AS_THEY_COME:
-        wanted = "auto" if setting.communication == "on_demand" else setting.policy
-        options.append(f'balance="{wanted}"')
+    if setting.policy == AS_THEY_COME:
+        options.append("balance=None")
+    elif setting.communication != "on_demand":
+        options.append(f'balance="{setting.policy}"')
     if setting.sharding == "hybrid":
         options.append('sharding_strategy="HYBRID_SHARD"')
-    if options == ['communication="collective"']:
-        return '"fsdp"'
-    names = {"": '"odc"', 'balance="auto"': '"odc_balanced"'}
     written = ", ".join(options)
+    names = {"": '"odc"', "balance=None": '"odc_plain"', 'communication="collective", balance=None': '"fsdp"'}
     return names.get(written, f"ODCStrategy({written})")
 
 

@@ -286,7 +286,7 @@ class TrainingData:
             rank_zero_info(
                 f"Samples have {gain.shortest} to {gain.longest} tokens, and ranks wait for the longest ones: "
                 f"{gain.idle:.0%} of the time, planned from lengths.\n"
-                f'Trainer(strategy="odc_balanced") balances the work: {gain.factor:.2f}x as fast, planned, not '
+                f'Trainer(strategy="odc") balances the work: {gain.factor:.2f}x as fast, planned, not '
                 "measured."
             )
 
@@ -301,9 +301,8 @@ def yields_minibatches(dataloader: Any) -> bool:
         with isolated_rng():
             dataset = with_own_rng(dataloader.dataset)
             sample = next(iter(dataset)) if is_stream(dataset) else dataset[0]
-            if isinstance(sample, Minibatch) or dataloader.batch_size is None:
-                return isinstance(sample, Minibatch)
-            return isinstance(dataloader.collate_fn([sample]), Minibatch)
+            batch = sample if dataloader.batch_size is None else [sample]
+            return isinstance(sample, Minibatch) or isinstance(dataloader.collate_fn(batch), Minibatch)
     except Exception:  # whatever it is, training will meet it, too
         return False
 
