@@ -292,7 +292,7 @@ class TrainingData:
 
 
 def yields_minibatches(dataloader: Any) -> bool:
-    """Whether a loader's batches are `Minibatch`es already. Its first sample tells, read from a copy of the data set."""
+    """Whether a loader's batches are `Minibatch`es. Its first sample tells, read from a copy of the data set."""
     if isinstance(dataloader, list | tuple):
         return bool(dataloader) and isinstance(dataloader[0], Minibatch)
     if not isinstance(dataloader, DataLoader):

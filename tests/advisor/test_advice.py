@@ -87,10 +87,7 @@ def test_uneven_lengths_gain_and_the_reason_adds_up() -> None:
     advice = advice_on()
     assert advice.helps
     assert str(advice).startswith("On-demand communication would help: x")
-    assert (
-        advice.line
-        == 'Trainer(accelerator="gpu", devices=4, precision="bf16-mixed", strategy="odc")'
-    )
+    assert advice.line == 'Trainer(accelerator="gpu", devices=4, precision="bf16-mixed", strategy="odc")'
     assert advice.answer.recommended.policy == "lb_mini", "what odc chooses on GPUs"
     assert CAUSES.keys() == {*SIMULATED}
     for row in advice.rows():
