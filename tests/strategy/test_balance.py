@@ -122,10 +122,14 @@ def test_an_unknown_policy():
         ODCStrategy(balance="karma")
 
 
-def test_the_registered_default():
-    strategy = pl.Trainer(strategy="odc", accelerator="cpu", devices=1, logger=False).strategy
+@pytest.mark.parametrize(
+    ("name", "balance"), [("odc", "auto"), ("odc_balanced", "auto"), ("odc_plain", None)]
+)
+def test_the_registered_names(name, balance):
+    strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, ODCStrategy)
-    assert strategy.balance == "auto"
+    assert strategy.balance == balance
+    assert ODCStrategy().balance == "auto"
 
 
 def _loaders(rank: int) -> list[str]:
