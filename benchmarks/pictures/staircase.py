@@ -13,7 +13,7 @@ from benchmarks.pictures.charts import Load
 
 _STEPS = {
     "measure": "the script, measured",
-    PLAIN: 'not balanced: "odc_plain"',
+    PLAIN: 'for comparison: "odc_plain"',
     "switch": 'switched: "odc"',
     "pack": "packed: packing=True",
 }
