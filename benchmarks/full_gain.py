@@ -8,6 +8,7 @@ prints of its last epoch is what counts. The last step needs several machines: `
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import statistics
@@ -24,10 +25,12 @@ from lightning_odc.files import write_json
 from tests.docs.blocks import ROOT, blocks
 
 PAGE = ROOT / "docs" / "full-gain.md"
+PLAIN = "plain"
+"""No step, but the switch without balancing, for comparison."""
 WRITTEN = {
     "measure": "`DeviceIdleMonitor()`",
+    PLAIN: '`strategy="odc_plain"`',
     "switch": '`strategy="odc"`',
-    "balance": '`strategy="odc_balanced"`',
     "pack": "`packing=True`",
     "nodes": "`num_nodes=2`",
 }
@@ -37,14 +40,15 @@ _SAID = re.compile(r"([\d.]+) s per epoch, waiting ([\d.]+)%, padding (-?[\d.]+)
 
 
 def programs(page: Path = PAGE) -> dict[str, str]:
-    """The program after each step: the page's script, with the diffs so far."""
+    """The program after each step: the page's script, with the diffs so far; and the one for comparison."""
     found = list(blocks(page))
     script = next(block.text for block in found if block.is_program)
     diffs = [block.text for block in found if block.language == "diff"]
     after = {}
-    for step, diff in zip(WRITTEN, diffs, strict=True):
+    for step, diff in zip([step for step in WRITTEN if step != PLAIN], diffs, strict=True):
         after[step] = script = patched(script, diff)
-    return after
+    after[PLAIN] = patched(after["switch"], '-        strategy="odc",\n+        strategy="odc_plain",\n')
+    return {step: after[step] for step in WRITTEN}
 
 
 def patched(script: str, diff: str) -> str:
@@ -118,11 +122,12 @@ def table(measured: dict[str, Any]) -> Table:
     """What the page shows."""
     heads = ("step", "you write", "s per epoch", "waiting", "padding", "times as fast as step 1")
     first = measured["steps"][TIMED[0]]["seconds"]
-    rows = []
-    for number, (step, row) in enumerate(measured["steps"].items(), 1):
+    rows, numbers = [], itertools.count(1)
+    for step, row in measured["steps"].items():
+        name = "for comparison" if step == PLAIN else f"{next(numbers)}. {step}"
         ratios = [before / seconds for before, seconds in zip(first, row["seconds"], strict=True)]
         shares = [f"{100 * statistics.median(row[name]):.1f} %" for name in ("waiting", "padding")]
-        rows.append([f"{number}. {step}", WRITTEN[step], _spread(row["seconds"]), *shares, _spread(ratios)])
+        rows.append([name, WRITTEN[step], _spread(row["seconds"]), *shares, _spread(ratios)])
     return Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], rows)
 
 

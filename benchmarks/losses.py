@@ -45,9 +45,7 @@ class Clock(pl.Callback):
 def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, Any], float, str]:
     """Parameters after a step of one strategy, seconds before the first batch, and what microbatches counted."""
     module, clock = Losses(kind).double(), Clock()
-    strategy: Any = name if name == "ddp" else ODCStrategy(hang_report_after=None)
-    if name == "odc_balanced":  # of version 0.1
-        strategy = ODCStrategy(hang_report_after=None, balance="auto")
+    strategy: Any = ODCStrategy(hang_report_after=None, balance="auto")  # as "odc", in version 0.1, too
     trainer = pl.Trainer(
         strategy="ddp_find_unused_parameters_true" if name == "ddp" else strategy,
         accelerator="cpu",
@@ -84,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.losses", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--strategies", nargs="+", default=["odc", "ddp"], help='"odc", "ddp", or "odc_balanced"'
+        "--strategies", nargs="+", default=["odc", "ddp"], help='"odc" or "ddp"'
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors there, too")
     options = parser.parse_args(arguments)

@@ -139,7 +139,7 @@ class Row:
 
     Attributes:
         text: What the user writes.
-        strategy: ``"ddp"``, ``"odc"``, ``"odc_balanced"``, or options of ``ODCStrategy``.
+        strategy: ``"ddp"``, or options of ``ODCStrategy``.
         batch: Samples of a batch on one rank; as many batches are accumulated as make up a step.
         by_hand: Whether it has settings that a user has to know.
     """
@@ -169,14 +169,14 @@ class Project:
     rows: tuple[Row, ...] = field(default=())
 
 
-COLLECTIVE = Row('`communication="collective"`, batch 8', {"communication": "collective"})
+COLLECTIVE = Row('`communication="collective"`, batch 8', {"communication": "collective", "balance": None})
 USUAL = (
     Row('`"ddp"`, batch 8', "ddp"),
     Row('`"ddp"`, batch 1, accumulate 8', "ddp", 1),
     COLLECTIVE,
-    Row('`"odc"`, batch 8', "odc"),
-    Row('`"odc_balanced"`, batch 8', "odc_balanced"),
-    Row('`"odc_balanced"`, batch 1, accumulate 8', "odc_balanced", 1),
+    Row('`"odc_plain"`, batch 8', {"balance": None}),
+    Row('`"odc"`, batch 8', {}),
+    Row('`"odc"`, batch 1, accumulate 8', {}, 1),
 )
 DENSE = transformer(byte_llama(4, 256, LONGEST), dense=True)
 
@@ -193,7 +193,7 @@ PROJECTS = {
         LanguageModel,
         (
             *USUAL,
-            Row('`"odc_balanced"` with `packing=True`', {"balance": "auto", "packing": True}),
+            Row('`"odc"` with `packing=True`', {"packing": True}),
             _by_hand("by hand: `lb_mini`, dense cost", balance="lb_mini", cost=DENSE),
             _by_hand("by hand: `steal`, dense cost", balance="steal", cost=DENSE),
             _by_hand("by hand: `local_sort`", balance="local_sort"),
@@ -261,10 +261,9 @@ def fit(_rank: int, world_size: int, project: str, number: int, epochs: int) -> 
     chosen = PROJECTS[project]
     row = chosen.rows[number]
     pl.seed_everything(0, verbose=False)
-    options = {"balance": "auto"} if row.strategy == "odc_balanced" else row.strategy
     strategy: Any = row.strategy
     if strategy != "ddp":
-        strategy = ODCStrategy(hang_report_after=None, **({} if strategy == "odc" else options))
+        strategy = ODCStrategy(hang_report_after=None, **strategy)
     watch = Watch()
     trainer = pl.Trainer(
         strategy=strategy,

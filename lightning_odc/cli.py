@@ -147,7 +147,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "demo",
         help="train one model on real text with collectives, on demand and balanced, and compare",
         description="Train the same small language model on the same minibatches of Python source: with collectives, "
-        'on demand, and on demand with balanced minibatches (strategy="odc_balanced"). Show times, losses, the '
+        'on demand, and on demand with balanced minibatches (strategy="odc"). Show times, losses, the '
         "speed-up and its causes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -171,7 +171,7 @@ def _add_demo_options(demo: argparse.ArgumentParser, defaults: DemoOptions) -> N
         nargs="+",
         metavar="MODE",
         default=defaults.communication,
-        help=f'modes to compare, among {", ".join(MODES)}; balanced is strategy="odc_balanced", and lockstep splits '
+        help=f'modes to compare, among {", ".join(MODES)}; balanced is strategy="odc", and lockstep splits '
         "cheaper bytes from fewer waits",
     )
     for name, text in COUNTS.items():

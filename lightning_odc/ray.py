@@ -21,5 +21,5 @@ class RayODCStrategy(ODCStrategy, RayFSDPStrategy):  # type: ignore[misc]
     Arguments are those of `ODCStrategy`.
 
     Example:
-        ``Trainer(strategy=RayODCStrategy(balance="auto"), plugins=[RayLightningEnvironment()])``
+        ``Trainer(strategy=RayODCStrategy(), plugins=[RayLightningEnvironment()])``
     """

@@ -114,6 +114,17 @@ def test_there_is_something_to_read() -> None:
     assert sum(len(_passages(path)) for path in SOURCES) > 5000
 
 
+def test_the_old_name_of_the_strategy_is_explained_once() -> None:
+    kinds = {".py", ".md", ".ipynb", ".json", ".txt", ".svg"}
+    folders = ("docs", "notebooks", "lightning_odc", "benchmarks", "tests")
+    files = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in kinds]
+    name = "odc_" + "balanced"
+    named = {_ids(path) for path in [*files, ROOT / "README.md"] if name in path.read_text()}
+    tests = {"tests/strategy/test_balance.py", "tests/strategy/test_bad_input.py", "tests/test_fabric.py"}
+    assert named == {"lightning_odc/strategy/odc.py", "lightning_odc/_registration.py"} | tests
+    assert (ROOT / "CHANGELOG.md").read_text().count(name) == 1
+
+
 @pytest.mark.parametrize("path", [*PAGES, *LESSONS, *SOURCES], ids=_ids)
 def test_phrases_that_are_read_twice_stay_out(path: Path) -> None:
     odd = _odd_phrases(_passages(path))

@@ -120,7 +120,7 @@ def _strategy(mode: str, world_size: int) -> Any:
         return "ddp"
     if mode == "model_parallel":
         return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
-    return ODCStrategy(communication=mode, auto_wrap_policy={nn.Linear})  # type: ignore[arg-type]
+    return ODCStrategy(communication=mode, balance=None, auto_wrap_policy={nn.Linear})  # type: ignore[arg-type]
 
 
 def _as_it_is(batch: Any) -> Any:

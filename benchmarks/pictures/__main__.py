@@ -37,7 +37,6 @@ PICTURES: dict[str, Callable[[charts.Load], Canvas]] = {
     "full-gain": staircase.staircase,
     "full-gain-measure": partial(staircase.step, name="measure"),
     "full-gain-switch": partial(staircase.step, name="switch"),
-    "full-gain-balance": partial(staircase.step, name="balance"),
     "full-gain-pack": partial(staircase.step, name="pack"),
     "full-gain-nodes": staircase.nodes,
 }

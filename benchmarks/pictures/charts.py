@@ -14,7 +14,7 @@ Load = Callable[[str], Any]
 Interval = Sequence[float]
 """Low end, value, high end."""
 
-_PLAIN_COLLECTIVE, _PLAIN_BALANCED = '`communication="collective"`, batch 8', '`"odc_balanced"`, batch 8'
+_PLAIN_COLLECTIVE, _PLAIN_BALANCED = '`communication="collective"`, batch 8', '`"odc"`, batch 8'
 _HEADING, _ROW = 30.0, 36.0
 
 

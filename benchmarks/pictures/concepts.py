@@ -217,7 +217,7 @@ def settings(_: Load) -> Canvas:
             back = [(right, y + 46), (right, y + 66), (middle + 1, y + 66)]
             canvas.line(back, "ink", width=2, arrow=True)
     canvas.box(0, 354, 264, 40, "balanced", rounded=6)
-    canvas.text(132, 379, 'Trainer(strategy="odc_balanced")', role="label", anchor="middle")
+    canvas.text(132, 379, 'Trainer(strategy="odc")', role="label", anchor="middle")
     return canvas
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from benchmarks.full_gain import PLAIN
 from benchmarks.pictures.canvas import SMALL, WIDTH, Axis, Canvas
 from benchmarks.pictures.charts import Load
 
 _STEPS = {
     "measure": "the script, measured",
+    PLAIN: 'for comparison: "odc_plain"',
     "switch": 'switched: "odc"',
-    "balance": 'balanced: "odc_balanced"',
     "pack": "packed: packing=True",
 }
 _PARTS = {"computing": "backward", "padding": "read", "waiting": "idle"}
@@ -29,7 +30,7 @@ class Epoch(NamedTuple):
         seconds: The time of the epoch.
         waiting: The part of the ranks' time in which they wait.
         padding: The part of the computed tokens that no text has.
-        gain: How many times as fast as the step before, said in words.
+        gain: How many times as fast as the step before, said in words. What is no step is compared with it, too.
     """
 
     label: str
@@ -55,7 +56,7 @@ def epochs(load: Load) -> dict[str, Epoch]:
     for name, row in steps.items():
         seconds, waiting, padding = (statistics.median(row[key]) for key in ("seconds", "waiting", "padding"))
         found[name] = Epoch(_STEPS[name], seconds, waiting, padding, times(before, row["seconds"]))
-        before = row["seconds"]
+        before = before if name == PLAIN else row["seconds"]
     return found
 
 
@@ -69,7 +70,7 @@ def staircase(load: Load) -> Canvas:
 
 def step(load: Load, name: str) -> Canvas:
     """A step below the one before, on the axis of the staircase."""
-    found = epochs(load)
+    found = {step: epoch for step, epoch in epochs(load).items() if step != PLAIN}
     rows, place = list(found.values()), list(found).index(name)
     shown = rows[max(place - 1, 0) : place + 1]
     last = shown[-1]

@@ -220,8 +220,8 @@ def one_line_predictions() -> list[Prediction]:
     }
     base, demand, balanced = (
         '`communication="collective"`, batch 8',
+        '`"odc_plain"`, batch 8',
         '`"odc"`, batch 8',
-        '`"odc_balanced"`, batch 8',
     )
     equal = measured["equal"]
     device = fitted_to(

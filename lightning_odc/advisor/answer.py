@@ -119,7 +119,7 @@ class Answer:
 
     @cached_property
     def on_demand(self) -> Setting:
-        """The fastest on demand, of what ``strategy="odc"`` and ``"odc_balanced"`` choose by themselves."""
+        """The fastest on demand, of what ``strategy="odc_plain"`` and ``"odc"`` choose by themselves."""
         wanted = (AS_THEY_COME, "steal" if self.is_cpu else "lb_mini")
         found = [one for one in self.settings if one.communication == "on_demand" and one.policy in wanted]
         return _simplest([one for one in found if one in self.fitting] or found)

@@ -243,15 +243,16 @@ def _strategy(setting: Setting, answer: Answer) -> str:
     options = []
     if setting.communication != "on_demand":
         options.append(f'communication="{setting.communication}"')
-    if setting.policy != AS_THEY_COME:
-        wanted = "auto" if setting.communication == "on_demand" else setting.policy
-        options.append(f'balance="{wanted}"')
+    if setting.policy == AS_THEY_COME:
+        options.append("balance=None")
+    elif setting.communication != "on_demand":
+        options.append(f'balance="{setting.policy}"')
     if setting.sharding == "hybrid":
         options.append('sharding_strategy="HYBRID_SHARD"')
-    if options == ['communication="collective"']:
-        return '"auto"' if answer.question.cluster.devices == 1 else '"ddp"' if answer.is_cpu else '"fsdp"'
-    names = {"": '"odc"', 'balance="auto"': '"odc_balanced"'}
     written = ", ".join(options)
+    if written == 'communication="collective", balance=None':
+        return '"auto"' if answer.question.cluster.devices == 1 else '"ddp"' if answer.is_cpu else '"fsdp"'
+    names = {"": '"odc"', "balance=None": '"odc_plain"'}
     return names.get(written, f"lightning_odc.ODCStrategy({written})")
 
 

@@ -91,7 +91,7 @@ def _add_train(kinds: Any) -> None:
         nargs="+",
         metavar="C+P",
         help=f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}; a second plus "
-        'and a cost override --cost; auto is the choice of strategy="odc_balanced"',
+        'and a cost override --cost; auto is the choice of strategy="odc"',
     )
     train.add_argument(
         "--emulate",

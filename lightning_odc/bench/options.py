@@ -16,7 +16,7 @@ PAPERS_OWN = "lb_micro_paper"
 SHUFFLED = "shuffled"
 """``local_sort`` without the sorting: samples in the order in which a shuffling loader delivers them."""
 AUTO = "auto"
-"""The choice of ``strategy="odc_balanced"``, from an ordinary ``DataLoader``."""
+"""The choice of ``strategy="odc"``, from an ordinary ``DataLoader``."""
 POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED, AUTO)
 EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN, SHUFFLED)
 COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted", "auto")

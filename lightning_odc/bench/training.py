@@ -395,7 +395,7 @@ def make_trainer(
             communication=communication,
             auto_wrap_policy=layers,
             hang_report_after=None,
-            **(_balancing(options, combination) if combination.policy == AUTO else {}),
+            **(_balancing(options, combination) if combination.policy == AUTO else {"balance": None}),
         )
     return Trainer(
         strategy=strategy,
@@ -413,9 +413,9 @@ def make_trainer(
 
 
 def _balancing(options: TrainOptions, combination: Combination) -> dict[str, Any]:
-    """What ``strategy="odc_balanced"`` stands for, and what the options say otherwise."""
+    """What ``strategy="odc"`` stands for, and what the options say otherwise."""
     most = None if options.packing_ratio == 1 else _most_tokens(options)
-    return {"balance": "auto", "cost": _planned_cost(options, combination), "max_tokens": most}
+    return {"cost": _planned_cost(options, combination), "max_tokens": most}
 
 
 def _begin_memory(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 Mode = Literal["collective", "on_demand", "lockstep", "balanced"]
 """``ODCStrategy``'s ways to communicate: stock collectives; one-sided; one-sided with a barrier per unit. And
-``"balanced"``: one-sided, with all that ``strategy="odc_balanced"`` chooses by itself."""
+``"balanced"``: one-sided, with all that ``strategy="odc"`` chooses by itself."""
 Order = Literal["sorted", "shuffled"]
 Precision = Literal["32-true", "bf16-mixed"]
 Device = Literal["cpu", "cuda"]

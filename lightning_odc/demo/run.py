@@ -151,7 +151,7 @@ def show_results(console: Console, result: Result) -> None:
     console.print(f"{verdict}: largest relative difference {difference:.1e} {tolerance}")
     if "balanced" in result.runs:
         policy = result.runs["balanced"]["policy"]
-        console.print(f'balanced is Trainer(strategy="odc_balanced"); it chose policy "{policy}"')
+        console.print(f'balanced is Trainer(strategy="odc"); it chose policy "{policy}"')
     if result.gain is not None:
         console.print(gain_text(result.gain))
         if not result.gain.doubt:

@@ -192,13 +192,13 @@ def _check_training(model: nn.Module, setting: Setting) -> Iterable[Finding]:
         yield Finding(
             "training",
             "warning",
-            'manual optimization: strategy="odc_balanced" leaves the data as it is',
+            'manual optimization: strategy="odc" leaves the data as it is',
             'loop over the microbatches of a Minibatch in training_step, and write ODCStrategy(balance="lb_mini")',
         )
         return
     policy = Wanted("auto", {}, "on_demand", False).policy(setting.ranks, True, setting.device_type)
     yield Finding(
-        "training", "ok", f'strategy="odc_balanced" would choose communication "on_demand", policy "{policy}"'
+        "training", "ok", f'strategy="odc" would choose communication "on_demand", policy "{policy}"'
     )
 
 

@@ -87,6 +87,6 @@ def strategy_of(where: Any, call: str) -> Any:
         raise TypeError(
             f"{call} needs a module that is trained by this package's strategy, and got a {type(where).__name__} "
             f"with {type(strategy).__name__}. Write\n"
-            '    import lightning_odc\n    trainer = Trainer(strategy="odc", ...)'
+            '    import lightning_odc\n    trainer = Trainer(strategy="odc_plain", ...)'
         )
     return strategy

@@ -308,8 +308,8 @@ def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
     names = ", ".join(f"{name}=..." for name, value in _BALANCE_DEFAULTS.items() if given[name] != value)
     if names:
         rank_zero_warn(
-            f"ODCStrategy({names}) has no effect without a policy: write "
-            f'ODCStrategy(balance="auto", {names}). Pass arguments of your own BalancedDataLoader to the loader.'
+            f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
+            f"ODCStrategy({names}). Pass arguments of your own BalancedDataLoader to the loader."
         )
 
 

@@ -450,9 +450,8 @@ def yields_minibatches(dataloader: Any) -> bool:
         with isolated_rng():
             dataset = with_own_rng(dataloader.dataset)
             sample = next(iter(dataset)) if is_stream(dataset) else dataset[0]
-            if isinstance(sample, Minibatch) or dataloader.batch_size is None:
-                return isinstance(sample, Minibatch)
-            return isinstance(dataloader.collate_fn([sample]), Minibatch)
+            batch = sample if dataloader.batch_size is None else [sample]
+            return isinstance(sample, Minibatch) or isinstance(dataloader.collate_fn(batch), Minibatch)
     except Exception:  # whatever it is, training will meet it, too
         return False
 

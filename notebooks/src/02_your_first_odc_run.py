@@ -6,7 +6,7 @@
 # - how to switch a Lightning training from `"ddp"` or `"fsdp"` to `"odc"`: one line;
 # - that the losses stay the same;
 # - what DDP, FSDP and ODC do differently, as timelines of your own machine;
-# - the second line, which lets ranks have different amounts of work.
+# - what balancing adds: ranks have different numbers of texts, and equal work.
 #
 # **It needs** Linux, two CPU cores and about a minute. No GPU, no network. In a clone of the repository,
 # `make lab` installs everything and opens the notebooks. (On a machine with GPUs, set `DEVICE = "cuda"` below.)
@@ -135,10 +135,13 @@ def fit(name, strategy, batch_size=1, accumulate=4):
 #
 # In a script you would write `strategy="ddp"`. A notebook has no script to start again for the second process, so
 # Lightning's DDP forks this process instead. Lightning calls that variant `"ddp_notebook"`. `"odc"` works in both.
+#
+# `"odc"` changes two things: how ranks communicate, and which of them trains on which texts. We look at the first one
+# alone, with `"odc_plain"`. It leaves the batches as they are, so we can compare the losses step by step.
 
 # %%
 fit("ddp", strategy="ddp_notebook")
-model = fit("odc", strategy="odc")
+model = fit("odc", strategy="odc_plain")
 
 # %% [markdown]
 # Was it the same training? Both began with the same weights and saw the same texts in the same order. So their losses
@@ -188,6 +191,7 @@ with torch.no_grad():
 #    refuses to run in notebooks.) `balance="local_sort"` gives each rank four texts, the longest first.
 # 2. On demand, with the same texts on the same ranks.
 # 3. On demand, and with `balance="lb_mini"`: each rank gets so many texts that all ranks have equal work.
+#    `strategy="odc"` does this, too. It chooses the policy, the cost and the weights by itself.
 
 # %%
 dense = balance.transformer(Reader().model.config, dense=True)
@@ -244,8 +248,8 @@ print_table(["per step", "idle", "of", "idle part"], rows)
 # they vary. Run it again before you believe them. `communication="lockstep"` shows how much of a faster step comes
 # from cheaper bytes, and how much from fewer waits: see [Communication modes](../docs/communication.md).
 #
-# (A model as small as this one fits on every device, and then DDP is a good choice. Sharding is for models that do
-# not fit.)
+# (A model as small as this one fits on every device, and then it needs no sharding: [plain DDP with a balanced
+# loader](../docs/ddp.md) is a good choice.)
 #
 # `cost` says what a text costs: the number of operations that follows from the model's configuration, on a CPU,
 # where attention is dense. `weighting` says what a microbatch counts in the gradient: the number of tokens that it
@@ -267,14 +271,14 @@ with torch.no_grad():
 # trainer = Trainer(strategy="odc", accelerator="cpu", devices=2)
 # ```
 #
-# Everything else stays the same. [Get started](../docs/get-started.md) has a complete one, and how to switch a project
-# that uses `FSDPStrategy`.
+# It communicates on demand, and balances. Everything else stays the same. [Get started](../docs/get-started.md) has a
+# complete one, and how to switch a project that uses DDP or FSDP.
 #
 # ## What you have seen
 #
 # - One line switches a training. The losses stay the same.
 # - ODC keeps slices like FSDP, and meets as rarely as DDP.
-# - The waiting that is left comes from uneven work. A second line levels the work.
+# - The waiting that is left comes from uneven work. Balancing levels the work. `"odc"` does both.
 #
 # ## Exercises
 #

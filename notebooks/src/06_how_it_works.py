@@ -475,7 +475,7 @@ class EditsByHand(Callback):
 
 
 trainer = Trainer(
-    strategy=ODCStrategy(),
+    strategy=ODCStrategy(balance=None),
     accelerator="cpu",
     devices=2,
     max_steps=3,

@@ -90,10 +90,10 @@ def test_uneven_lengths_gain_and_the_reason_adds_up() -> None:
     assert str(advice).startswith("On-demand communication would help: x")
     assert advice.line.splitlines() == [
         "import lightning_odc",
-        'Trainer(accelerator="gpu", devices=4, precision="bf16-mixed", strategy="odc_balanced")',
+        'Trainer(accelerator="gpu", devices=4, precision="bf16-mixed", strategy="odc")',
     ]
     assert "Lightning-ODC's code for GPUs has not run on a GPU yet." in str(advice).splitlines()
-    assert advice.answer.recommended.policy == "lb_mini", "what odc_balanced chooses on GPUs"
+    assert advice.answer.recommended.policy == "lb_mini", "what odc chooses on GPUs"
     assert CAUSES.keys() == {*SIMULATED}
     for row in advice.rows():
         assert sum(row["causes"].values()) == pytest.approx(row["seconds"])

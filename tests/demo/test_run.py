@@ -138,7 +138,7 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, started: list[subp
     assert sum(line.startswith("mode ") for line in out.splitlines()) == 1
     begins = tuple(f"{mode}  " for mode in modes)
     assert [line.split()[0] for line in out.splitlines() if line.startswith(begins)] == modes
-    assert 'balanced is Trainer(strategy="odc_balanced"); it chose policy "steal"' in out
+    assert 'balanced is Trainer(strategy="odc"); it chose policy "steal"' in out
     gained = (
         gain["doubt"] or f"x{gain['speedup'][1]:.2f} = x"
     )  # on a busy machine the repetitions may differ too much

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from benchmarks import full_gain
 from tests.docs.blocks import ROOT, blocks
 
-ON_DEMAND = {"measure": False, "switch": True, "balance": True, "pack": True}
+ON_DEMAND = {"measure": False, "plain": True, "switch": True, "pack": True}
 SHORT = {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
 """One optimizer step per epoch: Lightning reads what the script does not say from the environment."""
 
@@ -78,7 +78,7 @@ def test_programs_run_as_files(step: str, runs: dict[str, tuple[str, Path]]) -> 
     reads = [int((folder / f"reads-{rank}").read_text()) for rank in range(2)]
     assert [number > 0 for number in reads] == 2 * [ON_DEMAND[step]]
     assert "stopped: `max_epochs=2` reached" in output
-    assert ("Chosen: policy" in output) == (step in ("balance", "pack"))
+    assert ("Chosen: policy" in output) == (step in ("switch", "pack"))
     assert ("packs samples into one row" in output) == (step == "pack")
     seconds, waiting, _ = full_gain.figures(output)
     assert seconds > 0

@@ -103,7 +103,7 @@ class Sum(LightningModule):
 
 def _sums_in(rank: int, dtype: torch.dtype | None) -> list[float]:
     batches = [torch.tensor([value]) for value in (2.0**13, 2.0**-13, -(2.0**13))]
-    module, strategy = Sum(), ODCStrategy(accumulator_dtype=dtype)
+    module, strategy = Sum(), ODCStrategy(balance=None, accumulator_dtype=dtype)
     trainer(2, strategy=strategy).fit(module, loader([Minibatch([] if rank else batches)]))
     return full_parameters(module)["layer.weight"].flatten().tolist()
 

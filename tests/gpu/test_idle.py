@@ -84,6 +84,7 @@ def shares_a_gpu(rank: int, communication: str) -> Any:
     devices = [torch.device("cuda", r % there_are) for r in range(2)] if there_are else [device] * 2
     strategy = ODCStrategy(
         communication=communication,
+        balance=None,
         parallel_devices=devices,
         process_group_backend="gloo",
         hang_report_after=None,
@@ -128,7 +129,7 @@ def has_a_gpu(rank: int, kind: str) -> Any:
     device = torch.device("cuda", rank)
     if kind == "fsdp":
         return fit(device, FSDPStrategy(), Uneven("mean"), TOKENS)
-    strategy = ODCStrategy(communication="collective", hang_report_after=None)
+    strategy = ODCStrategy(communication="collective", balance=None, hang_report_after=None)
     return fit(device, strategy, Uneven("items"), Minibatch([TOKENS.to(device)]))
 
 

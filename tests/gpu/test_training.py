@@ -183,6 +183,7 @@ def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
 def with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
     device = start(rank)
     strategy = ODCStrategy(
+        balance=None,
         parallel_devices=placed().devices,
         process_group_backend="gloo",  # for host and device memory
         cpu_offload=offload,

@@ -279,6 +279,6 @@ def test_what_is_exchanged() -> None:
     with pytest.raises(TypeError, match=r"list of rl.Rollout, and got a dict"):
         rl.exchange(trainer(1), [{"tokens": [1]}])  # type: ignore[list-item]
     with pytest.raises(
-        TypeError, match=r'Trainer with SingleDeviceStrategy. Write(.|\n)*Trainer\(strategy="odc"'
+        TypeError, match=r'Trainer with SingleDeviceStrategy. Write(.|\n)*Trainer\(strategy="odc_plain"'
     ):
         rl.exchange(trainer(1, strategy="auto"), [])

@@ -137,14 +137,19 @@ def _adversaries(rank: int, strategy: str) -> list[Any]:
     batches = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank))
     watch = Watch()
     begin = full_parameters(gan)
-    trainer(2, strategy=strategy, callbacks=[watch] * (strategy == "odc")).fit(gan, loader(list(batches)))
+    trainer(2, strategy=strategy, callbacks=[watch] * (strategy == "odc_plain")).fit(
+        gan, loader(list(batches))
+    )
     end = full_parameters(gan)
     return [end, min((end[name] - value).abs().max().item() for name, value in begin.items()), watch.reads]
 
 
 def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp():
     """Two ranks sum two fp32 gradients, and a sum of two numbers has no order: equal bit for bit."""
-    ours, ddp = run_ranks(_adversaries, "odc"), run_ranks(_adversaries, "ddp_find_unused_parameters_true")
+    ours, ddp = (
+        run_ranks(_adversaries, "odc_plain"),
+        run_ranks(_adversaries, "ddp_find_unused_parameters_true"),
+    )
     for rank in range(2):
         (found, moved, reads), (expected, _, _) = ours[rank], ddp[rank]
         assert moved > 1e-3 and reads > 0

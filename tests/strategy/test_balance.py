@@ -122,10 +122,14 @@ def test_an_unknown_policy():
         ODCStrategy(balance="karma")
 
 
-def test_the_registered_default():
-    strategy = pl.Trainer(strategy="odc_balanced", accelerator="cpu", devices=1, logger=False).strategy
+@pytest.mark.parametrize(
+    ("name", "balance"), [("odc", "auto"), ("odc_balanced", "auto"), ("odc_plain", None)]
+)
+def test_the_registered_names(name, balance):
+    strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, ODCStrategy)
-    assert strategy.balance == "auto"
+    assert strategy.balance == balance
+    assert ODCStrategy().balance == "auto"
 
 
 def _loaders(rank: int) -> list[str]:
@@ -244,7 +248,7 @@ LEFT_ALONE: dict[str, tuple[Any, Any, str]] = {
 def _auto(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (data, module, said) in LEFT_ALONE.items():
-        t = trainer(2, strategy="odc_balanced")
+        t = trainer(2, strategy="odc")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             t.fit(module(), data(rank))
@@ -256,7 +260,7 @@ def _auto(rank: int) -> dict[str, Any]:
         t = trainer(2, strategy=ODCStrategy(balance=balance), accumulate_grad_batches=2)
         t.fit(module, plain(dataset=Rows(), batch_size=2))
         found[name] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
-    module, t = Padded(counted=True), trainer(2, strategy="odc_balanced")
+    module, t = Padded(counted=True), trainer(2, strategy="odc")
     t.fit(module, plain())
     found["map"] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
     return found
@@ -293,8 +297,8 @@ def _said(rank: int) -> list[str]:
     for data, options in (
         (plain(batch_size=1, shuffle=True), {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}),
         (plain(dataset=equal), {}),
-        (plain(batch_size=1), {"strategy": ODCStrategy(communication="collective")}),
-        (plain(batch_size=1), {"strategy": "odc_balanced"}),
+        (plain(batch_size=1), {"strategy": ODCStrategy(communication="collective", balance=None)}),
+        (plain(batch_size=1), {"strategy": "odc"}),
     ):
         trainer(2, accumulate_grad_batches=4, **options).fit(Padded(), data)
         found.append(log.getvalue())
@@ -312,12 +316,10 @@ class Evaluated(Padded):
 
 def test_uneven_samples_without_balancing_are_told_once_what_it_would_gain():
     (uneven, *silent), (*others,) = run_ranks(_said)
-    assert uneven.count("odc_balanced") == 1
+    assert uneven.count('strategy="odc"') == 1
     assert re.search(r"Samples have 2 to 25 tokens, and ranks wait .*: \d+% of the time, planned", uneven)
-    assert re.search(
-        r'Trainer\(strategy="odc_balanced"\) balances the work: 1\.\d\dx as fast, planned', uneven
-    )
-    assert not any("odc_balanced" in text for text in [*silent, *others])
+    assert re.search(r'Trainer\(strategy="odc"\) balances the work: 1\.\d\dx as fast, planned', uneven)
+    assert not any('strategy="odc"' in text for text in [*silent, *others])
 
 
 def test_a_plan_that_tight_caps_make_slower_says_so():

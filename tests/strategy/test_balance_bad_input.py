@@ -157,12 +157,12 @@ def test_an_explicit_loader_that_the_strategy_cannot_run():
 
 
 def test_options_without_a_policy_are_said_to_do_nothing():
-    with pytest.warns(UserWarning, match=r'write ODCStrategy\(balance="auto", max_tokens=..., cost=...\)'):
-        ODCStrategy(max_tokens=64, cost="tokens")
+    with pytest.warns(UserWarning, match=r"no effect: write ODCStrategy\(max_tokens=\.\.\., cost=\.\.\.\)"):
+        ODCStrategy(balance=None, max_tokens=64, cost="tokens")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ODCStrategy(balance="lb_mini", max_tokens=64)
-        ODCStrategy()
+        ODCStrategy(max_tokens=64)
+        ODCStrategy(balance=None)
 
 
 def _elsewhere(rank: int, strategy: str) -> str:

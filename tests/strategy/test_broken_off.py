@@ -37,7 +37,9 @@ from tests.support.ranks import run_ranks, try_ranks
 
 
 def train(module: Short, data: Sequence[Any], callbacks: Any = (), **strategy: Any) -> Short:
-    t = trainer(2, strategy=ODCStrategy(hang_report_after=None, **strategy), callbacks=[*callbacks])
+    t = trainer(
+        2, strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy), callbacks=[*callbacks]
+    )
     t.fit(module, loader(data))
     return module
 

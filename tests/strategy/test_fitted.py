@@ -131,7 +131,7 @@ def test_where_nothing_can_be_learnt(options, message):
     with pytest.raises(ValueError, match=message):
         ODCStrategy(cost=FittedCost(2), **options)
     ODCStrategy(cost=FittedCost(2).snapshot(), **options)
-    with pytest.warns(UserWarning, match="no effect without a policy"):
+    with pytest.warns(UserWarning, match="so cost=... has no effect"):
         ODCStrategy(cost="fitted", **{**options, "balance": None})
 
 

@@ -175,8 +175,9 @@ class Reads(TokenModule):
 
 model = Reads()
 before = model.net.head.weight.detach().clone()
-trainer = Trainer(strategy="odc", accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-                  enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False)
+trainer = Trainer(strategy="odc_plain", accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                  use_distributed_sampler=False)
 trainer.fit(model, loader(token_batches([5, 5])))
 """
 

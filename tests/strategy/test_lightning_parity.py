@@ -153,7 +153,7 @@ def _train(rank: int) -> Any:
         trainer(2, timeout=timedelta(seconds=77)).fit(foreign, _batches(rank))
     unchanged = all(torch.equal(value, before[name]) for name, value in full_parameters(foreign).items())
     mixed = MixedPrecision(param_dtype=torch.bfloat16)
-    watched, strategy = Watched(), ODCStrategy(mixed_precision=mixed, hang_report_after=None)
+    watched, strategy = Watched(), ODCStrategy(balance=None, mixed_precision=mixed, hang_report_after=None)
     trainer(2, strategy=strategy).fit(watched, _batches(rank))
     return init.call_args.kwargs["timeout"], unchanged, watched.computed_in
 
@@ -184,7 +184,7 @@ def _init_modules(rank: int) -> Any:
             t = Trainer(
                 accelerator="cpu",
                 devices=2,
-                strategy=ODCStrategy(),
+                strategy=ODCStrategy(balance=None),
                 precision=precision,
                 max_steps=1,
                 barebones=True,

@@ -68,8 +68,9 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 def make_trainer():
-    return Trainer(strategy="odc", accelerator="cpu", devices=2, max_epochs=2, logger=pl.loggers.CSVLogger("."),
-                   enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
+    return Trainer(strategy="odc_plain", accelerator="cpu", devices=2, max_epochs=2,
+                   logger=pl.loggers.CSVLogger("."), log_every_n_steps=1, enable_progress_bar=False,
+                   enable_model_summary=False)
 
 def show(**values):
     print("RESULT" + json.dumps(values))

@@ -113,7 +113,7 @@ def fit(rank: int, data: Any, callbacks: Any = (), **options: Any) -> dict[str, 
 def fit_all(rank: int) -> dict[str, Any]:
     by_rank: Any = [CAPS, (26, 30)]
     return {
-        "default": fit(rank, samples(), [DeviceIdleMonitor()], balance="auto"),
+        "default": fit(rank, samples(), [DeviceIdleMonitor()]),
         "capped": fit(rank, samples(), balance="steal", max_tokens=CAPS, auto_wrap_policy={nn.Linear}),
         "by rank": fit(rank, samples(), balance="lb_mini", max_tokens=by_rank, cost="fitted"),
         "stream": fit(rank, Stream(), balance="lb_mini", max_tokens=CAPS, cost=lambda rows: rows.sum(1)),

@@ -1,4 +1,4 @@
-"""``strategy="odc_balanced"`` and nothing else: what it finds out, says, and trains."""
+"""``strategy="odc"`` and nothing else: what it finds out, says, and trains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fit(
 ) -> dict[str, Any]:
     with said() as text:
         module = Sized()
-        strategy: Any = ODCStrategy(**{"balance": "auto", **options})
+        strategy: Any = ODCStrategy(**options)
         t = trainer(2, strategy=strategy, accumulate_grad_batches=accumulate)
         loader: DataLoader[Any] = DataLoader(
             data,  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_one_step_is_that_of_one_process_and_three_lines_say_how() -> None:
 
 
 def refused(rank: int) -> list[str]:
-    own = trainer(2, strategy=ODCStrategy(balance="auto", packing=True))
+    own = trainer(2, strategy=ODCStrategy(packing=True))
     with pytest.raises(ValueError, match="packing=True") as error:
         own.fit(Padded(), plain())
     return [str(error.value), other_data(rank)]

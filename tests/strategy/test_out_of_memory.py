@@ -179,7 +179,10 @@ def fit(rank: int, told: list[Any], **options: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         t = trainer(
-            2, strategy=ODCStrategy(hang_report_after=None, **strategy), callbacks=[collects], **options
+            2,
+            strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy),
+            callbacks=[collects],
+            **options,
         )
         t.fit(module, loader(batches(rank, told_steps)))
     said = [str(one.message) for one in caught if "of this rank" in str(one.message)]
@@ -246,7 +249,9 @@ def does_not_fit(rank: int, communication: str, answer: str) -> None:
     strategy = {"communication": communication, "on_out_of_memory": answer}
     same = [Minibatch([table(2, 4, 0)])]
     module = Short([["1", "backward", 0, FIRST_ROW]] if rank == 1 else ())
-    trainer(2, strategy=ODCStrategy(hang_report_after=None, **strategy)).fit(module, loader(same))  # type: ignore[arg-type]
+    trainer(2, strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy)).fit(
+        module, loader(same)
+    )  # type: ignore[arg-type]
 
 
 @needs_reset
@@ -328,7 +333,7 @@ SOME = [
 def run_way(rank: int, world_size: int, name: str, told: list[Any]) -> Any:
     kind, options, strategy, is_plain, _ = WAYS[name]
     module = kind(told if rank == world_size - 1 else (), wide="precision" not in options)
-    t = trainer(world_size, strategy=ODCStrategy(hang_report_after=None, **strategy), **options)
+    t = trainer(world_size, strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy), **options)
     source = 1 if world_size == 1 else rank
     batches_of = plain_batches if is_plain else batches
     steps = len(SOME) * options.get("accumulate_grad_batches", 1)
@@ -409,7 +414,9 @@ def refuses(rank: int) -> dict[str, Any]:
         collects = Collects()
         t = trainer(
             2,
-            strategy=ODCStrategy(hang_report_after=None, on_nonfinite="skip", communication=communication),
+            strategy=ODCStrategy(
+                balance=None, hang_report_after=None, on_nonfinite="skip", communication=communication
+            ),
             callbacks=[collects],
         )
         t.fit(module, loader(data))
@@ -435,7 +442,9 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone() -
 def refuses_plain(rank: int) -> Any:
     module = Refuses(0 if rank == 1 else None, "nan")
     t = trainer(
-        2, strategy=ODCStrategy(hang_report_after=None, on_nonfinite="skip"), accumulate_grad_batches=2
+        2,
+        strategy=ODCStrategy(balance=None, hang_report_after=None, on_nonfinite="skip"),
+        accumulate_grad_batches=2,
     )
     t.fit(module, loader([table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]))
     return module.states[-1]
@@ -472,7 +481,7 @@ def over_nodes(rank: int) -> dict[str, Any]:
         if name == "copies":
             as_nodes(rank)
         module = Short(NODES if rank == 3 else ())
-        strategy = ODCStrategy(hang_report_after=None, on_out_of_memory="skip", **options)  # type: ignore[arg-type]
+        strategy = ODCStrategy(balance=None, hang_report_after=None, on_out_of_memory="skip", **options)  # type: ignore[arg-type]
         nodes = {"devices": 2, "num_nodes": 2} if name == "copies" else {}
         t = trainer(4, strategy=strategy, **nodes)
         mine = batches(1 if rank == 3 else 0, len(NODES)) if rank in (0, 3) else [Minibatch([])] * len(NODES)
@@ -514,7 +523,7 @@ class Chunked(Short):
 
 
 def ends(rank: int, what: str) -> None:
-    strategy = ODCStrategy(hang_report_after=None)
+    strategy = ODCStrategy(balance=None, hang_report_after=None)
     data = loader([Minibatch([table(4, 4, 0)])])
     if what == "validation":
         trainer(2, strategy=strategy).validate(Evaluated(), loader([table(4, 4, 0)]), verbose=False)

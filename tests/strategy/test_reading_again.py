@@ -92,7 +92,7 @@ def fit(rank: int, place: str, phase: str, collate_fn: Any, data: Any, **options
         shape["lengths"] = LENGTHS
     else:
         shape["length_fn"] = lambda sample: len(sample["labels"])
-    t = trainer(2, strategy=ODCStrategy(hang_report_after=None))
+    t = trainer(2, strategy=ODCStrategy(balance=None, hang_report_after=None))
     t.fit(module, BalancedDataLoader(data, **shape, **options))  # type: ignore[arg-type]
     return module.states[-1], module.trips, sum(module.ran)
 
@@ -214,7 +214,7 @@ def drops(rank: int) -> Any:
     for phase in ("never", "forward", "backward"):
         module = Dropping(phase if rank == 1 else "never")
         torch.manual_seed(7 + rank)
-        t = trainer(2, strategy=ODCStrategy(hang_report_after=None, deterministic=True))
+        t = trainer(2, strategy=ODCStrategy(balance=None, hang_report_after=None, deterministic=True))
         # A single sample runs once more, as it is: all of what is random must be the same again.
         rows = [torch.arange(4 + step)[None] for step in range(3)]
         t.fit(module, loader([Minibatch([row, row + 1]) for row in rows]))

@@ -15,9 +15,11 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import DataLoader
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import StaleShardError
+from lightning_odc.strategy.training_data import yields_minibatches
 from tests.strategy.test_parity import assert_same
 from tests.support.models import summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
@@ -84,6 +86,17 @@ def test_the_name_is_registered():
     assert type(strategy) is ODCStrategy
     assert strategy.communication == "on_demand"
     assert isinstance(strategy, FSDPStrategy)
+
+
+def test_loaders_that_yield_minibatches_are_recognised():
+    def one(sample: int) -> Minibatch:
+        return Minibatch([sample])
+
+    assert yields_minibatches(DataLoader([Minibatch([])], batch_size=None))
+    assert yields_minibatches(DataLoader([1, 2], batch_size=None, collate_fn=one))
+    assert yields_minibatches(DataLoader([1, 2], batch_size=2, collate_fn=Minibatch))
+    assert not yields_minibatches(DataLoader([1, 2], batch_size=None))
+    assert not yields_minibatches(DataLoader([1, 2], batch_size=2))
 
 
 @pytest.mark.parametrize("counts", [(6,), (3, 3), (5, 1), (6, 0), (1, 0, 2, 3)], ids=str)

@@ -68,7 +68,7 @@ class TokenModule(LightningModule):
 
 
 def trainer(world_size: int, **options: Any) -> Trainer:
-    """A quiet CPU trainer. ``communication`` and other strategy options go to ``ODCStrategy``."""
+    """A quiet CPU trainer, without balancing. ``communication`` and other strategy options go to ``ODCStrategy``."""
     names = (
         "communication",
         "deterministic",
@@ -94,7 +94,7 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "enable_model_summary": False,
         "max_epochs": 1,
         "use_distributed_sampler": False,
-        "strategy": lightning_odc.ODCStrategy(**strategy),
+        "strategy": lightning_odc.ODCStrategy(balance=None, **strategy),
     }
     return Trainer(**{**defaults, **options})
 

@@ -58,7 +58,7 @@ class Counter(Callback):
 
 def run(rank: int, sharding: str = "FULL_SHARD", counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
     counter = Counter()
-    strategy = ODCStrategy(sharding_strategy=sharding, hang_report_after=None)
+    strategy = ODCStrategy(balance=None, sharding_strategy=sharding, hang_report_after=None)
     trainer(2, num_nodes=2, strategy=strategy, callbacks=[counter]).fit(
         module(), loader(shares(rank, counts))
     )

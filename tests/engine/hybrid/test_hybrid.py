@@ -83,7 +83,9 @@ def shares(rank: int | None, counts: tuple[int, ...], steps: range = range(3)) -
 
 def hybrid(communication: str = "on_demand", **options: Any) -> ODCStrategy:
     given: dict[str, Any] = {"communication": communication, "hang_report_after": None, **options}
-    return ODCStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2), **given)
+    return ODCStrategy(
+        **{"balance": None, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), **given}
+    )
 
 
 def fit(

@@ -149,7 +149,7 @@ def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, floa
     start_on(hosts, rank)
     cut = (lambda: hosts.limit(8e-6, queue="3kb")) if stalls else (lambda: hosts.cut_off(1))
     callback = CuttingOff(cut)
-    strategy = ODCStrategy(timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
+    strategy = ODCStrategy(balance=None, timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
     t = trainer(2, num_nodes=2, strategy=strategy, callbacks=[callback])
     batches = loader([Minibatch(token_batches([5, 6]))] * 1000)
     ends = [_end_of(lambda: t.fit(TokenModule(), batches))]
