@@ -111,7 +111,7 @@ class Tried:
     """The loss of some samples in one batch.
 
     Attributes:
-        samples: Which ones.
+        samples: Their positions.
         loss: Their loss.
         counts: What they count, by rule.
     """
@@ -128,7 +128,7 @@ class Verdict:
     Attributes:
         rule: What a microbatch counts; ``None`` if nothing explains the losses.
         reason: Why there is none, or what else would do as well.
-        misfits: By rule, how far its prediction was off, as a part of the difference between the losses.
+        misfits: The error of each rule's predictions, as a part of the difference between the losses.
     """
 
     rule: Rule | None

@@ -2,9 +2,8 @@
 
 Note [Labels are counted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-``return self.model(**batch).loss`` is a mean over the labels of a microbatch that are not -100. The mean over those of
-the minibatch is ``sum_m n_m L_m / sum_m n_m``, where ``n_m`` counts them in microbatch ``m``. So under
-``weighting="auto"`` that count is the weight, on any rank. Without integer labels, the planned weight is used. Two
+The mean over the labels of a minibatch is ``sum_m n_m L_m / sum_m n_m``, where ``n_m`` counts those of microbatch
+``m``. So that count is the weight, on any rank, if the loss is a mean over labels: Note [The loss is tried]. Two
 samples, the prompts masked (``-`` stands for -100)::
 
     labels                      tokens  a causal model counts           planned by tokens: wrong
@@ -14,8 +13,6 @@ samples, the prompts masked (``-`` stands for -100)::
 The planned weight still decides whether a microbatch counts: 0 means that it only keeps ranks together. Without any
 label that counts, the mean of a microbatch is NaN, and it is left out. Its backward pass still runs, because others
 wait for it with collectives. The engine adds zeros, because ``0 * NaN`` is NaN, and so are gradients of ``sum / 0``.
-``"num_items"`` overrides all of that. A loss that is not a mean over labels (over samples, say) needs
-``weighting="sample"`` or ``"num_items"``.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ class ODCStrategy(ShardedStrategy):
             until measured times refute it; others are ``"quadratic"``, ``"fitted"``, ...
         length_fn: The function that returns the length of a sample, or a tuple of numbers; by default the loader finds
             lengths out.
-        weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``: by default the labels of a
-            microbatch are counted. ``num_items`` that ``training_step`` returns override it.
+        weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``. By default, a trial of the loss
+            finds out what counts, or that batches must stay whole. ``num_items`` that ``training_step`` returns
+            override it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
             model keeps them apart: ``True``, ``False``, or ``"auto"``, which packs if the plan is then faster.
         on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts,

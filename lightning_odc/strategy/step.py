@@ -390,7 +390,7 @@ class Training:
             return try_loss(run, made, tokens)
 
     def rule_of_parts(self, microbatch: Any) -> Verdict:
-        """What parts of a microbatch count, which nobody but its tensors can tell; tried with some of its samples."""
+        """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
         found = pieces_of(microbatch)
         if found is None:
             return Verdict(None)  # a single sample, maybe
