@@ -81,9 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.losses", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument(
-        "--strategies", nargs="+", default=["odc", "ddp"], help='"odc" or "ddp"'
-    )
+    parser.add_argument("--strategies", nargs="+", default=["odc", "ddp"], help='"odc" or "ddp"')
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors there, too")
     options = parser.parse_args(arguments)
     found: dict[str, Any] = {}

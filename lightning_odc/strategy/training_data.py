@@ -167,7 +167,8 @@ class TrainingData:
             batches, module = self.accumulation.batches, self._trainer.lightning_module
             model = cost_of_model(module, self._trainer.strategy.root_device.type)
             strategy: Any = self._trainer.strategy
-            rank_zero_info(brief(loader, model, batches, self._policy_reason, self.rule))
+            rule = self.rule if loader.asked_weighting == "auto" else None
+            rank_zero_info(brief(loader, model, batches, self._policy_reason, rule))
             if note := note_on_size(loader, module, strategy.root_device, strategy.num_processes):
                 rank_zero_info(note)
             if self.engine is not None and self._wanted.communication == "on_demand":
@@ -206,7 +207,8 @@ class TrainingData:
     def _settle_loss(self, loader: BalancedDataLoader) -> None:
         """Let microbatches count what the loss is a mean over; see Note [The loss is tried]. All ranks together."""
         asked, is_own = loader.asked_weighting, loader.recipe.batch_size is None
-        if not self._trainer.lightning_module.automatic_optimization or loader.unroll or loader.recipe.whole:
+        is_tried = self._trainer.lightning_module.automatic_optimization and not loader.unroll
+        if not is_tried or loader.recipe.whole or self.training is None:  # None: setup() asked for a stream
             return
         is_new = self._verdict is None
         if self._verdict is None:
@@ -218,15 +220,15 @@ class TrainingData:
         elif verdict.rule is not None:
             loader.count_by(verdict.rule)
         elif is_new or not is_own:
-            assert self.training is not None
             effect, owner = "A BalancedDataLoader cuts batches, and the loss may", "BalancedDataLoader(..., "
             if not is_own:
                 loader.keep_whole(movable=not self.training.communicates)
                 effect, owner = "Your batches stay whole, because the loss may", "ODCStrategy("
             if is_new:
                 rank_zero_warn(
-                    f"{effect} not allow to cut them: {verdict.reason}. If it is a mean over samples all the same, "
-                    f'write {owner}weighting="sample"); over labels "label", over tokens "token".'
+                    f"{effect} not allow to cut them: {verdict.reason}."
+                    + f' If it is a mean over samples all the same, write {owner}weighting="sample"); over labels '
+                    '"label", over tokens "token".' * (not self.training.communicates)
                 )
 
     def _try_loss(self, loader: BalancedDataLoader) -> Verdict:
@@ -234,11 +236,14 @@ class TrainingData:
         training, engine = self.training, self.engine
         if training is None or engine is None:
             return Verdict(None, "the training data was asked for before the model was set up")
+        failure = ""
         try:
             samples = loader.trial_samples()
             tokens = samples.tokens_of(range(len(samples)))
         except Exception as error:  # whatever it is, training will meet it, too
-            return Verdict(None, f"reading samples to try it failed: {type(error).__name__}: {error}")
+            failure = f"reading samples to try it failed: {type(error).__name__}: {error}"
+        if failures := [text for text in engine.exchange("samples of the trial", failure) if text]:
+            return Verdict(None, failures[0])
         takes_index = is_param_in_hook_signature(
             self._trainer.lightning_module.training_step, "batch_idx", min_args=2
         )
@@ -334,9 +339,10 @@ class TrainingData:
                 raise
             return self._left_alone(dataloader, str(error))
         except LengthsUnknownError as error:
-            line = f'ODCStrategy(balance="{wanted.balance}", length_fn=lambda sample: len(sample["tokens"]))'
+            tell = 'length_fn=lambda sample: len(sample["tokens"]))'
             if wanted.balance == "auto":
-                return self._left_alone(dataloader, f"{error.reason} Write\n    {line}")
+                return self._left_alone(dataloader, f"{error.reason} Write\n    ODCStrategy({tell}")
+            line = f'ODCStrategy(balance="{wanted.balance}", {tell}'
             raise LengthsUnknownError(
                 f'ODCStrategy(balance="{wanted.balance}") needs the length of every sample. {error.reason} Write\n'
                 f"    {line}\n"
@@ -393,8 +399,8 @@ class TrainingData:
 
     def _left_alone(self, dataloader: object, reason: str) -> object:
         rank_zero_warn(
-            f'ODCStrategy(balance="auto") leaves the training data as it is: {reason} Without this message: '
-            'Trainer(strategy="odc_plain").'
+            f'strategy="odc" leaves the training data as it is: {reason}\n'
+            'Trainer(strategy="odc_plain") does so without this message.'
         )
         return dataloader
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from io import StringIO
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.lengths import LengthsUnknownError, measure
-from lightning_odc.strategy.briefing import brief
-from lightning_odc.strategy.model_cost import ModelCost
 from lightning_odc.strategy.training_data import Wanted, beginning, prepares_workers
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters
-from tests.support.modules import trainer
+from tests.support.modules import said, trainer
 from tests.support.ranks import run_ranks
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
@@ -237,7 +239,7 @@ LEFT_ALONE: dict[str, tuple[Any, Any, str]] = {
     "unknown": (
         lambda rank: DataLoader(Opaque(), batch_size=2),
         OpaqueModule,
-        r"is not known. Write\n    ODCStrategy\(balance=\"auto\", length_fn=",
+        r"is not known. Write\n    ODCStrategy\(length_fn=",
     ),
     "manual": (lambda rank: plain(), Manual, r"receives a Minibatch as a whole.*balance=\"lb_mini\""),
     "parts": (lambda rank: plain(dataset=Rows(rank, 2)), Padded, "yields the same samples on every rank"),
@@ -247,20 +249,20 @@ LEFT_ALONE: dict[str, tuple[Any, Any, str]] = {
 
 def _auto(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, (data, module, said) in LEFT_ALONE.items():
+    for name, (data, module, words) in LEFT_ALONE.items():
         t = trainer(2, strategy="odc")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             t.fit(module(), data(rank))
-        ours = [str(one.message) for one in caught if "leaves the data as it is" in str(one.message)]
-        told = len(ours) == 1 and bool(re.search(said, ours[0]))
+        ours = [str(one.message) for one in caught if "leaves the training data as it is" in str(one.message)]
+        told = len(ours) == 1 and bool(re.search(words, ours[0]))
         found[name] = type(t.train_dataloader).__name__, told == (rank == 0), t.global_step
     for balance, name in (("auto", "stream"), ("lb_micro", "stream by name")):
         module = Padded(counted=True)
         t = trainer(2, strategy=ODCStrategy(balance=balance), accumulate_grad_batches=2)
         t.fit(module, plain(dataset=Rows(), batch_size=2))
         found[name] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
-    module, t = Padded(counted=True), trainer(2, strategy="odc")
+    module, t = Padded(counted=True), trainer(2, strategy=ODCStrategy(cost="tokens"))
     t.fit(module, plain())
     found["map"] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
     return found
@@ -288,50 +290,95 @@ def test_the_beginning_of_a_stream_tells_whether_ranks_read_the_same():
         beginning(Rows(), lambda sample: measure(sample[None]))
 
 
-def _said(rank: int) -> list[str]:
-    """What the log says of balancing, by run."""
-    log, found = StringIO(), []
-    handler = logging.StreamHandler(log)
-    rank_zero.log.addHandler(handler)
-    equal = [SAMPLES[0]] * 8
-    for data, options in (
-        (plain(batch_size=1, shuffle=True), {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}),
-        (plain(dataset=equal), {}),
-        (plain(batch_size=1), {"strategy": ODCStrategy(communication="collective", balance=None)}),
-        (plain(batch_size=1), {"strategy": "odc"}),
-    ):
-        trainer(2, accumulate_grad_batches=4, **options).fit(Padded(), data)
-        found.append(log.getvalue())
-        log.seek(0)
-        log.truncate()
-    trainer(2).validate(Evaluated(), plain(batch_size=1))
-    rank_zero.log.removeHandler(handler)
-    return [*found, log.getvalue()]
+class NearlyEqual(Dataset[Any]):
+    """Lengths that a plan could level, and would gain nothing by it."""
+
+    lengths = (8, 8, 9, 8, 8, 8, 8, 9)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(self.lengths[index], dtype=torch.long)
 
 
-class Evaluated(Padded):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        pass
+class OwnLoader:
+    """Not of torch's class."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([pad(SAMPLES[:4])] * 2)
 
 
-def test_uneven_samples_without_balancing_are_told_once_what_it_would_gain():
-    (uneven, *silent), (*others,) = run_ranks(_said)
-    assert uneven.count('strategy="odc"') == 1
-    assert re.search(r"Samples have 2 to 25 tokens, and ranks wait .*: \d+% of the time, planned", uneven)
-    assert re.search(r'Trainer\(strategy="odc"\) balances the work: 1\.\d\dx as fast, planned', uneven)
-    assert not any('strategy="odc"' in text for text in [*silent, *others])
+PLAIN: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "equal": (
+        lambda: plain(dataset=[SAMPLES[0]] * 8),
+        {},
+        r"all samples that were looked at \(8\) are equally long",
+    ),
+    "nearly equal": (
+        lambda: plain(dataset=NearlyEqual()),
+        {},
+        "Samples have 8 to 9 tokens: balancing would gain less",
+    ),
+    "own order": (
+        lambda: plain(sampler=WeightedRandomSampler([1.0] * 8, 8)),
+        {},
+        "sampler=WeightedRandomSampler",
+    ),
+    "own batches": (
+        lambda: DataLoader(
+            SAMPLES, batch_sampler=BatchSampler(SequentialSampler(SAMPLES), 4, False), collate_fn=pad
+        ),
+        {},
+        "chooses which samples go together",
+    ),
+    "another loader": (lambda: OwnLoader(), {}, "only a torch DataLoader can be balanced"),
+    "two loaders": (
+        lambda: {"a": plain(), "b": plain()},
+        {"cost": "tokens"},
+        "one plan cannot cover several loaders",
+    ),
+    "plain": (plain, {"balance": None}, ""),
+}
 
 
-def test_a_plan_that_tight_caps_make_slower_says_so():
-    samples = [torch.zeros(length) for length in (8, 8, 8, 8, 2, 2, 2, 2)]
-    options: dict[str, Any] = {"minibatch_size": 4, "cost": "tokens", "num_replicas": 2, "rank": 0}
-    free = BalancedDataLoader(samples, collate_fn=list, **options)
-    tight = BalancedDataLoader(
-        samples, max_tokens=[8, 2], collate_fn=list, **options
-    )  # long samples fit on rank 0 alone
-    said = [brief(loader, ModelCost("tokens", None, ""), batches=1) for loader in (free, tight)]
-    assert "1.00x as fast (planned" in said[0]
-    assert "0.62x as fast, since `max_tokens` leaves less room than your batches take" in said[1]
+class Watched(Padded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[type] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(type(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
+
+
+def _plain(rank: int) -> dict[str, Any]:
+    """What training batches are, the steps, and what is said."""
+    found = {}
+    for name, (data, options, _) in PLAIN.items():
+        module = Watched()
+        t = trainer(2, strategy=ODCStrategy(**options))
+        with said() as text, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            t.fit(module, data())
+        words = "\n".join([text.getvalue(), *(str(one.message) for one in caught)])
+        found[name] = Minibatch in module.seen, len(module.seen), words
+    return found
+
+
+def test_what_gains_nothing_or_chooses_its_samples_stays_as_it_is():
+    first, second = run_ranks(_plain)
+    for name, (_, _, expected) in PLAIN.items():
+        is_balanced, batches, words = first[name]
+        assert (is_balanced, second[name][0]) == (False, False), name
+        assert batches > 0, name
+        assert re.search(expected, words), f"{name}: {words}"
+        assert "Expected" not in words, name
 
 
 def _too_long(rank: int) -> str:

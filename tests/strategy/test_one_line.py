@@ -99,7 +99,9 @@ def test_one_step_is_that_of_one_process_and_three_lines_say_how() -> None:
     assert "the collate_fn pads to the longest sample" in lines
     assert 'policy "steal"' in lines
     assert f"({len(lengths) // 2} accumulated batches of 1)" in lines
-    assert "Expected: ranks idle for" in lines
+    assert "% of the computed tokens are padding, instead of" in lines
+    assert "a microbatch counts its labels that are not -100 and not in the first column" in lines
+    assert "Measured: the first epoch took" in lines
     lines = first["prepared"]["text"]
     assert (
         'policy "lb_mini" (stealing reads samples in this process, where no worker_init_fn has run)' in lines
