@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_odc import _compat
 from lightning_odc.checkpoints import full as checkpoints
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
-from lightning_odc.checkpoints.checks import mend_epochs
+from lightning_odc.checkpoints.checks import reopen_epoch
 from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.sharding import averaging, nodes
@@ -280,7 +280,7 @@ class ShardedStrategy(FSDPStrategy):
         rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
         if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
             self.load_optimizer_state_dict(rest)
-        mend_epochs(rest)
+        reopen_epoch(rest)
         if averaging.averages(self.lightning_module.trainer):
             averaging.cut(rest, self.model)
         return rest
@@ -301,6 +301,13 @@ class ShardedStrategy(FSDPStrategy):
 
     def on_train_start(self) -> None:
         self._is_training = True
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        epochs: Any = loop.epoch_progress.current
+        if epochs.ready == epochs.processed:
+            # A new epoch begins. A loop that has restarted at the last batch of one takes it for the middle of that one
+            # (Lightning 2.5.0 to 2.6.6) and would not count the new epoch as begun: nor would its checkpoints.
+            loop.reset_restart_stage()
 
     def on_train_end(self) -> None:
         self._is_training = False
