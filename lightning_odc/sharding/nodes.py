@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -60,6 +61,20 @@ def layout_of(device_mesh: Any, num_nodes: int, world_size: int, rank: int) -> L
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     """The 2-D mesh of a layout, with the dimensions ``replicate`` and ``shard``. All ranks together."""
     return DeviceMesh(device_type, torch.tensor(layout.rows), mesh_dim_names=("replicate", "shard"))
+
+
+def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh with the dimensions that modules for ``ModelParallelStrategy`` ask for. All ranks together.
+
+    ``["data_parallel"]`` is ``mesh``, or under hybrid sharding its last dimension. ``["tensor_parallel"]`` is one rank.
+    """
+    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return DeviceMesh.from_group(
+        [*mesh.get_all_groups(), alone],
+        mesh.device_type,
+        mesh.mesh.unsqueeze(-1),
+        mesh_dim_names=(*("replicate",) * (mesh.ndim - 1), "data_parallel", "tensor_parallel"),
+    )
 
 
 def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
@@ -140,6 +141,13 @@ class ShardedStrategy(FSDPStrategy):
             _compat.set_process_group_backend(self, arguments.offloading_backend(there))
         super().setup_environment()
         self._mesh = None
+        module = self.lightning_module
+        if module is not None and is_overridden("configure_model", module):
+            whole = nodes.mesh_for_modules(self.shard_mesh)
+            assert whole.mesh_dim_names is not None
+            self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
+            _compat.set_device_mesh(module, whole)
+            self._on_teardown.callback(_compat.set_device_mesh, module, None)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
