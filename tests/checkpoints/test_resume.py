@@ -44,7 +44,7 @@ class Resumable(DataLoader[Any]):
 def _plain_batches(rank: int, **options: Any) -> Any:
     batches = token_batches([5, 8, 6, 4, 9, 7], seed=rank)
     return (
-        TokenModule("mean", lr=0.01),
+        TokenModule("mean", lr=0.01, scalars=True),
         Resumable(ListDataset(batches), batch_size=None),
         trainer(2, **options),
     )

@@ -25,7 +25,7 @@ class Sgd(TokenModule):
     """Plain SGD, so that parameters show the gradients' size and not only their sign."""
 
     def __init__(self, returns: str = "mean", lr: float = 1.0, **net: Any) -> None:
-        super().__init__(returns, lr, **net)
+        super().__init__(returns, lr, scalars=True, **net)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
@@ -254,7 +254,11 @@ class Unfreezes(Sgd):
 class ReducesInFp64(Sgd):
     def configure_model(self) -> None:
         for block in self.net.blocks:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+            policy, scalars = (
+                MixedPrecisionPolicy(reduce_dtype=torch.float64),
+                {p for p in block.parameters() if not p.dim()},
+            )
+            fully_shard(block, mp_policy=policy, ignored_params=scalars)
 
 
 MODULES: dict[str, tuple[Callable[[], Sgd], dict[str, Any]]] = {
