@@ -1,8 +1,9 @@
-"""Parameters without a dimension, such as the ``logit_scale`` of CLIP. ``fully_shard`` cannot cut them: every rank has all.
+"""Parameters without a dimension, such as the ``logit_scale`` of CLIP. ``fully_shard`` cannot cut them.
 
-Their gradients are summed on each rank, apart from ``.grad``, until the step settles. Then every rank tells its sums in
-its `SettleRecord`, and all ranks add them up in rank order and divide, as in Note [Who divides]. So the values stay equal
-on all ranks, and optimizers, clipping and checkpoints have ordinary tensors, which may stand beside shards.
+Every rank has them whole. Their gradients are summed on each rank, apart from ``.grad``, until the step settles. Then
+every rank tells its sums in its `SettleRecord`, and all ranks add them up in rank order and divide, as in Note [Who
+divides]. So the values stay equal on all ranks. Optimizers, clipping and checkpoints get ordinary tensors: `DTensor`
+takes a tensor without a dimension for a replicated one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def scalars_of(module: nn.Module) -> list[nn.Parameter]:
 class Scalars:
     """The gradients of such parameters in an optimizer step.
 
-    A hook takes each gradient away and leaves zeros in ``.grad``, as `fully_shard` does with this engine. Emptying these
-    zeros drops the gradient.
+    A hook takes each gradient away and leaves zeros in ``.grad``. Emptying these zeros drops the gradient, as in Note
+    [Gradients arrive late].
 
     Attributes:
         parameters: The parameters, in the order of the model.
