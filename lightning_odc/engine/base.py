@@ -79,7 +79,7 @@ class SettleRecord:
     measured: Any
     note: Any
     used: str = "0x0"
-    scalars: list[float | None] = field(default_factory=list)
+    scalars: Sequence[float | None] = ()
 
     def as_list(self) -> list[Any]:
         """Its fields; ``SettleRecord(*fields)`` is the record again."""
@@ -163,7 +163,7 @@ class Ledger:
             self.plans.append(plan)
 
     def record(
-        self, logs: Any, measured: Any, note: Any, scalars: list[float | None], used: str = "0x0"
+        self, logs: Any, measured: Any, note: Any, used: str = "0x0", scalars: Sequence[float | None] = ()
     ) -> SettleRecord:
         """The record of a rank with these weights; the arguments are fields of the record."""
         return SettleRecord(

@@ -177,7 +177,7 @@ class CollectiveEngine(Engine):
         self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
-            record = ledger.record(logs, measured, self.note, self._scalars.take())
+            record = ledger.record(logs, measured, self.note, scalars=self._scalars.take())
             self.settled = True
             self.notes = []
             records, scale = [record] * self._world_size, 1.0

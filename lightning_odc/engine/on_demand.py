@@ -378,7 +378,7 @@ class OnDemandEngine(Engine):
     def _end_version(self, logs: Any, measured: Any) -> list[SettleRecord]:
         """Every rank's record of the step, in rank order."""
         used = [flag for unit in self._units for flag in unit.take_used()]
-        own = self._take_ledger().record(logs, measured, self.note, self._scalars.take(), flags_to_hex(used))
+        own = self._take_ledger().record(logs, measured, self.note, flags_to_hex(used), self._scalars.take())
         heard = self.protocol.end_version("optimizer step", own.as_list())
         records = [SettleRecord(*fields) for fields in heard]
         self.notes = [record.note for record in records]
