@@ -231,7 +231,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _elements_of(module: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
     for element in module:
-        if isinstance(element, nn.ModuleList):  # which nobody can call
+        if isinstance(element, nn.ModuleList):  # it has no `forward`, so it is no unit
             yield from _elements_of(element)
         elif element is not None:
             yield element
