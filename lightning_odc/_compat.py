@@ -114,6 +114,14 @@ def load_loader_states(trainer: Trainer) -> None:
     cast(Any, trainer.fit_loop)._load_combined_loader_states()
 
 
+def set_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """Set what ``self.device_mesh`` is in ``configure_model``.
+
+    Why: the property of Lightning (2.4 to 2.6.6) cannot be set; its ``ModelParallelStrategy`` writes this, too.
+    """
+    module._device_mesh = mesh
+
+
 def deals_out(trainer: Trainer) -> bool:
     """Whether Lightning puts a ``DistributedSampler`` into loaders: ``Trainer(use_distributed_sampler=...)``."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)

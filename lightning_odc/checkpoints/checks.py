@@ -34,26 +34,22 @@ def check_optimizers(saved: int, wanted: int) -> None:
         )
 
 
-def mend_epochs(checkpoint: Mapping[str, Any]) -> None:
-    """Let a checkpoint from the middle of an epoch say that the epoch has begun.
+def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
+    """Let a fit that was stopped in the middle of an epoch go on there, if its loader has saved the place.
 
-    A run that goes on after the last batch of an epoch does not count the next epoch as begun (Lightning 2.5.0 to
-    2.6.6: its fit loop leaves that out whenever it has restarted at an epoch's end). What that run saves in the middle
-    of the epoch is then taken for the end of one, and a run that goes on from there trains for too many steps.
+    Lightning counts an epoch that was stopped as done, and would train on the next one: the other samples of the
+    epoch would be lost. (Without a place there is nothing better to do, so a plain loader is left to Lightning.)
 
     Args:
         checkpoint: The checkpoint as loaded, changed in place.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    epochs, batches = loop.get("epoch_progress"), loop.get("epoch_loop.batch_progress")
-    if epochs is None or batches is None:
+    places = loop.get("state_dict", {}).get("combined_loader", [])
+    if not places or loop["epoch_loop.batch_progress"]["is_last_batch"]:
         return
-    total = batches["total"]
-    at_batch_end = total["completed"] == total["processed"] - 1
-    between_batches = not batches.get("is_last_batch") and batches["current"]["ready"] > 0
-    if not (at_batch_end or between_batches):
-        return
-    for progress in (epochs["current"], epochs["total"]):
-        if progress["ready"] == progress["started"] == progress["processed"]:
-            progress["ready"] += 1
-            progress["started"] += 1
+    epochs = loop["epoch_progress"]
+    done = epochs["current"]["processed"] - 1
+    if all(place.get("epoch") == done and place.get("minibatches") is not None for place in places):
+        for progress in (epochs["current"], epochs["total"]):
+            progress["processed"] -= 1
+            progress["completed"] = progress["processed"]

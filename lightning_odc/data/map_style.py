@@ -79,7 +79,7 @@ class MapReading:
         recipe = schedule.recipe
         self.schedule = schedule
         self.order = Order(
-            f"{recipe.order}, lengths {schedule.lengths.digest}",
+            f"{recipe.order}{', as DistributedSampler' * recipe.shuffle}, lengths {schedule.lengths.digest}",
             schedule.samples_per_minibatch,
             recipe.batches,
         )

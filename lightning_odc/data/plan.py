@@ -28,6 +28,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightning_odc.balance import (
     COLLECTIVE_SAFE,
@@ -37,7 +38,6 @@ from lightning_odc.balance import (
     Planner,
     Policy,
     average_costs,
-    epoch_order,
     quadratic,
     regroup,
     resolve_cost,
@@ -326,9 +326,15 @@ class Schedule:
         return self.recipe.count_minibatches(len(self.lengths), self.num_replicas)
 
     def order(self, epoch: int) -> IndexArray:
-        """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it."""
+        """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it.
+
+        The order is that of torch's ``DistributedSampler``, which deals it out to ranks in turns. So a minibatch holds
+        the samples that the ranks' batches of an optimizer step hold together under stock Lightning.
+        """
         if self.recipe.shuffle and self._epoch != epoch:
-            self._epoch, self._order = epoch, epoch_order(len(self.lengths), self.recipe.seed, epoch)
+            generator = torch.Generator().manual_seed((self.recipe.seed + epoch) % 2**63)
+            self._epoch = epoch
+            self._order = torch.randperm(len(self.lengths), generator=generator).numpy()
         return self._order
 
     def samples(self, epoch: int, step: int) -> IndexArray:

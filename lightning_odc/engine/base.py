@@ -66,6 +66,7 @@ class SettleRecord:
         measured: what the strategy measured: seconds and memory of microbatches.
         note: the rank's `Engine.note`.
         used: Parameters that received a gradient here, as `flags_to_hex` writes them.
+        scalars: The rank's sums of gradients of its `Scalars`.
     """
 
     batches: str | None
@@ -78,6 +79,7 @@ class SettleRecord:
     measured: Any
     note: Any
     used: str = "0x0"
+    scalars: Sequence[float | None] = ()
 
     def as_list(self) -> list[Any]:
         """Its fields; ``SettleRecord(*fields)`` is the record again."""
@@ -160,7 +162,9 @@ class Ledger:
         if plan is not None:
             self.plans.append(plan)
 
-    def record(self, logs: Any, measured: Any, note: Any, used: str = "0x0") -> SettleRecord:
+    def record(
+        self, logs: Any, measured: Any, note: Any, used: str = "0x0", scalars: Sequence[float | None] = ()
+    ) -> SettleRecord:
         """The record of a rank with these weights; the arguments are fields of the record."""
         return SettleRecord(
             batches=None if self.agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
@@ -173,6 +177,7 @@ class Ledger:
             measured=measured,
             note=note,
             used=used,
+            scalars=scalars,
         )
 
 

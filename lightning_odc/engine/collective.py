@@ -30,6 +30,7 @@ from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.recovery import free_unused
 from lightning_odc.engine.root import RootUnit
+from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import Unit, find_units
 from lightning_odc.errors import DisagreementError
@@ -58,6 +59,7 @@ class CollectiveEngine(Engine):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._root: RootUnit | None = None
         self._late_hooks = LateHooks()
+        self._scalars = Scalars()
         self._reduce_scatter = StockReduceScatter()
         self._has_compared_kinds = world_size == 1
         self._signals = Signals()
@@ -74,6 +76,7 @@ class CollectiveEngine(Engine):
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         self._model = model
+        self._scalars.attach(model, self._rendezvous)
         self._find_shards()
         gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
         reduce_scatter = WithinContext(self._reduce_scatter, partial(self.traced, "reduce_scatter"))
@@ -83,6 +86,7 @@ class CollectiveEngine(Engine):
 
     def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
         super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
+        self._scalars.drop_emptied()
         # Collectives that do not match would end in the process group's own errors.
         if not self._has_compared_kinds:
             self._has_compared_kinds = True
@@ -95,6 +99,7 @@ class CollectiveEngine(Engine):
 
     def discard(self) -> None:
         self._sums.clear()
+        self._scalars.clear()
         self._take_ledger()
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
@@ -114,6 +119,7 @@ class CollectiveEngine(Engine):
         self.is_behind = False
         assert self._root is not None
         if manual:
+            self._scalars.drop_emptied()
             self._root.gather()
         self._root.match_frozen()
         apart, self._resumed = self.ledger.is_weighted or self._resumed, False
@@ -125,7 +131,8 @@ class CollectiveEngine(Engine):
             self._late_hooks.hold(shard)
             shard.grad = None
         try:
-            yield
+            with self._scalars.backward(counts):
+                yield
         except BaseException:
             for shard, kept in zip(self._shards, before, strict=True):
                 shard.grad = kept
@@ -170,7 +177,7 @@ class CollectiveEngine(Engine):
         self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
-            record = ledger.record(logs, measured, self.note)
+            record = ledger.record(logs, measured, self.note, scalars=self._scalars.take())
             self.settled = True
             self.notes = []
             records, scale = [record] * self._world_size, 1.0
@@ -179,11 +186,17 @@ class CollectiveEngine(Engine):
                 self.notes = [record.note for record in records]
                 # fully_shard has divided by the world size already.
                 scale = self._world_size / denominator(records, self.weight_unit)
+                scalars = [record.scalars for record in records]
+            elif self._scalars.parameters:
+                scalars = self.exchange("gradients of scalars", record.scalars)
+            else:
+                scalars = []
             for parameter, total in self._sums.items():
                 total.mul_(scale)
                 parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
                 self._late_hooks.call(parameter)
             self._sums.clear()
+            self._scalars.give(scalars, scale / self._world_size)
         return records
 
     def _exchange_record(self, record: SettleRecord) -> list[SettleRecord]:
@@ -219,6 +232,7 @@ class CollectiveEngine(Engine):
                 self._root.release()
             reset_units(self._model, self._failed)
             self._late_hooks.release(self._shards)
+            self._scalars.close()
             set_comms(_units(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()
         self._shards.clear()
@@ -230,7 +244,8 @@ class CollectiveEngine(Engine):
         assert self._model is not None, "the engine is not attached"
         for module in _units(self._model):
             module.reshard()
-        self._shards = list(self._model.parameters())
+        scalars = {*self._scalars.parameters}
+        self._shards = [parameter for parameter in self._model.parameters() if parameter not in scalars]
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

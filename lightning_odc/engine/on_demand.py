@@ -43,6 +43,7 @@ from lightning_odc.engine.probe import probe
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.recovery import Recovery
 from lightning_odc.engine.root import RootUnit
+from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.stealing import Stealing, claims
 from lightning_odc.engine.tracing import Tracer
@@ -95,6 +96,7 @@ class OnDemandEngine(Engine):
         self._root: RootUnit | None = None
         self._recovery = Recovery(nn.Module(), [], self._keeping)
         self._late_hooks = LateHooks()
+        self._scalars = Scalars()
         self._staleness = StalenessGuard([], [], deferred=False)
         self._gradients = True
         self._evaluating = False
@@ -150,6 +152,7 @@ class OnDemandEngine(Engine):
                 unit.set_division(False)
         refuse_all_reduce_hooks(self._units)
         compare_models(self._units, self._rendezvous)
+        self._scalars.attach(model, self._rendezvous)
         self._before_publishing()
         transport = self._make_transport()
         protocol = self._protocol_for(
@@ -186,6 +189,7 @@ class OnDemandEngine(Engine):
         self._hooks.clear()
         if self._root is not None:
             self._root.release()
+        self._scalars.close()
         if self._model is not None:
             reset_units(self._model, self._failed)
         if any(unit.is_gathered for unit in self._units):
@@ -271,14 +275,17 @@ class OnDemandEngine(Engine):
     def discard(self) -> None:
         self._recovery.additions.end()
         self._dropping.drop({slot for unit in self._units for slot in unit.trainable})
+        self._scalars.clear()
         self._take_ledger()
 
     def drop_emptied(self) -> None:
         self._dropping.emptied()
+        self._scalars.drop_emptied()
 
     def drop_emptied_anywhere(self) -> None:
         if self._batches:  # of this step
             self._dropping.emptied_anywhere()
+            self._scalars.drop_emptied()
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
@@ -320,7 +327,8 @@ class OnDemandEngine(Engine):
         self._recovery.begin_backward()
         self._in_backward, self._counts, self.is_behind = True, counts, False
         try:
-            yield
+            with self._scalars.backward(counts):
+                yield
         finally:
             self._in_backward, self._counts = False, True
         self.is_behind = True
@@ -370,7 +378,7 @@ class OnDemandEngine(Engine):
     def _end_version(self, logs: Any, measured: Any) -> list[SettleRecord]:
         """Every rank's record of the step, in rank order."""
         used = [flag for unit in self._units for flag in unit.take_used()]
-        own = self._take_ledger().record(logs, measured, self.note, flags_to_hex(used))
+        own = self._take_ledger().record(logs, measured, self.note, flags_to_hex(used), self._scalars.take())
         heard = self.protocol.end_version("optimizer step", own.as_list())
         records = [SettleRecord(*fields) for fields in heard]
         self.notes = [record.note for record in records]
@@ -387,6 +395,7 @@ class OnDemandEngine(Engine):
             window.clear()
             for slot in compress(unit.slots, flags):
                 self._late_hooks.call(slot.home)
+        self._scalars.give([record.scalars for record in records], scale)
 
     def _totals(self) -> Iterator[Tensor]:
         """The sums for this rank's shards, by unit, on the device of the shards. One at a time, to save memory."""

@@ -131,7 +131,8 @@ class _Materializer:
         if isinstance(meta, DTensor):
             # No rank sends: each one cuts its part out of what it has made itself.
             value = distribute_tensor(value, meta.device_mesh, meta.placements, src_data_rank=None)
-        parameter = nn.Parameter(value.cpu() if self._offload else value, requires_grad=meta.requires_grad)
+            value = value.cpu() if self._offload else value
+        parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
         _compat.move_gradient_hooks(meta, parameter)
         return parameter
 

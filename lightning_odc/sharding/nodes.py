@@ -114,6 +114,20 @@ def _is_on_loopback(name: str) -> bool:
     return True
 
 
+def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh with the dimensions that modules for ``ModelParallelStrategy`` ask for. All ranks together.
+
+    ``["data_parallel"]`` is ``mesh``, or under hybrid sharding its last dimension. ``["tensor_parallel"]`` is one rank.
+    """
+    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return DeviceMesh.from_group(
+        [*mesh.get_all_groups(), alone],
+        mesh.device_type,
+        mesh.mesh.unsqueeze(-1),
+        mesh_dim_names=(*("replicate",) * (mesh.ndim - 1), "data_parallel", "tensor_parallel"),
+    )
+
+
 def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
     """Find out whether all nodes run one version, and whether the ranks of a row are on one host. All ranks together.
 

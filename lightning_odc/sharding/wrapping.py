@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 from lightning_odc import _compat
+from lightning_odc.engine.scalars import scalars_of
 from lightning_odc.engine.units import class_names
 
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
@@ -140,7 +141,11 @@ def _shard_unit(module: nn.Module, options: dict[str, Any]) -> None:
     if any(dtype.is_complex for dtype in _elements(module)):
         # There are no complex numbers of 16 bits: fully_shard would drop the imaginary part of weights or gradients.
         options = {**options, "mp_policy": MixedPrecisionPolicy()}
-    fully_shard(module, **options)
+    scalars = scalars_of(module)
+    for scalar in scalars:
+        if not scalar.is_meta:  # else it gets its memory there
+            scalar.data = scalar.data.to(options["mesh"].device_type)
+    fully_shard(module, **options, ignored_params={*scalars})
 
 
 def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
@@ -205,14 +210,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost repeated blocks: elements of a ``ModuleList`` or ``Sequential`` of which two or more are alike.
 
     That is where the layers of transformer-like models are. Small leaf modules (a ``Linear`` in a head, say) do not
-    count: a block has submodules of its own.
+    count: a block has submodules of its own. A list of lists is read as one list.
     """
     blocks: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            alike = Counter(type(child) for child in module)
-            found = [c for c in module if alike[type(c)] > 1 and _is_block(c)]
+            elements = list(_elements_of(module))
+            alike = Counter(type(element) for element in elements)
+            found = [element for element in elements if alike[type(element)] > 1 and _is_block(element)]
             if found:
                 blocks.extend(found)
                 return
@@ -221,6 +227,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return blocks
+
+
+def _elements_of(module: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
+    for element in module:
+        if isinstance(element, nn.ModuleList):  # it has no `forward`, so it is no unit
+            yield from _elements_of(element)
+        elif element is not None:
+            yield element
 
 
 def _announce(model: nn.Module, policy: Any, targets: list[nn.Module]) -> None:
@@ -339,8 +353,13 @@ def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return  # never called: its parameters belong to the module that holds it
     for name, child in module.named_children():
         if isinstance(child, _CONTAINERS):
-            yield from ((f"{name}.{path}", p) for path, p in child.named_parameters() if p.requires_grad)
-    yield from ((path, p) for path, p in module.named_parameters(recurse=False) if p.requires_grad)
+            yield from ((f"{name}.{path}", p) for path, p in child.named_parameters() if _is_reduced(p))
+    yield from ((path, p) for path, p in module.named_parameters(recurse=False) if _is_reduced(p))
+
+
+def _is_reduced(parameter: nn.Parameter) -> bool:
+    """Whether ``fully_shard`` reduces its gradient: it trains, and is no scalar."""
+    return parameter.requires_grad and parameter.dim() > 0
 
 
 def _elements(unit: nn.Module, others: Container[nn.Module] = ()) -> Counter[torch.dtype]:
@@ -424,6 +443,8 @@ def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
     def visit(module: nn.Module, unit: int, prefix: str) -> None:
         unit = id(module) if id(module) in chosen else unit
         for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.dim():
+                continue  # every rank has it whole
             other, first_name = home.setdefault(id(parameter), (unit, prefix + name))
             if other != unit:
                 raise ValueError(

@@ -53,9 +53,22 @@ class LossScaler(torch.amp.GradScaler):
 
         Clipping by hand needs it before the step does, and an empty minibatch leaves nothing to divide.
         """
-        if optimizer not in self._unscaled and _has_gradients(optimizer):
-            super().unscale_(optimizer)
-            self._unscaled.append(optimizer)
+        if optimizer in self._unscaled or not _has_gradients(optimizer):
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        shards = [parameter for parameter in held if isinstance(parameter, DTensor)]
+        # torch (2.9 to 2.13) cannot unscale shards and scalars in one list.
+        scalars = {p: p.grad for p in held if not isinstance(p, DTensor)} if shards else {}
+        if not all(gradient.isfinite() for gradient in scalars.values()):
+            cast(Tensor, shards[0].grad).fill_(
+                math.nan
+            )  # all ranks have the same scalars, so all leave out the step
+        for parameter in scalars:
+            parameter.grad = None
+        super().unscale_(optimizer)
+        for parameter, gradient in scalars.items():
+            parameter.grad = gradient / self.get_scale()
+        self._unscaled.append(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         if not _has_gradients(optimizer):

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_odc import _compat
 from lightning_odc.checkpoints import full as checkpoints
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
-from lightning_odc.checkpoints.checks import mend_epochs
+from lightning_odc.checkpoints.checks import reopen_epoch
 from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.sharding import averaging, nodes
@@ -141,6 +142,13 @@ class ShardedStrategy(FSDPStrategy):
         with nodes.gloo_checked(self):
             super().setup_environment()
         self._mesh = None
+        module = self.lightning_module
+        if module is not None and is_overridden("configure_model", module):
+            whole = nodes.mesh_for_modules(self.shard_mesh)
+            assert whole.mesh_dim_names is not None
+            self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
+            _compat.set_device_mesh(module, whole)
+            self._on_teardown.callback(_compat.set_device_mesh, module, None)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -281,7 +289,7 @@ class ShardedStrategy(FSDPStrategy):
         rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
         if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
             self.load_optimizer_state_dict(rest)
-        mend_epochs(rest)
+        reopen_epoch(rest)
         if averaging.averages(self.lightning_module.trainer):
             averaging.cut(rest, self.model)
         return rest
@@ -302,6 +310,13 @@ class ShardedStrategy(FSDPStrategy):
 
     def on_train_start(self) -> None:
         self._is_training = True
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        epochs: Any = loop.epoch_progress.current
+        if epochs.ready == epochs.processed:
+            # A new epoch begins. A loop that has restarted at the last batch of one takes it for the middle of that one
+            # (Lightning 2.5.0 to 2.6.6) and would not count the new epoch as begun: nor would its checkpoints.
+            loop.reset_restart_stage()
 
     def on_train_end(self) -> None:
         self._is_training = False

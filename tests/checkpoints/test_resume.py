@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -43,7 +44,7 @@ class Resumable(DataLoader[Any]):
 def _plain_batches(rank: int, **options: Any) -> Any:
     batches = token_batches([5, 8, 6, 4, 9, 7], seed=rank)
     return (
-        TokenModule("mean", lr=0.01),
+        TokenModule("mean", lr=0.01, scalars=True),
         Resumable(ListDataset(batches), batch_size=None),
         trainer(2, **options),
     )
@@ -98,7 +99,7 @@ def _resume(rank: int, directory: str, kind: str, make: Any, steps: tuple[int, .
         (_plain_batches, (4, 6, 8), 12),
         (_balanced, (2, 4), 6),
         (partial(_finetuned, epoch=0), (4, 8), 12),
-        (partial(_finetuned, epoch=1), (4, 8), 12),
+        (partial(_finetuned, epoch=1), (4, 6, 8), 12),
     ],
     ids=["plain", "balance", "unfrozen before", "unfrozen between"],
 )
@@ -121,5 +122,47 @@ def _again_and_again(rank: int, directory: str) -> Any:
 
 
 def test_a_run_that_went_on_at_the_end_of_an_epoch_can_be_taken_up_again(tmp_path):
-    # Without `mend_epochs` Lightning trains for 20 steps: it takes step 8 for the end of an epoch.
+    # Lightning alone trains for 20 steps: it takes step 8 for the end of an epoch.
     assert run_ranks(_again_and_again, str(tmp_path)) == [(18, True), (18, True)]
+
+
+MODES: list[Any] = ["stock", ("on_demand", None), ("collective", None)]
+BALANCED = [("on_demand", "lb_mini"), ("collective", "lb_micro")]
+
+
+def _stopped(rank: int, directory: str) -> Any:
+    path = f"{directory}/last.ckpt"
+    stops = [(limit, mode) for limit in ("max_steps", "should_stop") for mode in MODES + BALANCED]
+    return {stop: _stop_and_go_on(path, *stop) for stop in stops}
+
+
+def _stop_and_go_on(path: str, limit: str, mode: Any) -> tuple[int, list[int]]:
+    """Optimizer steps, and the lengths of all samples that this rank has seen."""
+
+    class Stopped(Padded):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.should_stop |= self.global_step == stop
+
+    seen: list[int] = []
+    for stop, ckpt in ((4, None), (-1, path)):
+        options: dict[str, Any] = {"max_epochs": 3, "max_steps": stop if limit == "max_steps" else -1}
+        if mode == "stock":
+            options |= {"devices": 1, "strategy": SingleDeviceStrategy()}
+        else:
+            strategy = ODCStrategy(communication=mode[0], balance=mode[1], hang_report_after=None)
+            options["strategy"] = strategy
+        module, t = Stopped(), trainer(2, **options)
+        t.fit(module, plain(), ckpt_path=ckpt)
+        t.save_checkpoint(path)
+        seen += [length for microbatch in module.sizes for length in microbatch]
+    return t.global_step, seen
+
+
+def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_place(tmp_path):
+    first, second = run_ranks(_stopped, str(tmp_path))
+    for limit in ("max_steps", "should_stop"):
+        # 6 batches are an epoch. The first epoch stops at 4 and counts as done, two follow.
+        assert [first[limit, mode][0] for mode in MODES] == [4 + 2 * 6] * 3
+        for mode in BALANCED:
+            assert first[limit, mode][0] == 3 * 3  # as many as without a stop
+            assert sorted(first[limit, mode][1] + second[limit, mode][1]) == sorted([*range(2, 26)] * 3)

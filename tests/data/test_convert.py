@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_odc.data.convert import balanced_from
+from lightning_odc.data.convert import balanced_for_lightning, balanced_from
 from lightning_odc.data.loader import BalancedDataLoader
 from tests.data.test_iterable import Sized
 
@@ -120,6 +120,22 @@ def test_a_distributed_sampler_can_be_replaced():
     assert balanced.recipe.shuffle
     assert balanced.recipe.seed == 9
     assert len(balanced) == 4, "of all samples, not of a rank's part"
+
+
+@pytest.mark.parametrize(("ranks", "size", "batches"), [(2, 2, 1), (3, 1, 2), (1, 4, 1)])
+def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning(ranks, size, batches):
+    samplers = [DistributedSampler(ROWS[:12], ranks, rank, seed=9) for rank in range(ranks)]  # type: ignore[arg-type, var-annotated]
+    dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
+    balanced = balanced_for_lightning(dataloader, ranks, 0, "lb_mini", {"cache_dir": False}, batches)
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        per_rank = [list(sampler) for sampler in samplers]
+        share = size * batches
+        for step in range(len(balanced)):
+            stock = [index for own in per_rank for index in own[step * share : (step + 1) * share]]
+            plan = balanced.plan(step, epoch).microbatches
+            assert sorted(index for rank in plan for own in rank for index in own) == sorted(stock)
 
 
 class OwnSampler(SequentialSampler):

@@ -47,7 +47,7 @@ def loader(rank: int, world_size: int, **options: Any) -> BalancedDataLoader:
         "weighting": "next_token",
         "collate_fn": pack_samples,
         "shuffle": True,
-        "seed": 3,
+        "seed": 7,
         "num_replicas": world_size,
         "rank": rank,
     }

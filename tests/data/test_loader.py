@@ -389,7 +389,6 @@ def test_unrolled_ranks_stay_together(policy):
         assert all(isinstance(item, Microbatch) for row in rows for item in row)
         assert [a.last for a, _ in rows] == [b.last for _, b in rows]
         assert sum(a.last for a, _ in rows) == 6
-        list(whole[0])
 
 
 def test_unrolled_weights_are_one_on_average_over_a_minibatch():

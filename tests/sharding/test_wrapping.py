@@ -61,6 +61,12 @@ def test_only_the_outermost_repetition_counts():
     assert names(model, repeated_blocks(model)) == ["0", "1"]
 
 
+def test_lists_of_lists_and_places_without_a_module():
+    layers = [nn.ModuleList([nn.ModuleList([nn.LayerNorm(7), None]), Block()]) for _ in range(2)]  # type: ignore[list-item]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    assert names(model, repeated_blocks(model)) == ["layers.0.1", "layers.1.1"]
+
+
 class Mlp(nn.Module):
     """A network of plain layers, of which norms are too small to be read one by one."""
 

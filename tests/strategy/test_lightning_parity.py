@@ -20,13 +20,15 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy as TrainerStrategy
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import ODCStrategy
 from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_gradients import Sgd
+from tests.strategy.test_parity import assert_same
 from tests.support.models import Net
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
@@ -249,6 +251,33 @@ def test_modules_made_in_configure_model():
             assert made == (device or "cpu", dtype)
             assert placed == ("cpu", dtype) and computed_in == {dtype}
             assert finite
+
+
+class ForModelParallel(TokenModule):
+    """As the documentation of Lightning's ``ModelParallelStrategy`` has it."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        assert self.device_mesh["tensor_parallel"].size() == 1
+        for block in self.net.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def _sharded_by_lightning(rank: int) -> Any:
+    theirs: Any = {"strategy": TrainerStrategy(2, 1)}
+    found = []
+    for options in (theirs, {"communication": "on_demand"}, {"communication": "collective"}):
+        module = ForModelParallel()
+        trainer(2, **options).fit(module, _batches(rank))
+        found.append(full_parameters(module))
+    return found
+
+
+def test_a_module_written_for_model_parallel_strategy():
+    for found in run_ranks(_sharded_by_lightning):
+        for ours in found[1:]:
+            assert_same(ours, found[0])
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------

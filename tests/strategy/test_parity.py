@@ -181,10 +181,13 @@ def test_fp32_equals_one_process(counts):
     assert_one_sided(results, counts)
 
 
+SCALARS = {"scalars": True}
+
+
 @pytest.mark.parametrize("communication", ["collective", "lockstep"])
 def test_even_counts_under_the_other_communications(communication):
-    results = run_ranks(train, communication, (3, 3), {})
-    assert_same(results[0]["parameters"], one_process({}))
+    results = run_ranks(train, communication, (3, 3), SCALARS)
+    assert_same(results[0]["parameters"], one_process(SCALARS))
     assert bool(results[0]["traffic"].reads) == (communication == "lockstep")
 
 
@@ -235,7 +238,7 @@ def stock_fully_shard(
     return full_parameters(model), losses
 
 
-@pytest.mark.parametrize("net", [NETS["tied"], NETS["frozen"]], ids=["tied", "frozen"])
+@pytest.mark.parametrize("net", [NETS["tied"], NETS["frozen"], SCALARS], ids=["tied", "frozen", "scalars"])
 def test_special_parameters_with_uneven_counts(net):
     results = run_ranks(train, "on_demand", (5, 1), net)
     assert_same(results[1]["parameters"], one_process(net))

@@ -79,27 +79,30 @@ def test_every_precision_computes_in_its_dtype_and_ends_where_fp32_does():
 
 
 class Overflows(Sgd):
-    """Rank 1's second batch has an infinite gradient, of an element that rank 0 owns; nothing else is infinite."""
+    """Rank 1's second batch has one infinite gradient: of an element that rank 0 owns, or of a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_scalar: bool) -> None:
         super().__init__(lr=LR)
+        self.in_scalar = in_scalar
+        self.scalar = torch.nn.Parameter(torch.tensor(1.0))
         self.tiny = torch.nn.Parameter(torch.ones(1))  # of which rank 1 has no element
         self.scales: list[float] = []
         self.after: list[dict[str, Tensor]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.mean_loss(batch) + 0.1 * self.tiny.float().sum()
+        loss = self.mean_loss(batch) + 0.1 * self.tiny.float().sum() + 0.1 * self.scalar
         if batch_idx == 1 and self.global_rank == 1:
-            loss = loss + self.net.embed.weight[0, 0] * float("inf")
+            source = self.scalar if self.in_scalar else self.net.embed.weight[0, 0]
+            loss = loss + source * float("inf")
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
-        self.after.append({name: p.detach().to_local().clone() for name, p in self.named_parameters()})
+        self.after.append(full_parameters(self))
 
 
-def _overflow(rank: int, communication: str) -> Any:
-    module = Overflows()
+def _overflow(rank: int, communication: str, in_scalar: bool) -> Any:
+    module = Overflows(in_scalar)
     trainer(2, precision="16-mixed", communication=communication).fit(module, loader(BATCHES[rank]))
     same = [
         all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(module.after, module.after[1:], strict=False)
@@ -108,9 +111,10 @@ def _overflow(rank: int, communication: str) -> Any:
     return module.scales, same, finite
 
 
+@pytest.mark.parametrize("in_scalar", [False, True], ids=["in a shard", "in a scalar"])
 @pytest.mark.parametrize("communication", ["on_demand", "collective"])
-def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(communication):
-    for scales, same, finite in run_ranks(_overflow, communication):
+def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(communication, in_scalar):
+    for scales, same, finite in run_ranks(_overflow, communication, in_scalar):
         assert scales == [FULL, FULL / 2, FULL / 2]
         assert same == [True, False]
         assert finite

@@ -26,10 +26,18 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, head; optionally tied, partly frozen, or with a block that some batches skip."""
+    """Embedding, blocks, head; optionally tied, partly frozen, with scalars, or with a block that some batches skip."""
 
-    def __init__(self, depth: int = 3, vocab: int = 11, tied: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        depth: int = 3,
+        vocab: int = 11,
+        tied: bool = False,
+        frozen: bool = False,
+        scalars: bool = False,
+    ) -> None:
         super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.5)) if scalars else None
         self.embed = nn.Embedding(vocab, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.head = nn.Linear(WIDTH, vocab, bias=False)
@@ -39,13 +47,16 @@ class Net(nn.Module):
             for parameter in self.blocks[0].parameters():
                 parameter.requires_grad_(False)
             self.blocks[1].up.weight.requires_grad_(False)
+        if scalars:
+            self.blocks[0].gain = nn.Parameter(torch.tensor(1.0), requires_grad=not frozen)
+            self.blocks[0].register_forward_hook(lambda block, _, output: output * block.gain)
 
     def forward(self, tokens: Tensor, skip: Sequence[int] = ()) -> Tensor:
         x = self.embed(tokens)
         for index, block in enumerate(self.blocks):
             if index not in skip:
                 x = block(x)
-        return self.head(x)
+        return self.head(x) if self.logit_scale is None else self.head(x) * self.logit_scale.exp()
 
 
 def token_batches(sizes: Sequence[int], seed: int = 0, vocab: int = 11) -> list[Tensor]:

@@ -173,10 +173,10 @@ class ByHand(TokenModule):
     right = True
 
     def configure_model(self) -> None:
-        strategy: Any = self.trainer.strategy
+        mesh: Any = self.device_mesh
         for block in self.net.blocks:
             if not isinstance(block, FSDPModule):
-                fully_shard(block, mesh=strategy.shard_mesh if self.right else None)
+                fully_shard(block, mesh=mesh["data_parallel"] if self.right else None)
 
 
 def by_hand(rank: int) -> list[Any]:
