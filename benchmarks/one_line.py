@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
 from lightning_odc import ODCStrategy
 from lightning_odc.balance import transformer
@@ -130,6 +131,42 @@ class Regression(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Classifier(pl.LightningModule):
+    """A BERT of 2 million parameters that says whether a text has more than so many lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {
+            "hidden_size": 192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 768,
+        }
+        config = BertConfig(vocab_size=257, max_position_embeddings=LONGEST + 1, **sizes)
+        self.model = BertForSequenceClassification(config)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Any:
+        labels = ((batch["input_ids"] == ord("\n")).sum(1) > 10).long()
+        return self.model(batch["input_ids"], batch["attention_mask"], labels=labels).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Toy(pl.LightningModule):
+    """17 thousand parameters, for which no strategy is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(257, 64), nn.Linear(64, 64), nn.Linear(64, 257))
+
+    def training_step(self, batch: dict[str, Tensor]) -> Any:
+        return functional.cross_entropy(self.net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 # -- What is compared ------------------------------------------------------------------------------------------
 
 
@@ -219,6 +256,8 @@ PROJECTS = {
         LanguageModel,
         (USUAL[0], COLLECTIVE, USUAL[3], USUAL[4]),
     ),
+    "classes": Project("Text classification", Texts, pad, Classifier, USUAL),
+    "toy": Project("A model of 17 thousand parameters", Texts, pad, Toy, USUAL),
 }
 
 
@@ -256,8 +295,13 @@ class Watch(pl.Callback):
         self.seconds.append(time.monotonic() - self._begin)
 
 
-def fit(_rank: int, world_size: int, project: str, number: int, epochs: int) -> tuple[list[float], int, int]:
-    """Train one row on this rank; returns seconds of the epochs after the first, tokens, and the largest microbatch."""
+def fit(
+    _rank: int, world_size: int, project: str, number: int, epochs: int
+) -> tuple[list[float], int, int, str]:
+    """Train one row on this rank; returns seconds of the epochs after the first, tokens, and the largest microbatch.
+
+    Last come the lines that the strategy says.
+    """
     chosen = PROJECTS[project]
     row = chosen.rows[number]
     pl.seed_everything(0, verbose=False)
@@ -279,9 +323,15 @@ def fit(_rank: int, world_size: int, project: str, number: int, epochs: int) -> 
         enable_model_summary=False,
     )
     loader = DataLoader(chosen.data(), batch_size=row.batch, collate_fn=chosen.collate, shuffle=True)
-    with contextlib.redirect_stderr(io.StringIO()):
+    said = io.StringIO()
+    handler, log = logging.StreamHandler(said), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.addHandler(handler)
+    with contextlib.redirect_stderr(said):
         trainer.fit(chosen.module(), loader)
-    return watch.seconds[1:], watch.tokens, watch.largest
+    log.removeHandler(handler)
+    begins = ("Chosen", "Expected", "Note", "Measured", "Samples have", "strategy=")
+    lines = [line for line in dict.fromkeys(said.getvalue().splitlines()) if line.startswith(begins)]
+    return watch.seconds[1:], watch.tokens, watch.largest, "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -295,28 +345,31 @@ def main(arguments: list[str] | None = None) -> None:
         "--epochs", type=int, metavar="N", default=2, help="timed epochs of a fit, after one more"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all seconds there, too")
+    parser.add_argument("--usual", action="store_true", help="leave out settings found by hand")
     options = parser.parse_args(arguments)
     found: dict[str, Any] = {}
     for name in options.projects:
-        measured = _measure(name, options.rounds, options.epochs)
+        measured = _measure(name, options.rounds, options.epochs, options.usual)
         found[name] = measured
-        print(f"\n{PROJECTS[name].title}\n\n{_table(PROJECTS[name], measured)}", flush=True)
+        print(f"\n{PROJECTS[name].title}\n\n{_table(PROJECTS[name], measured)}\n", flush=True)
+        print(next(one["said"] for one in measured if one["row"] == USUAL[4].text), flush=True)
     if options.json:
         write_json(options.json, found)
 
 
-def _measure(name: str, rounds: int, epochs: int) -> list[dict[str, Any]]:
-    """All rows of a project, round by round."""
-    rows = PROJECTS[name].rows
+def _measure(name: str, rounds: int, epochs: int, usual: bool) -> list[dict[str, Any]]:
+    """All rows of a project, or the usual ones, round by round."""
+    rows = [row for row in PROJECTS[name].rows if row in USUAL or not usual]
     measured: list[dict[str, Any]] = [
         {"row": row.text, "seconds": [], "tokens": 0, "largest": 0} for row in rows
     ]
     with Ranks(2, preload=["lightning_odc.bench.models"]) as ranks:
         for _ in range(rounds):
             for number, one in enumerate(measured):
-                results = ranks.call(fit, name, number, epochs)
+                results = ranks.call(fit, name, PROJECTS[name].rows.index(rows[number]), epochs)
                 one["seconds"] += [max(pair) for pair in zip(*(result[0] for result in results), strict=True)]
                 one["tokens"] = sum(result[1] for result in results)
+                one["said"] = results[0][3]
                 one["largest"] = max(one["largest"], *(result[2] for result in results))
     return measured
 
