@@ -256,8 +256,8 @@ PROJECTS = {
         LanguageModel,
         (USUAL[0], COLLECTIVE, USUAL[3], USUAL[4]),
     ),
-    "classes": Project("Text classification", Texts, pad, Classifier, USUAL),
-    "toy": Project("A model of 17 thousand parameters", Texts, pad, Toy, USUAL),
+    "classes": Project("Text classification", Texts, pad, Classifier, (*USUAL[:3], USUAL[4])),
+    "toy": Project("A model of 17 thousand parameters", Texts, pad, Toy, (*USUAL[:3], USUAL[4])),
 }
 
 
@@ -271,6 +271,7 @@ class Watch(pl.Callback):
     """Counts what was computed, and times the epochs after the first.
 
     Attributes:
+        start: Seconds before the first epoch: mostly the trial of the loss.
         seconds: Seconds of each epoch.
         tokens: Tokens in the microbatches of the last epoch on this rank, padding included.
         largest: The largest microbatch of all epochs.
@@ -279,9 +280,14 @@ class Watch(pl.Callback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.tokens = self.largest = 0
+        self.start = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin = time.monotonic()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.tokens = 0
+        self.start = self.start or time.monotonic() - self._begin
         trainer.strategy.barrier()
         self._begin = time.monotonic()
 
@@ -295,13 +301,8 @@ class Watch(pl.Callback):
         self.seconds.append(time.monotonic() - self._begin)
 
 
-def fit(
-    _rank: int, world_size: int, project: str, number: int, epochs: int
-) -> tuple[list[float], int, int, str]:
-    """Train one row on this rank; returns seconds of the epochs after the first, tokens, and the largest microbatch.
-
-    Last come the lines that the strategy says.
-    """
+def fit(_rank: int, world_size: int, project: str, number: int, epochs: int) -> tuple[Watch, str]:
+    """Train one row on this rank; returns what was counted, and the lines that the strategy said."""
     chosen = PROJECTS[project]
     row = chosen.rows[number]
     pl.seed_everything(0, verbose=False)
@@ -331,7 +332,7 @@ def fit(
     log.removeHandler(handler)
     begins = ("Chosen", "Expected", "Note", "Measured", "Samples have", "strategy=")
     lines = [line for line in dict.fromkeys(said.getvalue().splitlines()) if line.startswith(begins)]
-    return watch.seconds[1:], watch.tokens, watch.largest, "\n".join(lines)
+    return watch, "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -367,10 +368,14 @@ def _measure(name: str, rounds: int, epochs: int, usual: bool) -> list[dict[str,
         for _ in range(rounds):
             for number, one in enumerate(measured):
                 results = ranks.call(fit, name, PROJECTS[name].rows.index(rows[number]), epochs)
-                one["seconds"] += [max(pair) for pair in zip(*(result[0] for result in results), strict=True)]
-                one["tokens"] = sum(result[1] for result in results)
-                one["said"] = results[0][3]
-                one["largest"] = max(one["largest"], *(result[2] for result in results))
+                watched = [watch for watch, _ in results]
+                epochs_of = zip(*(watch.seconds for watch in watched), strict=True)
+                first, *others = [max(by_rank) for by_rank in epochs_of]
+                one["seconds"] += others
+                one["start"] = [*one.get("start", []), [watched[0].start, first]]
+                one["tokens"] = sum(watch.tokens for watch in watched)
+                one["largest"] = max(one["largest"], *(watch.largest for watch in watched))
+                one["said"] = results[0][1]
     return measured
 
 

@@ -131,30 +131,30 @@ class TrainingData:
         arguments.check_loader(loader.recipe, wanted.communication, wanted.deterministic, trainer.world_size)
         self._adapt(loader)
         if loader is not dataloader:
-            if (reason := self._reason_against_balanced(loader)) is not None:
+            if self._gains_nothing(loader):
                 self.accumulation.put_back()
-                return self._left_alone(dataloader, reason) if reason else dataloader
+                return dataloader
             self._converted = trainer.current_epoch, loader, dataloader
         self._loader = loader
         if self._verdict is not None or loader.is_stream:  # Lightning reads a stream before training begins
             self._settle_loss(loader)
         return loader
 
-    def _reason_against_balanced(self, loader: BalancedDataLoader) -> str | None:
-        """Why ``"auto"`` leaves alone what it can balance; ``None`` if it does not, empty if that was said."""
+    def _gains_nothing(self, loader: BalancedDataLoader) -> bool:
+        """Whether ``"auto"`` leaves a loader alone that it can balance; says so once."""
         options = self._wanted.options
         if self._wanted.balance != "auto" or options.get("packing") or options.get("max_tokens"):
-            return None
+            return False
         gain = loader.planned_gain(self.accumulation.batches)
         if gain is None or gain.factor >= _WORTH_BALANCING:
-            return None
+            return False
         if not self._told:
             rank_zero_info(
                 f"Samples have {gain.shortest} to {gain.longest} tokens: balancing would gain less than 2 %, and your "
                 "batches stay as they are."
             )
         self._told = True
-        return ""
+        return True
 
     def begin(self) -> None:
         """Try the loss, and show the user the plan. When training begins; all ranks together."""
@@ -261,11 +261,9 @@ class TrainingData:
         by_rank = engine.exchange(
             "trial of the loss", None if verdict.rule is None else verdict.rule.to_json()
         )
-        return (
-            verdict
-            if None not in by_rank
-            else Verdict(None, verdict.reason or "another rank could not try it")
-        )
+        if by_rank[0] is not None and all(found == by_rank[0] for found in by_rank):
+            return verdict
+        return Verdict(None, (verdict.rule is None and verdict.reason) or "it is another one on another rank")
 
     def _compare(self, loader: BalancedDataLoader) -> None:
         """Find out before training that ranks would make different plans; streams are compared as they are read.
@@ -375,15 +373,22 @@ class TrainingData:
                 "balancing needs an IterableDataset that can be read twice and yields the same samples on every rank. "
                 'Take the division over ranks out of it, and write ODCStrategy(balance="lb_mini").'
             )
-        if indexed and not self._wanted.options.get("length_fn"):
-            with suppress(LengthsUnknownError):
-                lengths, _ = glance(dataloader, _LOOKED_AT, measure)
-                if (
-                    len(lengths) >= min(_LOOKED_AT, len(cast(Any, dataloader.dataset)))
-                    and (lengths == lengths[0]).all()
-                ):
-                    return f"all samples that were looked at ({len(lengths)}) are equally long."
+        if (
+            indexed
+            and not self._wanted.options.get("length_fn")
+            and (count := self._equally_long(dataloader))
+        ):
+            return f"all samples that were looked at ({count}) are equally long."
         return ""
+
+    def _equally_long(self, dataloader: Any) -> int:
+        """How many samples all ranks have looked at, if these are equally long; 0 if not, or if that takes time."""
+        found = 0
+        with suppress(Exception):  # what a data set raises here, it raises where lengths are looked up
+            lengths, _ = glance(dataloader, _LOOKED_AT, measure)
+            enough = max(min(_LOOKED_AT, len(dataloader.dataset)), 1)
+            found = len(lengths) if len(lengths) >= enough and (lengths == lengths[0]).all() else 0
+        return min(self.engine.exchange("a glance at lengths", found)) if self.engine else 0
 
     def _reads_one_stream(self, dataset: Any) -> bool:
         """Whether all ranks begin with the same samples; see Note [One stream on all ranks].
