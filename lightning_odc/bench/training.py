@@ -352,7 +352,8 @@ class MinibatchRecorder(Callback):
             self.totals.window_bytes = strategy.engine.window_bytes
             self.totals.traffic = asdict(strategy.engine.traffic)
             self.totals.stolen = getattr(strategy.engine, "stolen", 0)
-            self.totals.policy = cast(Any, trainer.train_dataloader).recipe.policy
+            recipe = getattr(trainer.train_dataloader, "recipe", None)  # none: there is nothing to gain
+            self.totals.policy = "as they come" if recipe is None else recipe.policy
         self.totals.peak_bytes = _peak_bytes(strategy.root_device)
 
     def _close(self, trainer: Trainer, now: float) -> None:

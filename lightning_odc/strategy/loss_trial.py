@@ -107,7 +107,7 @@ def _telling(counts: list[dict[Rule, float]]) -> list[int]:
 
 def _groups(chosen: list[int]) -> list[Group]:
     """Eight of four samples: each alone, two pairs, all of them, and the first pair again."""
-    pairs = [(chosen[0], chosen[-1])] + [(chosen[1], chosen[2])] * (len(chosen) == _TRIED)
+    pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) == _TRIED else [])]
     every = [tuple(chosen)] * (len(chosen) > 2)
     return [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
 

@@ -64,7 +64,7 @@ from tests.support.ranks import run_ranks
         ({"balance": "lb_mini", "max_tokens": "16k"}, r"max_tokens must be .*, got '16k': max_tokens=8"),
         (
             {"balance": "lb_mini", "weighting": "tokens"},
-            r"weighting='tokens' is unknown; write one of 'auto', 'token'",
+            r"weighting='tokens' is unknown; write one of 'auto', 'label'",
         ),
         ({"balance": "lb_mini", "cost": "cubic"}, r"cost='cubic' is unknown"),
         ({"timeout": 5}, r"write datetime.timedelta\(minutes=30\)"),
