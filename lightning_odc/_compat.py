@@ -50,6 +50,10 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 #: Why: ``fully_shard`` has its hooks on ``__call__``, and a strategy runs ``training_step`` and its like.
 call_as_forward: Callable[..., Any] = _lightning_redirection._ForwardRedirection()
 
+#: A mode that sees every operator, collectives too (torch 2.9 to 2.13).
+#: Why: nothing public tells that a user's step calls ``torch.distributed``.
+TorchDispatchMode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+
 METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
 
 #: How the name of the action ends under which Lightning's training loop profiles the fetching of a batch.

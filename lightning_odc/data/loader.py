@@ -63,7 +63,7 @@ from lightning_odc.data.plan import (
 )
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
-from lightning_odc.data.trial import TrialSamples, short_ones
+from lightning_odc.data.trial import TrialSamples, spread_out
 from lightning_odc.data.weighting import Rule
 
 Reading = MapReading | StreamReading
@@ -291,23 +291,34 @@ class BalancedDataLoader:
         self.packing = self._packs = False
         self._plan_by(replace(self.recipe, policy=policy, whole="movable" if movable else "fixed"))
 
+    def count_as_asked(self) -> None:
+        """Forget what a trial of another fit has found."""
+        self._plan_by(replace(self.recipe, weighting=self.asked_weighting, counter=None, whole=""))
+
     def _plan_by(self, recipe: Recipe) -> None:
         if recipe != self.recipe:
             self.recipe, self._reading = recipe, None
 
     def trial_samples(self) -> TrialSamples:
-        """What a loss is tried with. The data set stays as it is; a stream begins from its beginning."""
+        """What a loss is tried with. The data set stays as it is.
+
+        Raises:
+            ValueError: It is a stream that can be read only once.
+        """
         dataset = with_own_rng(self._samples)
         with isolated_rng():
             if is_stream(self._samples):
                 seed_rng(self.recipe.seed)
-                read = list(islice(dataset, self.recipe.minibatch_size * 2))
+                stream = iter(dataset)
+                if stream is dataset or stream is iter(dataset):
+                    raise ValueError("the stream can be read only once")
+                read = list(islice(stream, self.recipe.minibatch_size * 2))
                 lengths = checked([plain((self._length_fn or measure)(sample)) for sample in read])
-                chosen = short_ones(lengths)
+                chosen = spread_out(lengths)
                 samples = [read[index] for index in chosen]
             else:
                 lengths = self.lengths.values
-                chosen = short_ones(lengths)
+                chosen = spread_out(lengths)
                 reader = SampleReader(dataset, self._collate, self.recipe.seed, None)
                 samples = reader.samples(0, chosen)
         return TrialSamples(samples, lengths[chosen], self._collate)

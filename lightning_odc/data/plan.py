@@ -343,6 +343,8 @@ class Schedule:
         if self._window != (epoch, window):
             size = self.samples_per_minibatch * self.recipe.window
             used = self.order(epoch)[: self.recipe.count_samples(len(self.lengths), self.num_replicas)]
+            if self.recipe.whole:  # all ranks get equally many, as from a distributed sampler
+                used = np.resize(used, -(-len(used) // self.num_replicas) * self.num_replicas)
             own = used[window * size : (window + 1) * size]
             groups = self.recipe.minibatches(self.lengths.values[own], self.num_replicas)
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]

@@ -1,4 +1,4 @@
-"""The samples that a loss is tried with: a few short ones of unlike length, and batches of them."""
+"""The samples that a loss is tried with, and batches of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.data.split import some_rows
 from lightning_odc.data.weighting import tensors_of
 
-_MOST = 12
+_MOST = 64
 
 
-def short_ones(lengths: LengthArray) -> list[int]:
-    """Positions of a dozen samples from the shorter half, the shortest first.
+def spread_out(lengths: LengthArray) -> list[int]:
+    """Positions of 64 samples, the shortest first and the longest last: enough to show a class that is not common.
 
     Args:
         lengths: ``[n]`` tokens of all samples, or ``[n, d]`` numbers.
     """
     order = first_number(lengths).argsort(kind="stable")
-    half = order[: max(len(order) // 2, _MOST)]
-    return half[np.linspace(0, len(half) - 1, min(len(half), _MOST)).astype(int)].tolist()
+    return order[np.linspace(0, len(order) - 1, min(len(order), _MOST)).astype(int)].tolist()
 
 
 class TrialSamples:

@@ -32,6 +32,8 @@ from lightning_odc.data.packing import IGNORE_INDEX
 Planned = Literal["sample", "token", "next_token", "sum", "num_items"]
 
 _MISFIT = 1e-6
+#: So many of the most common values of a row of classes, and of the ends of a padded table, may be ignored ones.
+_CLASSES, _PADS = 16, 3
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,12 @@ class Rule:
     weighting: Planned
     counter: Counter | None = None
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether many projects mean it: samples, tokens, labels, masks."""
+        counter = self.counter
+        return counter is None or counter.ignored == IGNORE_INDEX or "mask" in str(counter.path)
+
     def to_json(self) -> list[Any]:
         """Equal for equal rules."""
         counter = self.counter
@@ -127,7 +135,7 @@ class Verdict:
 
     Attributes:
         rule: What a microbatch counts; ``None`` if nothing explains the losses.
-        reason: Why there is none, or what else would do as well.
+        reason: Why there is none.
         misfits: The error of each rule's predictions, as a part of the difference between the losses.
     """
 
@@ -143,11 +151,11 @@ def decide(tried: Sequence[Tried], noise: float) -> Verdict:
         tried: Single samples and groups of them. A group that was tried twice must have the same loss.
         noise: The rounding error of a loss, as a part of it.
     """
-    if not all(math.isfinite(one.loss) for one in tried):
-        return Verdict(None, "a loss of single samples is not finite")
     alone = {one.samples[0]: one for one in tried if len(one.samples) == 1}
     groups = {one.samples: one for one in tried if len(one.samples) > 1}
-    bound = noise * max(abs(one.loss) for one in tried)
+    if not all(math.isfinite(one.loss) for one in groups.values()):
+        return Verdict(None, "a loss is not finite")
+    bound = noise * max(abs(one.loss) for one in groups.values())
     again = [one for one in tried if one is not groups.get(one.samples) and len(one.samples) > 1]
     if any(abs(one.loss - groups[one.samples].loss) > bound for one in again):
         return Verdict(None, "the loss of the same samples changes from call to call")
@@ -160,8 +168,11 @@ def decide(tried: Sequence[Tried], noise: float) -> Verdict:
     if not fitting:
         return Verdict(None, "the loss of samples together is not a weighted mean of their losses", misfits)
     rule = min(fitting, key=_preference)
-    others = [str(other) for other in fitting if not _agree(other, rule, tried)]
-    return Verdict(rule, f"{others[0]} would explain it as well" if others else "", misfits)
+    if others := [other for other in fitting if not _agree(other, rule, tried)]:
+        return Verdict(
+            None, f"the losses of all samples are too equal to tell whether {rule}, or {others[0]}", misfits
+        )
+    return Verdict(rule, "", misfits)
 
 
 def _misfit(rule: Rule, alone: Mapping[int, Tried], groups: Sequence[Tried], bound: float) -> float | None:
@@ -172,10 +183,14 @@ def _misfit(rule: Rule, alone: Mapping[int, Tried], groups: Sequence[Tried], bou
         weights = [part.counts.get(rule, math.nan) for part in parts]
         if not (sum(weights) > 0 and math.isclose(sum(weights), group.counts.get(rule, math.nan))):
             return None
-        total = sum(weight * part.loss for weight, part in zip(weights, parts, strict=True))
+        # A mean over nothing is NaN, and counts nothing.
+        total = sum(weight * part.loss for weight, part in zip(weights, parts, strict=True) if weight)
         predicted = total if rule.weighting == "sum" else total / sum(weights)
-        spread = max(part.loss for part in parts) - min(part.loss for part in parts)
+        losses = [part.loss for part in parts if math.isfinite(part.loss)] or [0.0]
+        spread = max(losses) - min(losses)
         error = max(abs(predicted - group.loss) - bound, 0.0)
+        if not math.isfinite(error):
+            return math.inf
         worst = max(worst, error / max(spread, bound) if error else 0.0)
     return worst
 
@@ -184,8 +199,9 @@ def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:
     """Whether two rules weigh all samples alike."""
     if "sum" in (one.weighting, other.weighting):
         return one == other
-    ratios = [each.counts.get(one, math.nan) / (each.counts.get(other) or math.nan) for each in tried]
-    return all(math.isclose(ratio, ratios[0]) for ratio in ratios)
+    pairs = [(each.counts.get(one, math.nan), each.counts.get(other, math.nan)) for each in tried]
+    first, second = (sum(counts) for counts in zip(*pairs, strict=True))
+    return all(math.isclose(a * second, b * first) for a, b in pairs)
 
 
 def _preference(rule: Rule) -> tuple[bool, ...]:
@@ -201,6 +217,7 @@ def _preference(rule: Rule) -> tuple[bool, ...]:
         rule.weighting != "sample" or bool(path),
         bool(path),
         rule.weighting != "token",
+        rule.counter is not None and rule.counter.ignored != IGNORE_INDEX,
         rule.counter is not None and rule.counter.skips_first,
         rule.counter is not None and rule.counter.ignored is None,
     )
@@ -219,7 +236,9 @@ def rules_of(batch: Any) -> list[Rule]:
         ignored: list[float | None] = [0]
         if not tensor.is_floating_point():
             ends = tensor if tensor.dim() == 1 else tensor[..., [0, -1]]
-            ignored = [IGNORE_INDEX, -1, 0, *{float(end) for end in ends.flatten()[:64].tolist()}]
+            values, numbers = ends.flatten().unique(return_counts=True)
+            common = values[numbers.argsort(descending=True)[: _CLASSES if tensor.dim() == 1 else _PADS]]
+            ignored = [IGNORE_INDEX, -1, 0, *map(float, common.tolist())]
         if tensor.dim() == 1 or tensor.is_floating_point():
             ignored.append(None)
         shifts = (False, True) if tensor.dim() > 1 else (False,)

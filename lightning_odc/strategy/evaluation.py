@@ -120,8 +120,9 @@ class Evaluation:
             for microbatch, weight, detail in minibatch.tasks():
                 # Counted before the step, which may take them out of the batch.
                 labels = None if counter is None else counter.of(microbatch)
-                if rule == Rule("sample") and detail is not None:
-                    weight = float(len(detail.lengths))
+                if rule is not None and detail is not None and rule.weighting != "token":
+                    samples = float(len(detail.lengths))
+                    weight = weight - samples if rule.weighting == "next_token" else samples
                 outputs.append(run(microbatch, *args, **kwargs))
                 self._logbook.weigh(counted_weight(outputs[-1], weight, labels))
         with self._locally():

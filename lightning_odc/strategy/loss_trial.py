@@ -9,29 +9,36 @@ between its code and torch. It computes in float64, whatever the dtype of parame
 ten times the difference between the losses of an untrained model. It leaves dropout out, in training mode, in which
 batch norm shows that it couples samples. And random numbers are constants: their mean, or a permutation that mixes up
 samples, so that mixup shows. Where float64 fails, say in a kernel of the user's, the step runs in its own arithmetic.
-If all losses are equal, as with a last layer of zeros, the trial runs once more with weights a little off.
+If all losses are equal, as with a last layer of zeros, the trial runs once more with trained weights a little off.
+Tables that are made of constants keep their dtype, because a step may keep them.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_odc import _compat
 from lightning_odc.data.rng import RandomState
 from lightning_odc.data.weighting import Rule, Tried, Verdict, decide, planned_count, rules_of
 
-_TRIED = 4
+_TRIED = 6
 _NOISE = {torch.float64: 1e-11, torch.float32: 4e-6}
 _NOISE_OF_16_BITS = 2e-2
 
@@ -42,6 +49,7 @@ def try_loss(
     run: Callable[[Any], Any],
     batch_of: Callable[[Sequence[int]], Any],
     tokens: Sequence[int],
+    listener: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
 ) -> Verdict:
     """Which rule explains the loss of a step; see Note [The loss is tried].
 
@@ -49,6 +57,7 @@ def try_loss(
         run: Runs the step on a batch.
         batch_of: Makes a batch of some samples, by their positions.
         tokens: The lengths of the samples that may be used, two at least.
+        listener: Entered while the first sample runs alone.
     """
 
     def counts(rules: list[Rule], batch: Any, group: Sequence[int]) -> dict[Rule, float]:
@@ -57,12 +66,13 @@ def try_loss(
         return {rule: float(number) for rule, number in found if number is not None}
 
     def tried(mode: _Quiet) -> tuple[list[Tried], float]:
-        found, dtypes = [], []
-        for group in _groups(chosen):
+        found: list[Tried] = []
+        dtypes = []
+        for group in groups:
             batch = batch_of(group)
             counted = counts(rules, batch, group)  # before the step, which may take entries out of the batch
-            with mode:
-                loss, items = _loss_of(run(batch))
+            with mode, nullcontext() if found else listener:  # one sample tells whether a step communicates
+                loss, items = _loss_of(run(mode.entered(batch)))
             if items is not None:
                 counted = {Rule("num_items"): items}
             found.append(Tried(group, float(loss) / (items or 1.0), counted))
@@ -73,6 +83,7 @@ def try_loss(
         everything = range(len(tokens))
         rules = rules_of(batch_of(everything))
         chosen = _telling([counts(rules, batch_of([sample]), [sample]) for sample in everything])
+        groups = _groups(chosen)
         try:
             found = tried(_Quiet(wide=True))
         except Exception:
@@ -81,12 +92,12 @@ def try_loss(
             found = tried(_Quiet(wide=True, shakes=True))
     except Exception as error:  # whatever it is, training will meet it, too
         text = next(iter(str(error).splitlines()), "")
-        return Verdict(None, f"training_step failed on single samples ({type(error).__name__}: {text})")
+        return Verdict(None, f"a trial of training_step failed ({type(error).__name__}: {text})")
     return decide(*found)
 
 
 def _telling(counts: list[dict[Rule, float]]) -> list[int]:
-    """Samples that tell rules apart: the first one, then always the one in which most rules part that did not."""
+    """Samples that tell rules apart: the first one, then always the shortest of those in which most rules part."""
     rules = [rule for rule in counts[0] if all(rule in of for of in counts)]
     chosen = [0]
     seen: dict[Rule, tuple[float, ...]] = dict.fromkeys(
@@ -100,14 +111,22 @@ def _telling(counts: list[dict[Rule, float]]) -> list[int]:
             }
             for sample in others
         }
-        chosen.append(max(others, key=lambda sample: (len(set(views[sample].values())), sample)))
+        parted = {
+            sample: (
+                len({of for rule, of in found.items() if rule.is_usual}),
+                len(set(found.values())),
+                -sample,
+            )
+            for sample, found in views.items()
+        }
+        chosen.append(max(others, key=parted.__getitem__))
         seen = views[chosen[-1]]
     return chosen
 
 
 def _groups(chosen: list[int]) -> list[Group]:
-    """Eight of four samples: each alone, two pairs, all of them, and the first pair again."""
-    pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) == _TRIED else [])]
+    """Ten of six samples: each alone, two pairs, all of them, and the first pair again."""
+    pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) > 3 else [])]
     every = [tuple(chosen)] * (len(chosen) > 2)
     return [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
 
@@ -134,10 +153,10 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
     trainer: Any = module.trainer
     state, loggers = RandomState(device), trainer.loggers
     kept = [
-        (part, {name: (value, _copied(value)) for name, value in vars(part).items() if name not in _SHARDED})
+        (part, {name: value for name, value in vars(part).items() if name not in _SHARDED})
         for part in module.modules()
     ]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    restores = [_restorer(value) for _, attributes in kept for value in attributes.values()]
     module.log = lambda *_, **__: None  # type: ignore[method-assign]
     trainer.loggers = [DummyLogger()] if loggers else []
     try:
@@ -148,48 +167,50 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
         for part, attributes in kept:
             for name in vars(part).keys() - attributes.keys() - _SHARDED:
                 del vars(part)[name]
-            for name, (value, copied) in attributes.items():
-                vars(part)[name] = value
-                _put_back(value, copied)
-        for buffer, values in buffers:
-            buffer.copy_(values)
+            vars(part).update(attributes)
+        with torch.no_grad():
+            for restore in restores:
+                restore()
         state.restore()
 
 
 _SHARDED = {"_parameters", "_modules"}  # `fully_shard` changes them, and changes them back
+_LIBRARIES = ("lightning", "pytorch_lightning", "torch", "transformers", "lightning_odc")
 
 
-def _copied(value: Any, depth: int = 2) -> Any:
-    """What `_put_back` needs: the contents of plain tensors and containers, except very long ones, which hold data."""
-    if isinstance(value, Tensor):
-        return value.clone() if type(value) is Tensor else None
-    if not isinstance(value, dict | list | deque | set) or len(value) > 10_000:
-        return None
-    if depth and isinstance(value, dict):
-        return {key: (inner, _copied(inner, depth - 1)) for key, inner in value.items()}
-    if depth and isinstance(value, list | deque):
-        return [(inner, _copied(inner, depth - 1)) for inner in value]
-    return set(value) if isinstance(value, set) else None
+def _restorer(value: Any, depth: int = 3) -> Callable[[], object]:
+    """What puts the contents of a value back: of tensors, arrays, generators, containers, and objects of the user's.
 
+    Very long containers hold data, and stay.
+    """
+    if type(value) is Tensor:
+        tensor = value.clone()
+        return lambda: value.copy_(tensor)
+    if isinstance(value, np.ndarray):
+        array = value.copy()
+        return lambda: np.copyto(value, array)
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    if isinstance(value, dict | list | deque | set) and len(value) <= 10_000:
+        before, parts = copy.copy(value), list(value.values() if isinstance(value, dict) else value)
+        inner = [_restorer(part, depth - 1) for part in parts] if depth else []
 
-def _put_back(value: Any, copied: Any) -> None:
-    if copied is None:
-        return
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            value.copy_(copied)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(copied)
-    else:
-        inner = list(copied.values()) if isinstance(value, dict) else copied
-        value.clear()
-        if isinstance(value, dict):
-            value.update({key: kept for key, (kept, _) in copied.items()})
-        else:
-            value.extend(kept for kept, _ in copied)
-        for kept, contents in inner:
-            _put_back(kept, contents)
+        def restore() -> None:
+            value.clear()
+            value.extend(before) if isinstance(value, list | deque) else value.update(before)
+            for part in inner:
+                part()
+
+        return restore
+    is_module = isinstance(value, nn.Module)  # one that is hidden in a list
+    is_own = type(value).__module__.split(".")[0] not in _LIBRARIES and not callable(value)
+    if depth and (is_module or is_own) and hasattr(value, "__dict__"):
+        return _restorer(vars(value), depth - 1)
+    return lambda: None
 
 
 # -- computing without chance -----------------------------------------------------------------------------
@@ -209,9 +230,10 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _WIDENS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
-def _middle(*numbers: Any) -> float:
+def _middle(*numbers: Any, low: float = 0, high: float | None = None, **_: Any) -> float:
     """Of ``(low, high)``, or of ``(high,)``, as functions of random numbers take them."""
     bounds = [number for number in numbers if isinstance(number, int | float)]
+    bounds = bounds if high is None else [low, high]
     return sum(bounds[:2]) / 2
 
 
@@ -221,11 +243,12 @@ _CONSTANTS: dict[Any, Callable[..., Any]] = {
     torch.rand_like: lambda made, *_, **__: made.fill_(0.5),
     torch.randn: lambda made, *_, **__: made.zero_(),
     torch.randn_like: lambda made, *_, **__: made.zero_(),
-    torch.randint: lambda made, *a, **__: made.fill_(int(_middle(*a))),
-    torch.randint_like: lambda made, _, *a, **__: made.fill_(int(_middle(*a))),
+    torch.randint: lambda made, *a, **k: made.fill_(int(_middle(*a, **k))),
+    torch.randint_like: lambda made, _, *a, **k: made.fill_(int(_middle(*a, **k))),
     torch.randperm: lambda made, *_, **__: made.copy_(torch.arange(len(made) - 1, -1, -1)),
     torch.normal: lambda made, mean, *_, **__: made.copy_(torch.as_tensor(mean).expand_as(made)),
     torch.bernoulli: lambda made, p, *_, **__: made.copy_(p >= 0.5),
+    Tensor.bernoulli: lambda made, p, *_, **__: made.copy_(p >= 0.5),
     torch.multinomial: lambda made, p, *_, **__: made.copy_(p.topk(made.size(-1)).indices),
     Tensor.uniform_: lambda made, _, *a, **__: made.fill_(_middle(*(a or (0, 1)))),
     Tensor.normal_: lambda made, _, mean=0.0, *__, **___: made.fill_(mean),
@@ -238,8 +261,8 @@ class _Quiet(TorchFunctionMode):
     """See Note [A trial without chance].
 
     Args:
-        wide: Compute in float64.
-        shakes: Change the weights of linear layers a little.
+        wide: Compute in float64 what parameters and batches take part in.
+        shakes: Change trained parameters a little.
     """
 
     def __init__(self, wide: bool, shakes: bool = False) -> None:
@@ -247,12 +270,16 @@ class _Quiet(TorchFunctionMode):
         self._wide = wide
         self._shakes = shakes
 
+    def entered(self, batch: Any) -> Any:
+        """The batch that a step gets."""
+        return apply_to_collection(batch, Tensor, self._widened) if self._wide else batch
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if type(func).__module__ == "torch._ops" or _caller().startswith(_UNTOUCHED_CODE):
             return func(*args, **kwargs)
         if func in _DROPOUTS:
-            return self._widened(args[0])
+            return self._widened(args[0] if args else kwargs["input"])
         if func in _CONSTANTS:
             return _CONSTANTS[func](self._called(func, args, kwargs), *args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -262,31 +289,33 @@ class _Quiet(TorchFunctionMode):
         elif func is F.multi_head_attention_forward:
             kwargs = {**kwargs, "training": False}
         elif func in _RECURRENT:
-            args = [0.0 if isinstance(argument, float) else argument for argument in args]
-        elif func is F.linear and self._shakes:
-            weight = args[1] if len(args) > 1 else kwargs.pop("weight")
-            args = (
-                args[0],
-                weight + torch.linspace(-0.1, 0.1, weight.numel()).to(weight).view_as(weight),
-                *args[2:],
-            )
+            args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
         return self._called(func, args, kwargs)
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._wide:
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if not self._wide or name in _LOOKS or not _is_wide((args, kwargs)):
+            return func(*args, **kwargs)
         if func in _WIDENS:
             return self._widened(args[0])
-        if "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            # What is written to stays what it is; the rest is cast to it.
-            return func(args[0], *self._widened(args[1:]), **kwargs) if args else func(**kwargs)
-        return self._widened(func(*self._widened(args), **self._widened(kwargs)))
+        if "out" in kwargs or name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+            # What is written to keeps its dtype, and the rest takes it.
+            if args and args[0].dtype in _NARROW:
+                return func(
+                    args[0], *apply_to_collection(args[1:], Tensor, _cast, to=args[0].dtype), **kwargs
+                )
+            return func(*args[:1], *self._widened(args[1:]), **kwargs)
+        return func(*self._widened(args), **self._widened(kwargs))
 
     def _widened(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            is_plain = type(value) in (Tensor, nn.Parameter)
-            return value.double() if self._wide and is_plain and value.dtype in _NARROW else value
+            is_plain = type(value) in (Tensor, nn.Parameter) and value.dtype in (*_NARROW, torch.float64)
+            if not self._wide or not is_plain:
+                return value
+            wide = value.double()
+            if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
+                wide = wide + torch.linspace(-0.1, 0.1, wide.numel()).to(wide).view_as(wide)
+            return wide
         if isinstance(value, torch.dtype):
             return torch.float64 if value in _NARROW else value
         if isinstance(value, dict):
@@ -294,6 +323,18 @@ class _Quiet(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)([self._widened(inner) for inner in value])
         return value
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether a parameter is in it, or what was computed in float64."""
+    if isinstance(value, Tensor):
+        return isinstance(value, nn.Parameter) or value.dtype is torch.float64
+    parts = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    return any(map(_is_wide, parts))
+
+
+def _cast(value: Tensor, to: torch.dtype) -> Tensor:
+    return value.to(to) if value.dtype is torch.float64 else value
 
 
 def _caller() -> str:
@@ -312,9 +353,50 @@ _DISPATCHING = (
     "torch.autograd.grad_mode",
 )
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
+#: Functions that look at a tensor and compute nothing, for which a large parameter is not converted.
+_LOOKS = (
+    "__get__",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "is_contiguous",
+    "__len__",
+    "data_ptr",
+)
+_WRITES = (
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ipow__",
+    "__ior__",
+    "__iand__",
+)
 
 
 def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
 ) -> None:
     """The beginning of the signature of ``scaled_dot_product_attention``, which is not written in Python."""
+
+
+class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
+    """Notes whether code in this context calls a collective, beside those of the engine and of ``fully_shard``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.heard and func.namespace in ("c10d", "_c10d_functional"):
+            frame: Any = sys._getframe(1)
+            while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_MOVERS):
+                frame = frame.f_back
+            self.heard = frame is None
+        return func(*args, **(kwargs or {}))
+
+
+_MOVERS = ("torch.distributed.fsdp.", "lightning_odc.engine.")

@@ -23,6 +23,7 @@ from lightning_odc import _compat
 from lightning_odc.data.checks import check_single, whole_minibatches
 from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.transports.choice import check_transport
@@ -195,6 +196,9 @@ class ODCStrategy(ShardedStrategy):
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
         self._training_data: TrainingData | None = None
+        self._rule: Rule | None = (
+            None  # what microbatches counted in the last fit, and count in evaluations after it
+        )
         self._failed = False
         self._signals: HeldSignals | None = None
 
@@ -427,6 +431,7 @@ class ODCStrategy(ShardedStrategy):
         if self._training_data is not None:
             self._training_data.training = self._training
             self._training_data.begin()
+            self._rule = self._training_data.rule
 
     def _end_epoch(self) -> None:
         if self._training_data is not None:
@@ -464,8 +469,7 @@ class ODCStrategy(ShardedStrategy):
         self.engine.evaluating = True
         self._hold_signals(meeting=self._on_demand)
         self.publish_parameters()
-        rule = None if self._training_data is None else self._training_data.rule
-        self._evaluation = Evaluation(self, self.engine, self.communication != "collective", rule)
+        self._evaluation = Evaluation(self, self.engine, self.communication != "collective", self._rule)
         return self._evaluation
 
     def _hold_signals(self, *, meeting: bool) -> None:

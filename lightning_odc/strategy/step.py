@@ -51,7 +51,7 @@ from lightning_odc.strategy import device_memory
 from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution, nothing_of
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, flush, replaced_log
-from lightning_odc.strategy.loss_trial import try_loss, untouched
+from lightning_odc.strategy.loss_trial import CollectiveListener, try_loss, untouched
 from lightning_odc.strategy.out_of_memory import Answer, Attempt, Relief, Rescue, cut_graph
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
@@ -136,7 +136,6 @@ class Training:
         strategy: The strategy, set up.
         engine: The engine of its model.
         fp16: Whether the model computes in fp16.
-
         on_out_of_memory: What to do with a microbatch that runs out of memory.
         skips_nonfinite: Whether microbatches are left out whose loss is not finite.
 
@@ -368,15 +367,8 @@ class Training:
             tokens: The lengths of the samples.
             *args: What else ``training_step`` takes.
         """
-        self.communicates = False
+        listener = CollectiveListener()
         with untouched(self._module, self._strategy.root_device) as restore:
-            all_gather = self._module.all_gather
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                self.communicates = True
-                return all_gather(*args, **kwargs)
-
-            self._module.all_gather = noted  # type: ignore[method-assign]
 
             def run(batch: Any) -> Any:
                 restore()  # so that the same samples have the same loss
@@ -387,7 +379,9 @@ class Training:
                 restore()
                 return batch_of(group)
 
-            return try_loss(run, made, tokens)
+            verdict = try_loss(run, made, tokens, listener)
+        self.communicates = listener.heard
+        return verdict
 
     def rule_of_parts(self, microbatch: Any) -> Verdict:
         """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""

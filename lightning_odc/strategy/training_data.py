@@ -206,12 +206,15 @@ class TrainingData:
 
     def _settle_loss(self, loader: BalancedDataLoader) -> None:
         """Let microbatches count what the loss is a mean over; see Note [The loss is tried]. All ranks together."""
-        asked, is_own = loader.asked_weighting, loader.recipe.batch_size is None
+        asked, is_own = loader.asked_weighting, self._converted is None
         is_tried = self._trainer.lightning_module.automatic_optimization and not loader.unroll
-        if not is_tried or loader.recipe.whole or self.training is None:  # None: setup() asked for a stream
+        if (
+            self._wanted.balance is None or not is_tried or self.training is None
+        ):  # None: setup() asked for a stream
             return
         is_new = self._verdict is None
         if self._verdict is None:
+            loader.count_as_asked()
             self._verdict = self._try_loss(loader)
         verdict = self._verdict
         if asked != "auto":
@@ -219,14 +222,17 @@ class TrainingData:
                 rank_zero_warn(warning)
         elif verdict.rule is not None:
             loader.count_by(verdict.rule)
-        elif is_new or not is_own:
-            effect, owner = "A BalancedDataLoader cuts batches, and the loss may", "BalancedDataLoader(..., "
-            if not is_own:
+        else:
+            effect, owner = (
+                "BalancedDataLoader cuts batches, and",
+                "BalancedDataLoader(..., " if is_own else "ODCStrategy(",
+            )
+            if loader.recipe.batch_size is not None:
                 loader.keep_whole(movable=not self.training.communicates)
-                effect, owner = "Your batches stay whole, because the loss may", "ODCStrategy("
+                effect = "Your batches stay whole, because"
             if is_new:
                 rank_zero_warn(
-                    f"{effect} not allow to cut them: {verdict.reason}."
+                    f"{effect} the loss may not allow to cut them: {verdict.reason}."
                     + f' If it is a mean over samples all the same, write {owner}weighting="sample"); over labels '
                     '"label", over tokens "token".' * (not self.training.communicates)
                 )
@@ -249,14 +255,16 @@ class TrainingData:
         )
         engine.refresh()
         engine.evaluating = True
-        verdict = training.try_loss(
-            lambda group: training.move(samples.batch_of(group)), tokens, *([0] if takes_index else [])
-        )
-        engine.evaluating = False
-        engine.reshard()
+        try:
+            verdict = training.try_loss(
+                lambda group: training.move(samples.batch_of(group)), tokens, *([0] if takes_index else [])
+            )
+        finally:
+            engine.evaluating = False
+            engine.reshard()
         if training.communicates:
             verdict = Verdict(
-                None, "training_step calls self.all_gather, so ranks must run equally many batches"
+                None, "training_step talks to other ranks, so all must run equally many batches"
             )
         by_rank = engine.exchange(
             "trial of the loss", None if verdict.rule is None else verdict.rule.to_json()

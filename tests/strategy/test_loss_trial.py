@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -68,6 +69,12 @@ def test_every_kind_of_loss_trains_what_it_means(options: dict[str, Any]) -> Non
     assert not wrong, "\n".join(f"{kind}: {text}" for kind, text in wrong.items())
 
 
+class Meter:
+    """As in many training scripts."""
+
+    total = 0
+
+
 class Traces(Losses):
     """Changes everything that a step can reach."""
 
@@ -78,6 +85,8 @@ class Traces(Losses):
         self.norm = torch.nn.BatchNorm1d(6)
         self.outputs: dict[str, list[float]] = {"losses": []}
         self.latest, self.plain = deque([0.0], maxlen=3), torch.zeros(1)
+        self.meter, self.array = Meter(), np.zeros(1)
+        self.generator, self.hidden = torch.Generator().manual_seed(3), [torch.nn.BatchNorm1d(6)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -85,6 +94,10 @@ class Traces(Losses):
         self.count += 1
         self.plain += torch.rand(1)
         self.outputs["losses"].append(float(loss))
+        self.meter.total += 1
+        self.array += 1
+        torch.rand(1, generator=self.generator)
+        self.hidden[0](self.states(batch["input_ids"]).flatten(0, 1).float())
         self.latest.append(float(loss))
         self.new = loss
         self.mean(loss.detach())
@@ -101,6 +114,12 @@ def state_of(module: Traces) -> str:
     }
     buffers = {name: buffer.tolist() for name, buffer in module.named_buffers()}
     metric = float(module.mean.mean_value), module.mean._update_count
+    kept |= {
+        "meter": module.meter.total,
+        "array": module.array.tolist(),
+        "hidden": module.hidden[0].running_mean,
+    }
+    kept["generator"] = module.generator.get_state().sum()
     return f"{kept} {buffers} {metric} {hasattr(module, 'new')} {'log' in vars(module)}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
                 "input_ids": ids,
                 "labels": torch.cat([torch.full((prompt,), -100), ids[prompt:]]),
                 "label": (index * 3) % CLASSES,
+                "rare": int(length == max(lengths)),
+                "some": -100 if length == max(lengths) else (index * 3) % CLASSES,
                 "target": torch.rand(CLASSES, generator=draw, dtype=torch.float64),
                 "series": torch.randn(length, WIDTH, generator=draw, dtype=torch.float64),
                 "rejected": torch.randint(1, VOCAB, (max(length - 2, 2),), generator=draw),
@@ -42,7 +45,8 @@ def collate(batch: list[Sample]) -> dict[str, Tensor]:
 
     made = {"input_ids": table("input_ids", 0), "labels": table("labels", -100), "series": table("series", 0)}
     made["attention_mask"] = (made["input_ids"] != 0).long()
-    made["label"] = torch.tensor([sample["label"] for sample in batch])
+    for name in ("label", "rare", "some"):
+        made[name] = torch.tensor([sample[name] for sample in batch])
     made["target"] = torch.stack([sample["target"] for sample in batch])
     made["rejected"] = table("rejected", 0)
     return made
@@ -66,6 +70,12 @@ class Losses(LightningModule):
         self.teacher = nn.Linear(WIDTH, VOCAB).requires_grad_(False)
         self.norm = nn.BatchNorm1d(WIDTH) if kind.startswith("batch norm") else nn.Identity()
         self.seen: Any = None
+        self.zeros = nn.Parameter(torch.zeros(VOCAB, WIDTH))
+        if kind.endswith("reference model"):
+            self.reference = Losses("labels").requires_grad_(False)
+            self.reference.load_state_dict(
+                {k: v for k, v in self.state_dict().items() if "reference" not in k}
+            )
         self.steps_run = 0
         if kind.startswith("hugging face"):
             import transformers
@@ -217,7 +227,36 @@ def _auxiliary(m: Losses, b: Any) -> Tensor:
     return _tokens(m, b) + 0.1 * m.classes(m.pooled(b)).softmax(-1).mean(0).square().sum()
 
 
-#: What counts: ``labels``, ``mask``, ``samples``, ``sum`` or ``num_items``; ``whole``: nothing, and batches stay whole.
+def _referenced(m: Losses, b: Any) -> Tensor:
+    """Of a policy that begins as its reference: all losses are log 2."""
+    ids, rejected = b["input_ids"], b["rejected"]
+    policy = m.log_probabilities(ids) - m.log_probabilities(rejected)
+    with torch.no_grad():
+        reference = m.reference.log_probabilities(ids) - m.reference.log_probabilities(rejected)
+    return -F.logsigmoid(0.1 * (policy - reference)).mean()
+
+
+def _zero_head(m: Losses, b: Any) -> Tensor:
+    scores = torch.einsum("btd,cd->btc", m.states(b["input_ids"]), m.zeros)
+    each = F.cross_entropy(scores.transpose(1, 2), b["labels"], reduction="none")
+    mask = b["labels"] != -100
+    return ((each * mask).sum(1) / mask.sum(1)).mean()
+
+
+def _rare_weights(m: Losses, b: Any) -> Tensor:
+    weight = torch.tensor([1.0, 20.0]).to(m.mix.weight)
+    return F.cross_entropy(m.classes(m.pooled(b))[:, :2], b["rare"], weight=weight)
+
+
+def _reduced(m: Losses, b: Any) -> Tensor:
+    loss = F.cross_entropy(m.classes(m.pooled(b)), b["label"])
+    if dist.is_initialized():
+        dist.all_reduce(torch.ones(1))
+    return loss
+
+
+#: What counts: ``labels``, ``mask``, ``entries`` of a tensor, ``samples``, ``sum`` or ``num_items``. ``whole``: batches
+#: stay whole.
 COUNTS: dict[str, str] = {}
 KINDS: dict[str, Callable[[Losses, Any], Any]] = {}
 
@@ -304,6 +343,11 @@ _kind(
     lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["label"]) + 0 * m.all_gather(torch.ones(1)).sum(),
 )
 
+_kind("preference pairs, reference model", "samples", _referenced)
+_kind("zero head by einsum", "samples", _zero_head)
+_kind("classes, one ignored", "entries", lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["some"]))
+_kind("rare class weights", "whole", _rare_weights)
+_kind("all_reduce", "whole", _reduced)
 #: Whose loss has no value that repeats.
 RANDOM = ("noise", "dropout")
 #: What depends on the batches that this rank ran before.
