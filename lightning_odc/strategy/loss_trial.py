@@ -157,6 +157,8 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
         for part in module.modules()
     ]
     restores = [_restorer(value) for _, attributes in kept for value in attributes.values()]
+    restores += [_restorer(vars(config.scheduler)) for config in trainer.lr_scheduler_configs]
+    restores += [_restorer(group, 0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     module.log = lambda *_, **__: None  # type: ignore[method-assign]
     trainer.loggers = [DummyLogger()] if loggers else []
     try:
