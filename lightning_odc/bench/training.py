@@ -39,6 +39,7 @@ from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
 from lightning_odc.engine.keeping import CudaMemory
 from lightning_odc.strategy.odc import ODCStrategy
+from lightning_odc.strategy.training_data import Wanted
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""
@@ -352,8 +353,7 @@ class MinibatchRecorder(Callback):
             self.totals.window_bytes = strategy.engine.window_bytes
             self.totals.traffic = asdict(strategy.engine.traffic)
             self.totals.stolen = getattr(strategy.engine, "stolen", 0)
-            recipe = getattr(trainer.train_dataloader, "recipe", None)  # none: there is nothing to gain
-            self.totals.policy = "as they come" if recipe is None else recipe.policy
+            self.totals.policy = cast(Any, trainer.train_dataloader).recipe.policy
         self.totals.peak_bytes = _peak_bytes(strategy.root_device)
 
     def _close(self, trainer: Trainer, now: float) -> None:
@@ -396,7 +396,11 @@ def make_trainer(
             communication=communication,
             auto_wrap_policy=layers,
             hang_report_after=None,
-            **(_balancing(options, combination) if combination.policy == AUTO else {"balance": None}),
+            **(
+                _balancing(options, combination, placement)
+                if combination.policy == AUTO
+                else {"balance": None}
+            ),
         )
     return Trainer(
         strategy=strategy,
@@ -413,10 +417,15 @@ def make_trainer(
     )
 
 
-def _balancing(options: TrainOptions, combination: Combination) -> dict[str, Any]:
-    """What ``strategy="odc"`` stands for, and what the options say otherwise."""
+def _balancing(options: TrainOptions, combination: Combination, placement: Placement) -> dict[str, Any]:
+    """What ``strategy="odc"`` chooses, and what the options say otherwise.
+
+    The policy goes by name, because ``"auto"`` leaves samples of equal length alone, which a control compares.
+    """
     most = None if options.packing_ratio == 1 else _most_tokens(options)
-    return {"cost": _planned_cost(options, combination), "max_tokens": most}
+    wanted = Wanted("auto", {}, combination.communication, deterministic=False)
+    policy = wanted.policy(len(placement.devices), indexed=True, device_type=placement.devices[0].type)
+    return {"balance": policy, "cost": _planned_cost(options, combination), "max_tokens": most}
 
 
 def _begin_memory(device: torch.device) -> None:
