@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -301,7 +302,7 @@ class Watch(pl.Callback):
         self.seconds.append(time.monotonic() - self._begin)
 
 
-def fit(_rank: int, world_size: int, project: str, number: int, epochs: int) -> tuple[Watch, str]:
+def fit(_rank: int, world_size: int, project: str, number: int, epochs: int) -> tuple[SimpleNamespace, str]:
     """Train one row on this rank; returns what was counted, and the lines that the strategy said."""
     chosen = PROJECTS[project]
     row = chosen.rows[number]
@@ -332,7 +333,10 @@ def fit(_rank: int, world_size: int, project: str, number: int, epochs: int) -> 
     log.removeHandler(handler)
     begins = ("Chosen", "Expected", "Note", "Measured", "Samples have", "strategy=")
     lines = [line for line in dict.fromkeys(said.getvalue().splitlines()) if line.startswith(begins)]
-    return watch, "\n".join(lines)
+    counted = SimpleNamespace(
+        start=watch.start, seconds=watch.seconds, tokens=watch.tokens, largest=watch.largest
+    )
+    return counted, "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
