@@ -15,7 +15,7 @@ from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import WARM_UP
 from lightning_odc.bench.train import check, train_all
 from lightning_odc.bench.training import cached_samples
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 from lightning_odc.files import write_json
 
 RANKS, SAMPLES = 2, 4

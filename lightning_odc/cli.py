@@ -14,14 +14,21 @@ from typing import Any, NoReturn
 from lightning_odc._version import __version__
 from lightning_odc.advisor import command_line as advise_cli
 from lightning_odc.bench import command_line as bench_cli
-from lightning_odc.console import PROGRAM, Form, add_form, complain, run_written, say_first
+from lightning_odc.bench.options import PRECISIONS
+from lightning_odc.console import (
+    PROGRAM,
+    Form,
+    OptionError,
+    add_form,
+    check_extra_packages,
+    complain,
+    run_written,
+    say_first,
+)
 from lightning_odc.demo.options import (
     MODES,
     ORDERS,
-    PRECISIONS,
     DemoOptions,
-    OptionError,
-    check_extra_packages,
 )
 from lightning_odc.doctor import command_line as doctor_cli
 
@@ -123,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _demo(parsed: dict[str, Any], form: Form) -> int:
     """``lightning-odc demo``."""
     options = DemoOptions(**{**parsed, "communication": tuple(parsed["communication"])})
-    check_extra_packages()
+    check_extra_packages("demo")
     # The heavy imports wait until the options are right.
     say_first(form)
     from lightning_odc.demo.run import run_demo

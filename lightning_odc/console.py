@@ -1,17 +1,126 @@
-"""What every command of ``lightning-odc`` prints: text, one JSON document, or nothing but errors."""
+"""What every command of ``lightning-odc`` shares: options that stand once, in a dataclass, and the form of its output.
+
+The fields of a dataclass, made by `option`, are the flags of a command: `add_options` adds them to its parser, and
+`read_options` makes the dataclass of what was parsed. It judges itself in ``__post_init__``, by `check_options` and
+its own rules, so options that were made in Python are judged, too.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 PROGRAM = "lightning-odc"
+EXTRA_PACKAGES = ("transformers", "matplotlib", "rich")
+
+Options = TypeVar("Options")
+
+
+class OptionError(ValueError):
+    """An option that cannot work; the message is the one line that the user sees."""
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    letter: str = "N",
+    least: float | None = None,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A field of a dataclass that is an option of a command, too.
+
+    Args:
+        default: The default; ``MISSING`` of `dataclasses` if the option has to be given.
+        text: Its help.
+        letter: What stands for the value in the help.
+        least: The smallest number that can work.
+        choices: The names that are known, of each value if there are several.
+    """
+    return field(
+        default=default, metadata={"help": text, "letter": letter, "least": least, "choices": choices}
+    )
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add a flag for each field of a dataclass: a switch for a ``bool``, several values for a ``tuple``."""
+    hints = get_type_hints(options)
+    for one in fields(options):
+        inner = (hints[one.name], *get_args(hints[one.name]))
+        text = one.metadata["help"]
+        if bool in inner:
+            parser.add_argument(flag(one.name), action="store_true", help=text)
+            continue
+        if one.default not in (MISSING, None):
+            several = isinstance(one.default, tuple)
+            text += f" (default: {' '.join(map(str, one.default)) if several else one.default})"
+        parser.add_argument(
+            flag(one.name),
+            type=next((kind for kind in (int, float, Path) if kind in inner), str),
+            nargs="+" if any(get_origin(hint) is tuple for hint in inner) else None,
+            default=None if one.default is MISSING else one.default,
+            required=one.default is MISSING,
+            metavar=one.metadata["letter"],
+            help=text.replace("%", "%%"),
+        )
+
+
+def read_options(options: type[Options], parsed: Mapping[str, Any]) -> Options:
+    """The dataclass of a parsed command line, which may hold more."""
+    values = {one.name: parsed[one.name] for one in fields(options)}  # type: ignore[arg-type]
+    return options(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    )
+
+
+def check_options(options: Any) -> None:
+    """Refuse numbers that are too small, and names that are unknown.
+
+    Raises:
+        OptionError: an option cannot work.
+    """
+    for one in fields(options):
+        value, least, choices = getattr(options, one.name), one.metadata["least"], one.metadata["choices"]
+        for item in value if isinstance(value, tuple) else () if value is None else (value,):
+            if least is not None and item < least:
+                raise OptionError(f"{flag(one.name)} {item:g}: use {least:g} or more")
+            if choices and item not in choices:
+                raise OptionError(f"{flag(one.name)} {item!r} is unknown: choose from {', '.join(choices)}")
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check_extra_packages(command: str) -> None:
+    """If packages for a command are missing, raise `OptionError` with the line that installs them."""
+    missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f'the {command} needs {" and ".join(missing)}: pip install "lightning-odc[demo]"')
+
+
+def prepare_output(folder: Path) -> None:
+    """Create the output folder and write to it once, so that a long run does not end in an error.
+
+    Raises:
+        OptionError: the folder cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OptionError(f"--output {folder}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

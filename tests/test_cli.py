@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_odc import __version__, cli
-from lightning_odc.demo import options
-from lightning_odc.demo.options import DemoOptions, OptionError, available_cores, prepare_output
+from lightning_odc import __version__, cli, console
+from lightning_odc.bench.options import available_cores
+from lightning_odc.console import OptionError, prepare_output
+from lightning_odc.demo.options import DemoOptions
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_bad_options_get_one_line_and_exit_code_2(
 def test_missing_packages_come_with_the_line_that_installs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(options, "EXTRA_PACKAGES", ("torch", "no_such_package"))
+    monkeypatch.setattr(console, "EXTRA_PACKAGES", ("torch", "no_such_package"))
     assert cli.main(["demo"]) == 2
     expected = 'lightning-odc: the demo needs no_such_package: pip install "lightning-odc[demo]"\n'
     assert capsys.readouterr().err == expected

@@ -65,7 +65,7 @@ def advise(
     from lightning_odc.advisor.answer import answer
     from lightning_odc.advisor.question import Sizes, ask
     from lightning_odc.advisor.report import Advice
-    from lightning_odc.demo.options import OptionError
+    from lightning_odc.console import OptionError
 
     try:
         question = ask(

@@ -20,8 +20,8 @@ import numpy as np
 from lightning_odc.advisor.question import Question
 from lightning_odc.balance import COLLECTIVE_SAFE, POLICIES, Planner
 from lightning_odc.bench.results import Interval, bootstrap
+from lightning_odc.console import OptionError
 from lightning_odc.data.gain import Gain, planned_gain
-from lightning_odc.demo.options import OptionError
 from lightning_odc.simulate import (
     COMMUNICATIONS,
     Simulation,

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_odc.bench.options import DISTRIBUTIONS
-from lightning_odc.console import Form, add_form, say_first
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import Form, OptionError, add_form, say_first
 
 _ENDINGS = (".svg", ".png", ".pdf")
 

@@ -10,12 +10,12 @@ import torch
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.numbers import first_number
+from lightning_odc.console import OptionError
 from lightning_odc.data.checks import is_stream
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.gain import glance
 from lightning_odc.data.lengths import measure
 from lightning_odc.data.rng import isolated_rng, with_own_rng
-from lightning_odc.demo.options import OptionError
 from lightning_odc.simulate import DEVICES
 
 _MOST_SAMPLES = 8192

@@ -14,7 +14,7 @@ import numpy as np
 from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.numbers import first_number
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 from lightning_odc.simulate import DEVICES, Cluster, Model
 
 MODELS: Mapping[str, Mapping[str, Any]] = {

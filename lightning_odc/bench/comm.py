@@ -28,7 +28,7 @@ from lightning_odc.bench.options import CommOptions
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
 from lightning_odc.bench.results import quartiles
 from lightning_odc.bench.tables import markdown
-from lightning_odc.demo.options import prepare_output
+from lightning_odc.console import prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol

@@ -16,6 +16,7 @@ from lightning_odc.bench.options import (
     MODELS,
     PAPER_MODELS,
     POLICIES,
+    PRECISIONS,
     SWEEPS,
     Combination,
     CommOptions,
@@ -24,8 +25,7 @@ from lightning_odc.bench.options import (
     TrainOptions,
     parse_size,
 )
-from lightning_odc.console import Form, add_form, run_written, say_first
-from lightning_odc.demo.options import PRECISIONS, check_extra_packages
+from lightning_odc.console import Form, add_form, check_extra_packages, run_written, say_first
 
 WHAT = ("train", "sweep", "comm", "engine")
 DEVICE_HELP = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning_odc.balance.planner import COLLECTIVE_SAFE
 from lightning_odc.balance.planner import POLICIES as PLANNED
-from lightning_odc.demo.options import DEVICES, PRECISIONS, OptionError, available_cores
+from lightning_odc.console import OptionError
 
 COMMUNICATIONS = ("ddp", "collective", "lockstep", "on_demand")
 PAPERS_OWN = "lb_micro_paper"
@@ -23,10 +24,19 @@ COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted", "auto")
 MODELS = ("demo", "tiny", "small", "wide")
 PAPER_MODELS = ("1.5b", "7b")
 DISTRIBUTIONS = ("stdlib", "equal", "longalign", "swesmith", "aime")
+PRECISIONS = ("32-true", "bf16-mixed")
+DEVICES = ("cpu", "cuda")
+HEAD_SIZE = 64
+"""Of our own models."""
 SWEEPS = ("devices", "minibatch", "length", "packing", "balanced")
 MOST_EMULATED = 64
 RANKS_PER_CORE = 4
 KIB = 1024
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Combination(NamedTuple):

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_odc import host_memory
-from lightning_odc.demo.options import OptionError, available_cores
+from lightning_odc.bench.options import available_cores
+from lightning_odc.console import OptionError
 
 PROCESS_BYTES = 150 * 2**20
 """Private memory of a rank that has imported everything and made nothing yet, about."""

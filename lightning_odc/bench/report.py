@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from lightning_odc._version import __version__
 from lightning_odc.bench.devices import Placement, place
-from lightning_odc.bench.options import TrainOptions
+from lightning_odc.bench.options import TrainOptions, available_cores
 from lightning_odc.bench.results import (
     Interval,
     Row,
@@ -32,7 +32,6 @@ from lightning_odc.bench.results import (
 )
 from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.training import cached_samples
-from lightning_odc.demo.options import available_cores
 from lightning_odc.files import write_json, write_whole
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from lightning_odc.bench.report import Outcome, machine, show_percent, show_rati
 from lightning_odc.bench.results import Interval, Row, loss_difference, ratio_interval, times
 from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.train import check, measure
-from lightning_odc.demo.options import prepare_output
+from lightning_odc.console import prepare_output
 from lightning_odc.files import write_json, write_whole
 
 # Lockstep meets as collectives do. On a few cores gloo's own time is not what a real machine's collectives take, and

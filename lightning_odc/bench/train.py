@@ -22,7 +22,7 @@ from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
 from lightning_odc.bench.report import Outcome, introduction
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run
-from lightning_odc.demo.options import OptionError, prepare_output
+from lightning_odc.console import OptionError, prepare_output
 from lightning_odc.host_memory import gib
 
 PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")

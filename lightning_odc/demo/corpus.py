@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 
 BOS = 256
 """Token that begins a sample; a byte is its own token, 0-255."""

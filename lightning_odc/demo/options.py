@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
+
+from lightning_odc.bench.options import DEVICES, HEAD_SIZE, PRECISIONS, RANKS_PER_CORE, available_cores
+from lightning_odc.console import OptionError
 
 Mode = Literal["collective", "on_demand", "lockstep", "balanced"]
 """``ODCStrategy``'s ways to communicate: stock collectives; one-sided; one-sided with a barrier per unit. And
 ``"balanced"``: one-sided, with all that ``strategy="odc"`` chooses by itself."""
 Order = Literal["sorted", "shuffled"]
-Precision = Literal["32-true", "bf16-mixed"]
-Device = Literal["cpu", "cuda"]
 MODES: tuple[str, ...] = get_args(Mode)
 ORDERS: tuple[str, ...] = get_args(Order)
-PRECISIONS: tuple[str, ...] = get_args(Precision)
-DEVICES: tuple[str, ...] = get_args(Device)
-EXTRA_PACKAGES = ("transformers", "matplotlib", "rich")
-RANKS_PER_CORE = 4
 SHORTEST_CAP = 64
-HEAD_SIZE = 64
-
-
-class OptionError(ValueError):
-    """An option that cannot work; the message is the one line that the user sees."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +38,8 @@ class DemoOptions:
     equal_lengths: bool = False
     layers: int = 4
     hidden_size: int = 256
-    precision: Precision = "32-true"
-    device: Device = "cpu"
+    precision: str = "32-true"
+    device: str = "cpu"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,29 +86,3 @@ class DemoOptions:
         for name, value, known in chosen:
             if value not in known:
                 raise OptionError(f"--{name} {value!r} is unknown: choose from {', '.join(known)}")
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def check_extra_packages(command: str = "demo") -> None:
-    """If packages for a command are missing, raise :class:`OptionError` with the line that installs them."""
-    missing = [name for name in EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(f'the {command} needs {" and ".join(missing)}: pip install "lightning-odc[demo]"')
-
-
-def prepare_output(folder: Path) -> None:
-    """Create the output folder and write to it once, so that a long run does not end in an error.
-
-    Raises:
-        OptionError: the folder cannot be created or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OptionError(f"--output {folder}: {error.strerror or error}") from error

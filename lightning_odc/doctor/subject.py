@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_odc import _compat, host_memory
 from lightning_odc.checkpoints.checks import check_names
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 from lightning_odc.doctor.finding import Finding
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.host_memory import gib

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import advise, cli
 from lightning_odc.advisor.existing import looked_at
 from lightning_odc.advisor.question import MODELS, Sizes, ask, config_of, lengths_of, model_of
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 from lightning_odc.simulate import DEVICES, Cluster
 
 LENGTHS = [7, 4096, 80, 650] * 20

@@ -24,7 +24,8 @@ from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.bench.report import Outcome, introduction
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
-from lightning_odc.demo.options import DemoOptions, OptionError
+from lightning_odc.console import OptionError
+from lightning_odc.demo.options import DemoOptions
 from lightning_odc.demo.pictures import minibatches_picture
 from lightning_odc.demo.result import Result
 from lightning_odc.demo.run import preset, show_results

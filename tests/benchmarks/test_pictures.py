@@ -13,7 +13,7 @@ from benchmarks.pictures.canvas import LIGHT, Axis, Canvas, bars, number
 from benchmarks.pictures.charts import endings, paired
 from benchmarks.pictures.staircase import epochs
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 from lightning_odc.engine.tracing import Span
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_odc import cli
-from lightning_odc.demo.options import OptionError
+from lightning_odc.console import OptionError
 from lightning_odc.doctor.finding import Finding
 from lightning_odc.doctor.subject import Setting, examine_checkpoint, examine_model, model_of
 

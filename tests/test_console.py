@@ -1,0 +1,67 @@
+"""Options that stand once: the flags that a dataclass becomes, what is read back, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+import pytest
+
+from lightning_odc.console import OptionError, add_options, check_options, option, read_options
+
+
+@dataclass(frozen=True)
+class Voyage:
+    """Options of a command."""
+
+    goal: str = option(MISSING, "where to", letter="G")
+    folder: Path = option(Path("log"), "folder of the log", letter="DIR")
+    sails: int | None = option(None, "sails, 100 % of them by default", least=1)
+    speeds: tuple[float, ...] = option((1.0, 2.0), "speeds in turn", least=0.5)
+    crews: tuple[str, ...] | None = option(None, "crews", choices=("red", "blue"))
+    by_night: bool = option(False, "sail by night, too")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def parse(line: str) -> Voyage:
+    parser = argparse.ArgumentParser()
+    add_options(parser, Voyage)
+    return read_options(Voyage, {**vars(parser.parse_args(line.split())), "beside": "the options"})
+
+
+def test_fields_are_flags_with_their_types_and_defaults() -> None:
+    assert parse("--goal Samoa") == Voyage(goal="Samoa")
+    line = "--goal Samoa --folder a/b --sails 3 --speeds 4 0.5 --crews red blue --by-night"
+    assert parse(line) == Voyage("Samoa", Path("a/b"), 3, (4.0, 0.5), ("red", "blue"), True)
+
+
+def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("--goal G where to", "of the log (default: log)", "speeds in turn (default: 1.0 2.0)"):
+        assert text in shown
+    assert "--sails N sails, 100 % of them by default --speeds" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--sails 0", "--sails 0: use 1 or more"),
+        ("--speeds 3 0.25", "--speeds 0.25: use 0.5 or more"),
+        ("--crews red green", "--crews 'green' is unknown: choose from red, blue"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(line: str, message: str) -> None:
+    with pytest.raises(OptionError) as refusal:
+        parse(f"--goal Samoa {line}")
+    assert str(refusal.value) == message
+
+
+def test_a_required_option_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("")
+    assert "required: --goal" in capsys.readouterr().err
