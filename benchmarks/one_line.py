@@ -30,11 +30,11 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaForCaus
 
 from lightning_odc import ODCStrategy
 from lightning_odc.balance import transformer
+from lightning_odc.bench.corpus import BOS, read_corpus
 from lightning_odc.bench.models import byte_llama
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.bench.tables import markdown
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.demo.corpus import BOS, read_corpus
 from lightning_odc.files import write_json
 
 LONGEST, SAMPLES, PER_STEP = 1024, 64, 16

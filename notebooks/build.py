@@ -9,7 +9,7 @@ ARGS=--write`` also replaces the committed ones. Names pick some: ``make noteboo
 
 A cell with the tag ``hide-input`` is folded: in JupyterLab, in Colab, and on the page of the documentation. All of them
 show its title instead. With an address in ``pyproject.toml`` a notebook has a badge that opens it in Colab, and its
-first cell installs the package from there.
+first cell installs the package and fetches ``support/`` from there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ RESULTS = HERE.parent / "build" / "notebooks"
 CELL_SECONDS = 300
 FOLDED = "hide-input"
 PACKAGE = "lightning-odc[notebooks]"
-_REQUIREMENT = re.compile(re.escape(PACKAGE) + r"( @ git\+[^\"]*)?")
+CLONED = "https://github.com/OWNER/lightning-odc"
+_ADDRESSES = re.compile(r"(?<=\[notebooks\])( @ git\+[^\"]*)|(?<=--depth 1 )\S+")
 _ASKS_OTHERS = re.compile(r"\b(?:src|href) *=|\burl\(|\bfetch\(|https?://(?!www\.w3\.org/)")
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 MACHINE = re.compile(
@@ -78,7 +79,7 @@ def from_source(name: str, source: str | None = None) -> Any:
         if cell.metadata:
             cell["source"] = f"# @title {cell.metadata['title']}\n{cell.source}"
         if source and cell.cell_type == "code":
-            cell["source"] = cell.source.replace(PACKAGE, f"{PACKAGE} @ git+{source}")
+            cell["source"] = cell.source.replace(PACKAGE, f"{PACKAGE} @ git+{source}").replace(CLONED, source)
     if source.startswith("https://github.com/"):
         title, rest = notebook.cells[0].source.split("\n", 1)
         notebook.cells[0]["source"] = f"{title}\n\n{_badge(name, source)}\n{rest}"
@@ -120,7 +121,7 @@ def execute(notebook: Any) -> None:
             resources={"metadata": {"path": folder}},
         )
         try:
-            client.execute(env={**os.environ, "PYTHONWARNINGS": "ignore:IProgress not found"})
+            client.execute(env=_environment())
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             raise NotebookError(re.sub(r"\x1b\[[0-9;]*m", "", str(error))) from None
     for cell, said in zip(notebook.cells, metadata, strict=True):
@@ -128,6 +129,12 @@ def execute(notebook: Any) -> None:
         cell.outputs = _joined(cell.get("outputs", [])) if cell.cell_type == "code" else None
         if cell.outputs is None:
             del cell["outputs"]
+
+
+def _environment() -> dict[str, str]:
+    """This process's, and where ``support`` is: a notebook finds it beside itself, but runs elsewhere here."""
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore:IProgress not found"}
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
@@ -201,7 +208,7 @@ def renew_text(name: str) -> None:
     """
     notebook, run = from_source(name), nbformat.read(notebook_path(name), as_version=4)
     new, old = ([cell for cell in one.cells if cell.cell_type == "code"] for one in (notebook, run))
-    code, ran = ([_REQUIREMENT.sub(PACKAGE, cell.source) for cell in cells] for cells in (new, old))
+    code, ran = ([_ADDRESSES.sub("", cell.source) for cell in cells] for cells in (new, old))
     if code != ran:
         raise NotebookError(f"its code has changed, so it has to run: make notebooks ARGS='--write {name}'")
     for cell, before in zip(new, old, strict=True):

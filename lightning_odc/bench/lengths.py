@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_odc.balance.arrays import LENGTH_LIMIT
+from lightning_odc.bench.corpus import encode, read_samples
 from lightning_odc.console import OptionError
 from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, find_lengths
-from lightning_odc.demo.corpus import encode, read_samples
 
 _DRAWN = 4096
 _SIGMA = 0.75

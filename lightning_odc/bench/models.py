@@ -27,10 +27,10 @@ from transformers import (
 
 from lightning_odc.balance import PolynomialCost, transformer
 from lightning_odc.balance.costs import Cost, resolve_cost
+from lightning_odc.bench.corpus import VOCABULARY
 from lightning_odc.bench.options import HEAD_SIZE
 from lightning_odc.console import OptionError
 from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
-from lightning_odc.demo.corpus import VOCABULARY
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

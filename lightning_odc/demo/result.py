@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_odc.bench.corpus import Corpus
 from lightning_odc.bench.options import AUTO, Combination
 from lightning_odc.bench.pictures import write_picture
 from lightning_odc.bench.processes import threads_per_rank
@@ -27,7 +28,6 @@ from lightning_odc.bench.results import (
     times,
 )
 from lightning_odc.callbacks import draw_timelines, load_timeline
-from lightning_odc.demo.corpus import Corpus
 from lightning_odc.demo.options import DemoOptions, Mode
 from lightning_odc.demo.pictures import TITLES, lengths_picture, minibatches_picture
 from lightning_odc.files import write_json

@@ -13,13 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_odc.bench import train
+from lightning_odc.bench.corpus import Corpus, read_samples
 from lightning_odc.bench.options import AUTO, SHUFFLED, Combination, TrainOptions, available_cores
 from lightning_odc.bench.processes import RankFailedError, threads_per_rank
 from lightning_odc.bench.report import BUSY_LOAD, LOSS_TOLERANCE, Outcome, length_facts
 from lightning_odc.bench.results import WARM_UP, Split, loss_difference
 from lightning_odc.callbacks import TimelineRecorder
 from lightning_odc.console import prepare_output
-from lightning_odc.demo.corpus import Corpus, read_samples
 from lightning_odc.demo.options import DemoOptions, Mode, Order
 from lightning_odc.demo.result import Result, mode_of, timeline_folder
 

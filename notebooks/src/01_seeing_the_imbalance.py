@@ -15,26 +15,31 @@
 # Some cells are folded. They import, print or draw. Click on one to read it.
 
 # %% Set up tags=["hide-input"]
+import sys
 from importlib.util import find_spec
 
 if find_spec("lightning_odc") is None:  # in Colab, for example
     # %pip install --quiet "lightning-odc[notebooks]"
     print("installed")
+if find_spec("support") is None:  # the folder beside the notebooks
+    # !git clone --quiet --depth 1 https://github.com/OWNER/lightning-odc clone
+    sys.path.append("clone/notebooks")
 
-from lightning_odc.bench.emulation import LAYERS, SleepingLayer, SleepingModel
-from lightning_odc.bench.models import CausalModel, byte_llama
-from lightning_odc.demo.corpus import read_corpus
-from lightning_odc.lessons import pictures, replay, texts
-from lightning_odc.lessons.dealing import DealtTexts, deal_minibatches
-from lightning_odc.lessons.devices import ranks_on
-from lightning_odc.lessons.display import (
+from support import pictures, replay, texts
+from support.dealing import DealtTexts, deal_minibatches
+from support.devices import ranks_on
+from support.display import (
     QUIET,
     mean_of_log,
     print_table,
     quiet,
     show,
 )
-from lightning_odc.lessons.sliders import show_sliders
+from support.sleeping import LAYERS, SleepingLayer, SleepingModel
+from support.sliders import show_sliders
+
+from lightning_odc.bench.corpus import read_corpus
+from lightning_odc.bench.models import CausalModel, byte_llama
 
 quiet()
 
@@ -407,7 +412,7 @@ UNIT = 0.3 / np.mean([costs_of(1, minibatch) for minibatch in few])
 
 
 class AsleepModel(SleepingModel):
-    """The sleeping model of `lightning-odc bench`, on packed texts."""
+    """The sleeping model on packed texts."""
 
     def compute(self, microbatch):
         tokens = microbatch["input_ids"].shape[1]

@@ -16,16 +16,19 @@
 # Some cells are folded. They import, print or draw. Click on one to read it.
 
 # %% Set up tags=["hide-input"]
+import sys
 from importlib.util import find_spec
 
 if find_spec("lightning_odc") is None:  # in Colab, for example
     # %pip install --quiet "lightning-odc[notebooks]"
     print("installed")
+if find_spec("support") is None:  # the folder beside the notebooks
+    # !git clone --quiet --depth 1 https://github.com/OWNER/lightning-odc clone
+    sys.path.append("clone/notebooks")
 
-from lightning_odc.demo.corpus import VOCABULARY, encode, read_corpus
-from lightning_odc.lessons import pictures
-from lightning_odc.lessons.devices import ranks_on
-from lightning_odc.lessons.display import (
+from support import pictures
+from support.devices import ranks_on
+from support.display import (
     QUIET,
     mean_of_log,
     print_table,
@@ -33,6 +36,8 @@ from lightning_odc.lessons.display import (
     read_log,
     show,
 )
+
+from lightning_odc.bench.corpus import VOCABULARY, encode, read_corpus
 
 quiet()
 

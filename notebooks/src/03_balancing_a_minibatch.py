@@ -15,16 +15,21 @@
 # Some cells are folded. They import, print or draw. Click on one to read it.
 
 # %% Set up tags=["hide-input"]
+import sys
 from importlib.util import find_spec
 
 if find_spec("lightning_odc") is None:  # in Colab, for example
     # %pip install --quiet "lightning-odc[notebooks]"
     print("installed")
+if find_spec("support") is None:  # the folder beside the notebooks
+    # !git clone --quiet --depth 1 https://github.com/OWNER/lightning-odc clone
+    sys.path.append("clone/notebooks")
 
+from support import pictures, replay
+from support.display import QUIET, print_table, quiet, show
+
+from lightning_odc.bench.corpus import encode, read_corpus
 from lightning_odc.bench.models import CausalModel, byte_llama
-from lightning_odc.demo.corpus import encode, read_corpus
-from lightning_odc.lessons import pictures, replay
-from lightning_odc.lessons.display import QUIET, print_table, quiet, show
 
 quiet()
 

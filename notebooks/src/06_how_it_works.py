@@ -16,28 +16,32 @@
 # Some cells are folded. They import, draw, or hold an answer. Click on one to read it.
 
 # %% Set up tags=["hide-input"]
+import sys
 from importlib.util import find_spec
 
 if find_spec("lightning_odc") is None:  # in Colab, for example
     # %pip install --quiet "lightning-odc[notebooks]"
     print("installed")
+if find_spec("support") is None:  # the folder beside the notebooks
+    # !git clone --quiet --depth 1 https://github.com/OWNER/lightning-odc clone
+    sys.path.append("clone/notebooks")
 
-from lightning_odc.lessons import pictures
-from lightning_odc.lessons.display import (
+from support import pictures
+from support.display import (
     QUIET,
     last_line,
     print_table,
     quiet,
     show,
 )
-from lightning_odc.lessons.interleavings import (
+from support.interleavings import (
     PROTOCOL,
     explore,
     microbatches,
     swapped,
     without,
 )
-from lightning_odc.lessons.windows import Recorded, open_ranks, together
+from support.windows import Recorded, open_ranks, together
 
 quiet()
 

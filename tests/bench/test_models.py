@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from lightning_odc.bench.corpus import VOCABULARY, encode
 from lightning_odc.bench.models import CausalModel, find_config
 from lightning_odc.data.packing import PackedBatch, pack_samples
-from lightning_odc.demo.corpus import VOCABULARY, encode
 
 
 def small(seed: int = 0) -> CausalModel:

@@ -15,10 +15,10 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+from lightning_odc.bench.corpus import Corpus
 from lightning_odc.bench.pictures import write_picture
 from lightning_odc.bench.report import Outcome, length_facts
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
-from lightning_odc.demo.corpus import Corpus
 from lightning_odc.demo.options import MODES, DemoOptions, Mode
 from lightning_odc.demo.pictures import lengths_picture, minibatches_picture
 from lightning_odc.demo.result import Result, mode_of

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_odc import ODCStrategy
+from lightning_odc.bench.corpus import Corpus
 from lightning_odc.bench.devices import Placement
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.demo.corpus import Corpus
 from lightning_odc.engine.tracing import Span
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
-from lightning_odc.lessons import devices, pictures, sliders, strokes, texts
-from lightning_odc.lessons.dealing import deal_minibatches
-from lightning_odc.lessons.display import mean_of_log, read_log
-from lightning_odc.lessons.interleavings import (
+from notebooks.support import devices, pictures, sliders, strokes, texts
+from notebooks.support.dealing import deal_minibatches
+from notebooks.support.display import mean_of_log, read_log
+from notebooks.support.interleavings import (
     PROTOCOL,
     WITH_LOCKS,
     explore,
@@ -29,7 +29,7 @@ from lightning_odc.lessons.interleavings import (
     swapped,
     without,
 )
-from lightning_odc.lessons.replay import duration, idle_fraction, layered, replay
+from notebooks.support.replay import duration, idle_fraction, layered, replay
 
 TIMES = layered([[8, 1, 1], [1, 1, 8]], layers=4)
 

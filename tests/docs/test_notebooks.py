@@ -14,8 +14,8 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from lightning_odc.lessons import sliders
-from lightning_odc.lessons.replay import duration, layered, replay
+from notebooks.support import sliders
+from notebooks.support.replay import duration, layered, replay
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
@@ -90,7 +90,7 @@ def test_text_has_no_percentages_that_a_run_could_change(name):
 def test_the_first_cell_installs_the_package_only_where_it_is_missing(name, installed, monkeypatch):
     cell = next(cell for cell in build.from_source(name).cells if cell.cell_type == "code")
     assert cell.metadata["jupyter"] == {"source_hidden": True}
-    check, imports = cell.source.split("\n\nfrom lightning_odc", 1)
+    check, imports = re.split(r"\n\nfrom (?:lightning_odc|support)", cell.source, maxsplit=1)
     assert imports
     ran = []
 
@@ -98,10 +98,17 @@ def test_the_first_cell_installs_the_package_only_where_it_is_missing(name, inst
         def run_line_magic(self, *said):
             ran.append(said)
 
+        def system(self, said):
+            ran.append(said)
+
     found = importlib.util.find_spec("lightning_odc") if installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: {"lightning_odc": found}[name])
+    monkeypatch.setattr(importlib.util, "find_spec", {"lightning_odc": found, "support": found}.get)
+    monkeypatch.setattr(sys, "path", sys.path[:])
     exec(TransformerManager().transform_cell(check), {"get_ipython": Shell})
-    assert ran == ([] if installed else [("pip", 'install --quiet "lightning-odc[notebooks]"')])
+    installs = ("pip", 'install --quiet "lightning-odc[notebooks]"')
+    fetches = f"git clone --quiet --depth 1 {build.CLONED} clone"
+    assert ran == ([] if installed else [installs, fetches])
+    assert (sys.path[-1] == "clone/notebooks") == (not installed)
 
 
 def test_the_extra_brings_jupyter_and_make_opens_it():
@@ -223,6 +230,7 @@ def test_with_an_address_a_notebook_opens_in_colab_and_installs_from_there():
         'install --quiet "lightning-odc[notebooks] @ git+https://github.com/me/it"'
         in notebook.cells[1].source
     )
+    assert "git clone --quiet --depth 1 https://github.com/me/it clone" in notebook.cells[1].source
     page, _ = pages.render(NAMES[0], notebook)
     assert f"[open it in Colab]({address})" in page
     assert "badge.svg" not in page, "the site asks no other host"

@@ -16,9 +16,9 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Segment, UnitSpec
-from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
+from notebooks.support.threads import ThreadHub
 from tests.support.interleaving import Interleaved, Scheduler, interleave
 
 UNITS = (

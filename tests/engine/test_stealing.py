@@ -16,7 +16,7 @@ from lightning_odc.data.minibatch import AllRanks
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import Stealing, WorkQueues
 from lightning_odc.engine.transports.base import Lock
-from lightning_odc.engine.transports.threads import ThreadHub
+from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS
 from tests.strategy.test_parity import assert_same
 from tests.support.interleaving import Interleaved, Scheduler, interleave

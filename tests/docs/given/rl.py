@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_odc.lessons import strokes
+from notebooks.support import strokes
 
 prompts = [{"tokens": strokes.prompt(one), "problem": list(one)} for one in strokes.problems(8, seed=0)]
 make_model = strokes.make_model

@@ -15,8 +15,8 @@ import pytest
 from lightning_odc.engine.hybrid import replica_link as link_module
 from lightning_odc.engine.hybrid.connection import Connection, Kind
 from lightning_odc.engine.hybrid.replica_link import ReplicaLink
-from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
+from notebooks.support.threads import ThreadHub
 
 SILENCE = 30.0
 

@@ -29,11 +29,11 @@ from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.hybrid.sharing import Sharing
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.errors import DisagreementError, WindowError
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.sharding.nodes import layout_of
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
+from notebooks.support.threads import ThreadHub
 from tests import test_fabric
 from tests.engine.test_protocol import together
 from tests.strategy.test_balance import Padded, plain, reference

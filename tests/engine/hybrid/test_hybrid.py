@@ -22,9 +22,9 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.hybrid.engine import HybridProtocol
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.hybrid.replicas import Replicas
-from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding.nodes import layout_of
+from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS, together
 from tests.strategy.test_balance import Padded, plain, reference
 from tests.strategy.test_parity import assert_same

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.engine.transports.threads import ThreadHub
+from notebooks.support.threads import ThreadHub
 from tests.support.fake_device import fake_cuda
 from tests.support.models import init_gloo
 from tests.support.ranks import run_ranks

@@ -20,10 +20,10 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.cuda import Announcer, CudaTransport
-from lightning_odc.engine.transports.threads import ThreadHub
 from lightning_odc.engine.units import Unit
 from lightning_odc.errors import ODCError, StaleShardError, WindowError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
+from notebooks.support.threads import ThreadHub
 from tests.strategy import test_parity as parity
 from tests.strategy.test_parity import TOLERANCE, assert_same, minibatch, one_process, optimizer_of
 from tests.support.fake_device import FakeDevice, FakeMark, fake_cuda

@@ -11,7 +11,8 @@ from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.engine.transports.base import UnitSpec
-from lightning_odc.engine.transports.threads import ThreadHub
+
+from .threads import ThreadHub
 
 
 def open_ranks(units: Sequence[UnitSpec], ranks: int = 2, timeout: float = 1.0) -> list[Protocol]:

@@ -1,6 +1,6 @@
 """The figure with sliders: skew and ranks change, timelines follow. Plain JavaScript that asks no other host.
 
-The arithmetic is that of `lightning_odc.lessons.replay`, with a sample's length as its time.
+The arithmetic is that of `replay`, with a sample's length as its time.
 """
 
 from __future__ import annotations

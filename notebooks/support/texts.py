@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_odc.demo.corpus import SPECIAL_TOKENS, Corpus, source_files
+from lightning_odc.bench.corpus import SPECIAL_TOKENS, Corpus, source_files
 
 _DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_odc.demo.corpus import (
+from lightning_odc.bench.corpus import (
     BOS,
     EOS,
     SPECIAL_TOKENS,

@@ -14,7 +14,8 @@ from lightning_odc.callbacks.timeline.gantt import timelines_figure
 from lightning_odc.callbacks.timeline.palette import BLUE, IDLE, LIGHT_BLUE, LINES, ORANGE
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
-from lightning_odc.lessons.replay import Piece, duration, idle_fraction
+
+from .replay import Piece, duration, idle_fraction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
