@@ -23,7 +23,7 @@ from lightning_odc.balance.evaluate import (
     microbatch_costs,
     on_demand_cost,
 )
-from lightning_odc.balance.fitted import FittedCost, LearntCost
+from lightning_odc.balance.learnt import FittedCost, LearntCost
 from lightning_odc.balance.planner import (
     COLLECTIVE_SAFE,
     POLICIES,

@@ -25,7 +25,7 @@ from lightning_odc.balance import epoch_order
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.collation import find_collation
-from lightning_odc.data.lagged_cost import LaggedCost
+from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
 from lightning_odc.data.map_style import Collate, collate, torch_loader
 from lightning_odc.data.minibatch import Detail, Minibatch
@@ -109,7 +109,7 @@ class Stream(IterableDataset[Minibatch]):
     num_replicas: int
     rank: int
     relative: bool
-    cost: LaggedCost | None
+    cost: DelayedCost | None
     facts: Facts
     epoch: int = 0
     first: int = 0

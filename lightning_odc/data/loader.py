@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -24,9 +25,9 @@ from typing import Any, Literal, Unpack
 from torch.utils.data import default_collate
 
 from lightning_odc.balance import Cost, FittedCost
-from lightning_odc.balance.auto import default_prior
 from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.balance.learnt import default_prior
 from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import (
     WorkerOptions,
@@ -40,7 +41,7 @@ from lightning_odc.data.checks import (
 )
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.iterable import Stream, StreamReading
-from lightning_odc.data.learning import Learning
+from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import (
     LengthFunction,
     Lengths,
@@ -51,6 +52,7 @@ from lightning_odc.data.lengths import (
     plain,
 )
 from lightning_odc.data.map_style import Collate, MapReading, SampleReader, named_deaths
+from lightning_odc.data.memory_cap import LaggedCap
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
 from lightning_odc.data.plan import (
@@ -478,7 +480,7 @@ class BalancedDataLoader:
             facts = replace(
                 self._facts, measured=self._facts.measured and not self._workers.get("num_workers")
             )
-            cost = self.recipe.lagged_cost(num_replicas, facts)
+            cost = self.recipe.delayed_cost(num_replicas, rank, facts)
             self._learning = Learning(cost)
             length_of = self._length_fn or measure
             return StreamReading(
@@ -499,7 +501,7 @@ class BalancedDataLoader:
         self._collation = reader.collation(self.lengths.values)
         facts = replace(self._facts, collation=self._collation or PACKED)
         schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
-        cost = self.recipe.lagged_cost(num_replicas, facts)
+        cost = self.recipe.delayed_cost(num_replicas, rank, facts)
         cap = None if self.unroll or facts.repeats else schedule.lagged_cap(facts.follows_memory)
         self._learning = Learning(cost, cap)
         return MapReading(schedule, rank, reader, self.unroll, cost, cap)
@@ -569,3 +571,41 @@ def _length(reading: Reading) -> int | None:
         return len(reading)
     except TypeError:
         return None
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What learns, if anything does.
+
+    Attributes:
+        cost: How long microbatches take.
+        cap: How much memory they may take.
+    """
+
+    cost: DelayedCost | None = None
+    cap: LaggedCap | None = None
+
+    def begin(self, lag: int) -> None:
+        """A pass begins, whose plans are that many minibatches behind. All count minibatches alike from here on."""
+        parts = [part for part in (self.cost, self.cap) if part is not None]
+        begun = max((part.begun for part in parts), default=0)
+        for part in parts:
+            part.lag, part.begun = lag, begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, by name."""
+        state = {} if self.cost is None else {"learning": self.cost.state_dict()}
+        if self.cap is not None and self.cap.has_learnt:
+            state["memory"] = self.cap.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, as far as it fits; else begin again, with a warning."""
+        parts = {"learning": (self.cost, "the cost"), "memory": (self.cap, "max_tokens")}
+        for name, (part, what) in parts.items():
+            if part is None or name not in state:
+                continue
+            try:
+                part.load_state_dict(state[name])
+            except ValueError as error:
+                warnings.warn(f"What {what} had learnt is not taken over: {error}", stacklevel=3)

@@ -37,7 +37,7 @@ from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.collation import find_collation
-from lightning_odc.data.lagged_cost import LaggedCost
+from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction
 from lightning_odc.data.memory_cap import LaggedCap
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
@@ -73,7 +73,7 @@ class MapReading:
         rank: int,
         reader: SampleReader,
         relative: bool,
-        cost: LaggedCost | None,
+        cost: DelayedCost | None,
         cap: LaggedCap | None = None,
     ) -> None:
         recipe = schedule.recipe

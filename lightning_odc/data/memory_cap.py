@@ -40,7 +40,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_odc.data.history import History
+from lightning_odc.data.learning import History
 
 _USED = 0.9  # of the usable memory
 _ENOUGH = 3  # measured minibatches, before a cap rises
@@ -256,7 +256,6 @@ class LaggedCap(History["int | list[int]"]):
             uses = [None if use is None else MemoryUse(*use) for _, use, _ in told]
             self.cap.observe(uses, [[RanOut(*one) for one in ran_out] for _, _, ran_out in told])
             self.learn(max(numbers), self.cap.value)
-            self.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as numbers and lists."""

@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_odc.data.lagged_cost import LaggedCost
+    from lightning_odc.data.learning import DelayedCost
     from lightning_odc.data.memory_cap import LaggedCap
     from lightning_odc.data.weighting import Counter
 
@@ -120,10 +120,10 @@ class Origin:
         self.counter = counter
         self.is_sum = is_sum
         self.number = 0
-        self.cost: LaggedCost | None = None
+        self.cost: DelayedCost | None = None
         self.cap: LaggedCap | None = None
 
-    def counted(self, cost: LaggedCost | None, cap: LaggedCap | None = None) -> Origin:
+    def counted(self, cost: DelayedCost | None, cap: LaggedCap | None = None) -> Origin:
         """The same, for a minibatch that is handed out now; with what learns from it."""
         if cost is not None:
             self.number, self.cost = cost.begin(), cost

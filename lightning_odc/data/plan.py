@@ -43,12 +43,12 @@ from lightning_odc.balance import (
     resolve_cost,
 )
 from lightning_odc.balance.arrays import check_choice, check_count
-from lightning_odc.balance.auto import AutoCost, default_prior
 from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import terms_of
+from lightning_odc.balance.learnt import AutoCost, default_prior
 from lightning_odc.balance.numbers import first_number
-from lightning_odc.data.lagged_cost import LaggedCost
+from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 from lightning_odc.data.memory_cap import LaggedCap, MemoryCap
 from lightning_odc.data.minibatch import Detail, Origin
@@ -243,15 +243,15 @@ class Recipe:
         sums = size * dealt.max(1) if is_table else dealt.sum(1)
         return max(longest, int(sums.max()))
 
-    def lagged_cost(self, num_replicas: int, facts: Facts = NOTHING_KNOWN) -> LaggedCost | None:
-        """The cost, if it is one that learns, for so many ranks.
+    def delayed_cost(self, num_replicas: int, rank: int, facts: Facts) -> DelayedCost | None:
+        """The cost, if it is one that learns, for so many ranks; the first one fits it.
 
         Raises:
             ValueError: the cost is of another number of ranks.
         """
         dense = False if facts.collation.kind != "packed" else facts.dense
         if self.is_auto and facts.measured:
-            return LaggedCost(AutoCost(num_replicas, facts.prior, dense))
+            return DelayedCost(AutoCost(num_replicas, facts.prior, dense), fits=rank == 0)
         if not self.learns:
             return None
         cost = self.cost if isinstance(self.cost, FittedCost) else FittedCost(num_replicas, dense=dense)
@@ -260,7 +260,7 @@ class Recipe:
                 f"cost=FittedCost({cost.num_ranks}) learns about {cost.num_ranks} ranks, and there are {num_replicas}: "
                 f'write cost="fitted", or FittedCost({num_replicas}).'
             )
-        return LaggedCost(cost)
+        return DelayedCost(cost, fits=rank == 0)
 
     def sample_weights(self, lengths: LengthArray) -> npt.NDArray[np.float64]:
         """What each sample counts in the gradient."""

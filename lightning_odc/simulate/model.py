@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_odc.balance.arrays import as_lengths, check_choice, check_count
 from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, quadratic
-from lightning_odc.balance.regression import Sums, features, fit_near
+from lightning_odc.balance.learnt import features, fit_near
 from lightning_odc.balance.transformer import TransformerShape, shape_of, transformer
 from lightning_odc.simulate.devices import Device
 
@@ -203,13 +203,12 @@ def _fitted(pairs: list[tuple[Any, float]], dense: bool) -> PolynomialCost:
             "measurements are pairs of a length, or of the lengths in a microbatch, and positive seconds: "
             "from_measurements([(1024, 0.11), (4096, 0.62)], parameters=1e8)."
         )
-    sums, usual = Sums.zero(3), quadratic()
-    unit = features(as_lengths([1]), dense)  # of one token
-    near = [usual.quadratic / unit[0], usual.linear / unit[1], 0.0]
-    for sizes, seconds in pairs:
-        terms = features(as_lengths(np.atleast_1d(sizes)), dense)
-        sums.add([term / seconds for term in terms], 1.0)
-    scale = sums.slowness(near, 0.0)
-    pulls = [_PULL * sums.products[i][i] for i in range(3)]
-    found = fit_near(sums.products, sums.targets, pulls, [scale * one for one in near])
-    return PolynomialCost(found[0] * unit[0], found[1] * unit[1], found[2], dense)
+    usual, unit = quadratic(), features(as_lengths([1]), dense)  # of one token
+    near = np.array([usual.quadratic, usual.linear, 0.0]) / unit
+    rows = np.array([features(as_lengths(np.atleast_1d(sizes)), dense) / seconds for sizes, seconds in pairs])
+    products, targets = rows.T @ rows, rows.sum(0)
+    scale = (targets @ near) / (near @ products @ near)
+    square, linear, constant = (
+        fit_near(products, targets, _PULL * products.diagonal(), scale * near) * unit
+    ).tolist()
+    return PolynomialCost(square, linear, constant, dense)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_odc.data.lagged_cost import LaggedCost, Measurement
+from lightning_odc.data.learning import DelayedCost, Measurement
 from lightning_odc.data.minibatch import Detail, Minibatch
 
 _MOST_LENGTHS = 2000
@@ -32,9 +32,9 @@ class Stopwatch:
     def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
         self._waits = waits
         self._device = device
-        self._cost: LaggedCost | None = None
+        self._cost: DelayedCost | None = None
         self._number = 0
-        self._measured: list[tuple[int, list[Any], float]] = []
+        self._measured: list[tuple[list[Any], float]] = []
         self._measures = False
         self._is_set = False
 
@@ -50,7 +50,7 @@ class Stopwatch:
         """What runs from now on works on this microbatch."""
         self._is_set = self._measures and detail is not None
         if self._is_set and detail is not None:
-            self._measured.append((self._number, detail.lengths, 0.0))
+            self._measured.append((detail.lengths, 0.0))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -60,8 +60,8 @@ class Stopwatch:
             return
         begin = self._now()
         yield
-        number, lengths, seconds = self._measured.pop()
-        self._measured.append((number, lengths, seconds + self._now() - begin))
+        lengths, seconds = self._measured.pop()
+        self._measured.append((lengths, seconds + self._now() - begin))
 
     def forget(self) -> None:
         """The current microbatch broke off: its time says nothing about its lengths."""
@@ -69,15 +69,21 @@ class Stopwatch:
             self._measured.pop()
             self._is_set = False
 
-    def take(self) -> list[Measurement]:
-        """What was measured since the last call, at most 2000 lengths of it, evenly chosen. It is forgotten here."""
+    def take(self) -> tuple[list[Measurement], list[Any] | None]:
+        """What all ranks must know at the end of an optimizer step. It is forgotten here.
+
+        Returns:
+            What was measured since the last call, at most 2000 lengths of it, evenly chosen; and what the cost posts.
+        """
         measured, self._measured = self._measured, []
         self._is_set = False
-        count = sum(np.size(lengths) for _, lengths, _ in measured)
-        return [row for row in measured[:: max(-(-count // _MOST_LENGTHS), 1)] if row[2] > 0]
+        count = sum(np.size(lengths) for lengths, _ in measured)
+        some = measured[:: max(-(-count // _MOST_LENGTHS), 1)]
+        posted = None if self._cost is None else self._cost.post(self._number)
+        return [(lengths, seconds) for lengths, seconds in some if seconds > 0], posted
 
-    def report(self, by_rank: Sequence[Sequence[Measurement]]) -> None:
-        """Tell the loader what all ranks measured."""
+    def report(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
+        """Tell the loader what `take` returned on every rank."""
         if self._cost is not None:
             self._cost.observe(by_rank)
 

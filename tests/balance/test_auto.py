@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_odc.balance import FittedCost, PolynomialCost, plan_minibatch, quadratic, transformer
-from lightning_odc.balance.auto import AutoCost, default_prior
+from lightning_odc.balance.learnt import AutoCost, default_prior
 
 TRUTH = PolynomialCost(quadratic=1 / 4000, linear=1.0, constant=64.0, dense=True)
 FLASH = replace(TRUTH, dense=False)

@@ -26,8 +26,8 @@ from lightning_odc.balance import (
     transformer,
     with_speeds,
 )
-from lightning_odc.balance.auto import AutoCost
 from lightning_odc.balance.bins import pack_bins
+from lightning_odc.balance.learnt import AutoCost
 from lightning_odc.balance.numbers import Others
 
 many = settings(deadline=None, max_examples=120, derandomize=True)

@@ -3,68 +3,109 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_odc.balance import FittedCost
-from lightning_odc.data.lagged_cost import LaggedCost, Measurement
-from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.balance import FittedCost, quadratic
+from lightning_odc.balance.learnt import AutoCost
+from lightning_odc.data.learning import DelayedCost, Measurement
+from lightning_odc.data.loader import BalancedDataLoader, Learning
 from tests.data.test_iterable import Sized
 from tests.data.test_loader import LENGTHS, Rows, loader
 
 SLOWNESS = [1.0, 3.0]
 
 
-def measured(number: int, rank: int, seconds: float = 1.0) -> list[Measurement]:
-    return [(number, [100, 200], seconds * (1 + rank))]
+def step(costs: Sequence[DelayedCost], number: int, seconds: float = 1.0) -> None:
+    """End an optimizer step: what ranks tell each other goes through JSON."""
+    reports = [
+        [[([100, 200], seconds * SLOWNESS[rank])], cost.post(number)] for rank, cost in enumerate(costs)
+    ]
+    for cost in costs:
+        cost.observe(json.loads(json.dumps(reports)))
 
 
-def observe(lagged: LaggedCost, *numbers: int) -> None:
-    lagged.observe([[row for n in numbers for row in measured(n, rank, 1 + n)] for rank in range(2)])
+def ranks() -> list[DelayedCost]:
+    return [DelayedCost(FittedCost(2), fits=rank == 0) for rank in range(2)]
+
+
+def test_one_rank_fits_and_all_plan_with_what_it_found():
+    one, other = ranks()
+    step([one, other], 0)
+    assert one.cost.snapshot() == other.cost.snapshot() == FittedCost(2).snapshot(), "not fitted yet"
+    step([one, other], 1)
+    assert one.cost.snapshot() == other.cost.snapshot() != FittedCost(2).snapshot()
+    assert one.known == other.known
+    assert other.cost.predict(1, [100, 200]) == pytest.approx(3 * other.cost.predict(0, [100, 200]), rel=0.2)
 
 
 def test_plans_are_behind_by_the_lag_however_much_is_known():
-    early, late = LaggedCost(FittedCost(2)), LaggedCost(FittedCost(2))
+    early, late = ranks()[0], ranks()[0]
     early.lag = late.lag = 3
     asked_at_once = [early.at(number) for number in range(3)]
     for number in range(6):
         assert late.begin() == number
-        observe(late, number)
+        step([late], number, 1.0 + number)
     assert asked_at_once == [FittedCost(2).snapshot()] * 3
     assert late.at(6) != late.cost.snapshot()
-    reference = LaggedCost(FittedCost(2))
+    reference = ranks()[0]
     for number in range(4):
-        observe(reference, number)
+        step([reference], number, 1.0 + number)
     assert late.at(6) == reference.cost.snapshot()
     assert late.at(8) == late.cost.snapshot()
 
 
 def test_what_no_plan_asks_for_is_forgotten():
-    lagged = LaggedCost(FittedCost(2))
-    lagged.lag = 4
+    delayed = ranks()[0]
+    delayed.lag = 4
     for number in range(30):
-        lagged.begin()
-        observe(lagged, number)
-    assert len(lagged.state_dict()["learnt"]) == 4
+        delayed.begin()
+        step([delayed], number)
+    assert len(delayed.state_dict()["learnt"]) == 4
 
 
-def test_minibatches_that_share_a_step_are_told_apart():
-    together, apart = LaggedCost(FittedCost(2)), LaggedCost(FittedCost(2))
-    observe(together, 0, 1)
-    observe(apart, 0)
-    observe(apart, 1)
-    assert together.state_dict() == apart.state_dict()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_run_goes_on_alike_from_the_state_of_the_rank_that_fits(rank):
+    whole, resumed = ranks(), ranks()
+    for number in range(3):
+        step(whole, number, 1.0 + number)
+    state = json.loads(json.dumps(whole[0].state_dict()))
+    resumed[rank].load_state_dict(state)
+    if rank == 0:
+        assert resumed[0].state_dict() == whole[0].state_dict()
+    assert resumed[rank].known == whole[rank].known
+    assert resumed[rank].cost.snapshot() == whole[rank].cost.snapshot()
 
 
-def test_the_state_goes_through_json():
-    one, other = LaggedCost(FittedCost(2)), LaggedCost(FittedCost(2))
-    one.begin()
-    observe(one, 0)
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert other.state_dict() == one.state_dict()
-    assert other.at(1) == one.at(1) == one.cost.snapshot()
+def test_the_state_of_another_rank_is_a_prior():
+    whole, resumed = ranks(), ranks()
+    for number in range(3):
+        step(whole, number)
+    for cost in resumed:
+        cost.load_state_dict(whole[1].state_dict())
+    step(resumed, 3)
+    assert resumed[0].cost.predict(1, [300]) == pytest.approx(whole[0].cost.predict(1, [300]), rel=0.1)
+
+
+def test_times_that_refute_the_model_do_so_on_all_ranks():
+    costs = [DelayedCost(AutoCost(2, quadratic(constant=64.0)), fits=rank == 0) for rank in range(2)]
+    for number in range(12):
+        step(costs, number)
+        assert costs[0].cost.is_refuted == costs[1].cost.is_refuted
+        assert costs[0].known == costs[1].known
+    assert costs[1].cost.is_refuted
+    assert costs[1].at(12) == costs[0].cost.snapshot()
+
+
+def test_a_state_of_an_older_version_is_not_taken_over():
+    older = {"forgetting": 0.98, "used": 0, "fits": [{"dense": True, "ranks": [{}, {}]}]}
+    learning = Learning(ranks()[0])
+    with pytest.warns(UserWarning, match="the cost had learnt is not taken over: an older version saved it"):
+        learning.load_state_dict({"learning": {"begun": 3, "learnt": [], "cost": older}})
+    assert learning.cost.begun == 0
 
 
 # -- loaders ---------------------------------------------------------------------------------------------------
@@ -93,12 +134,15 @@ class Run:
                 texts.append(str(pair[0].plan))
                 for rank, share in enumerate(pair):
                     window[rank] += [
-                        (share.origin.number, d.lengths, SLOWNESS[rank] * sum(d.lengths))
-                        for d in share.origin.details
+                        (d.lengths, SLOWNESS[rank] * sum(d.lengths)) for d in share.origin.details
                     ]
                 if step % self.accumulate == 0 or step == len(self.loaders[0]):
+                    reports = [
+                        (own, share.origin.cost.post(share.origin.number))
+                        for own, share in zip(window, pair, strict=True)
+                    ]
                     for share in pair:
-                        share.origin.cost.observe(window)
+                        share.origin.cost.observe(reports)
                     window = [[], []]
                 if len(texts) == steps:
                     for iterator in shares:
@@ -145,12 +189,15 @@ def test_a_stream_learns_where_it_is_planned():
         counts.append([sum(len(microbatch) for microbatch in share) for share in shares])
         assert shares[0].plan == shares[1].plan
         rows = [
-            [(s.origin.number, d.lengths, SLOWNESS[rank] * sum(d.lengths)) for d in s.origin.details]
+            (
+                [(d.lengths, SLOWNESS[rank] * sum(d.lengths)) for d in s.origin.details],
+                s.origin.cost.post(s.origin.number),
+            )
             for rank, s in enumerate(shares)
         ]
         for share in shares:
             share.origin.cost.observe(rows)
-    assert counts == [[3, 3], [3, 3], [5, 1], [5, 1]], "a stream is planned one minibatch behind"
+    assert counts == [[3, 3], [3, 3], [3, 3], [5, 1]], "fitted and told: two minibatches behind"
     with pytest.raises(ValueError, match="write num_workers=0"):
         stream(num_workers=1)
 

@@ -1,0 +1,521 @@
+"""Costs that are learnt from measured times: of each rank (`FittedCost`), or only where the model errs (`AutoCost`).
+
+Note [Fitting a cost]
+~~~~~~~~~~~~~~~~~~~~~
+A microbatch of segments ``s_i`` on rank ``r`` takes ``a_r sum s_i^2 + b_r sum s_i + c_r`` seconds. If samples have
+rows of numbers, ``s_i`` are the first numbers, and the sum of each other number has its own ``b_r``. Each rank has
+the sums of a least-squares problem in *relative* errors: rows are divided by the measured seconds, so that long and
+short microbatches count alike. Old measurements fade. Three rules make it safe to plan with:
+
+- *Few or similar microbatches* do not determine three coefficients. So all ranks together are fitted first, near a
+  prior shape. Then each rank is fitted near that result times its own slowness, which one measurement already shows.
+- *Outliers* (a pause, a first compilation) have a small weight: it falls with the error beyond the usual one. Three in
+  a row on the same side are not outliers: the device has changed, and earlier measurements hardly count from then on.
+- *Negative coefficients* are excluded: the lowest one becomes zero, and the others are fitted again.
+
+Linear algebra rounds differently on different processors. So one rank fits, and the others take its coefficients:
+see Note [Plans of what everybody knows].
+
+Whether attention is dense (Note [Dense attention]) is learnt, too. Both kinds are fitted, and the better one is used:
+it predicts microbatches of several samples clearly better before it sees them. It begins with dense attention, because
+that tries microbatches of many kinds. The other assumption fills all of them to the cap, and a fit to microbatches
+of one size does not show that it is wrong.
+
+Note [When times overrule the model]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A cost that comes from the model alone (the *prior*) gives the same plans in every run. It can be wrong: a rank is slow,
+a kernel is not the expected one, most of the time goes into launches. So a `FittedCost` also learns, and both
+are compared with the latest measured times. The prior predicts in its own unit, and one factor for all ranks
+turns it into seconds. Plans change once: when the prior errs much on one rank, or errs more than the fit, in both cases
+by more than chance. The two are compared on the same microbatches, so a pause affects both alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_odc.balance.arrays import Floats, Ints, as_lengths, check_count
+from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, pair_of, quadratic
+from lightning_odc.balance.numbers import first_number
+from lightning_odc.balance.transformer import TransformerCost
+
+Observation = tuple[int, Sequence[Any], float]
+"""Rank, the lengths of a microbatch's segments in tokens (or rows of numbers), and the seconds it took."""
+
+_VERSION = 2  # of saved states
+_OLDER = "an older version saved it, and its sums have another form."
+
+_UNIT = 4096.0  # tokens; keeps the columns of the problem at similar size
+_PRIOR_WORTH = 0.1  # measurements
+_OTHERS_WORTH = 0.5  # what the other ranks say about one counts like this many of its own measurements
+_LEAST_SHARE = 1e-3  # of what a coefficient is drawn to
+_SILENT_FADE = 0.9  # so that a rank that was found slow and gets no samples is soon tried again
+
+_USUAL_ERROR = 0.1  # before anything is known
+_LEAST_ERROR = 0.005
+_ERRORS_KEPT = 2.5  # times the usual error: the full weight
+_ERROR_MEMORY = 0.9
+_STRIKES = 3
+_KEPT_AFTER_CHANGE = 0.02
+
+_PACKED_ERROR = 0.1  # before anything is known, which counts like ...
+_PACKED_ERROR_WORTH = 4.0  # ... so many predictions
+_PACKED_ERROR_MEMORY = 0.95
+_CLEARLY_BETTER = 0.8  # times the error of the other one
+
+_KEPT = 128  # predictions that are compared, the latest ones
+_ENOUGH = 12  # of them, for a judgement
+_GAIN = 0.02  # the error that the fit must save, relative to a microbatch's seconds
+_SLOW = 0.15  # the error on one rank that is too much, likewise
+_SURE = 4.0  # standard errors
+
+
+@dataclass(frozen=True)
+class LearntCost:
+    """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
+
+    Attributes:
+        coefficients: Seconds per squared token, per token, and per microbatch, for every rank. If samples have rows of
+            numbers, there is one for each number in the place of the one per token.
+        dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
+    """
+
+    coefficients: tuple[tuple[float, ...], ...]
+    dense: bool
+
+    def samples(self, lengths: Floats) -> Floats:
+        """Seconds ``[num_ranks, n]`` of samples, without the constant."""
+        numbers = np.atleast_2d(lengths.T)
+        known = np.array(self.coefficients)
+        _check_width(known.shape[1] - 2, lengths, is_fitted=known.shape[1] > 3)
+        square, *linear = _widened(known, len(numbers) + 2).T[:-1, :, None]
+        costs = square * numbers[0] * numbers[0]
+        for each, number in zip(
+            linear, numbers, strict=True
+        ):  # a product of matrices would round by the processor
+            costs = costs + each * number
+        return costs
+
+    @property
+    def overhead(self) -> Floats:
+        """``[num_ranks]`` seconds that a microbatch takes besides its samples."""
+        return np.array(self.coefficients)[:, -1]
+
+    @property
+    def pair(self) -> Floats:
+        """What every two tokens of different samples in one microbatch cost."""
+        return 2 * np.array(self.coefficients)[:, 0] * self.dense
+
+
+def _check_width(known: int, lengths: Ints | Floats, is_fitted: bool) -> None:
+    """Refuse samples of another number of numbers than a cost has learnt from."""
+    found = 1 if lengths.ndim == 1 else lengths.shape[1]
+    if known != found and is_fitted:
+        raise ValueError(
+            f"this cost has learnt from samples of {known} numbers each, and these have {found}: begin with a new one, "
+            'cost="fitted", or FittedCost(num_ranks).'
+        )
+
+
+class FittedCost:
+    """Seconds of a microbatch, fitted online for each rank; a `Cost` for the planner.
+
+    Until the first observation all ranks are alike and the cost is the prior's. `BalancedDataLoader(cost="fitted")`
+    makes one, and `ODCStrategy` feeds it. To feed it by hand, call :meth:`observe` once per minibatch with the
+    measurements of *all* ranks. One rank does that, and sends the others its :meth:`snapshot`, which they :meth:`take`:
+    ranks that fit for themselves may round differently, and plan differently.
+
+    Args:
+        num_ranks: how many ranks are fitted.
+        prior: the shape to start from; its unit does not matter.
+        forgetting: how much a measurement counts after one more of the same rank, between 0 and 1; 0.98 remembers
+            about 50 microbatches.
+        dense: attention runs over all tokens of a microbatch: it takes ``a_r (sum s_i)^2``, see Note [Dense attention].
+            By default that is learnt, see Note [Fitting a cost].
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        prior: PolynomialCost | None = None,
+        forgetting: float = 0.98,
+        dense: bool | None = None,
+    ) -> None:
+        if not 0 < forgetting <= 1:
+            raise ValueError(
+                f"forgetting must be above 0 and at most 1, got {forgetting}: FittedCost(8, forgetting=0.98)."
+            )
+        prior = quadratic(constant=MICROBATCH) if prior is None else prior
+        shape = np.array([prior.quadratic * _UNIT * _UNIT, prior.linear * _UNIT, prior.constant])
+        self.num_ranks = check_count("num_ranks", num_ranks)
+        self.forgetting = forgetting
+        kinds = (True, False) if dense is None else (dense,)
+        self._fits = [_Fit(kind, np.tile(shape, (self.num_ranks, 1))) for kind in kinds]
+        self._used = 0
+
+    def observe(self, observations: Iterable[Observation]) -> None:
+        """Take in the measurements of one minibatch and fit again.
+
+        Raises:
+            ValueError: a rank that does not exist, seconds that are not positive and finite, or invalid lengths.
+        """
+        checked = [
+            (rank, self._checked(rank, lengths, seconds), seconds) for rank, lengths, seconds in observations
+        ]
+        for fit in self._fits:
+            fit.observe(checked, self.forgetting)
+        errors = [fit.mispredicted / fit.predicted for fit in self._fits]
+        if min(errors) < _CLEARLY_BETTER * errors[self._used]:
+            self._used = errors.index(min(errors))
+
+    def _checked(self, rank: int, lengths: Sequence[Any], seconds: float) -> Ints:
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(
+                f"rank {rank} was observed, but FittedCost({self.num_ranks}) fits that many ranks."
+            )
+        if not 0 < seconds < math.inf:
+            raise ValueError(
+                f"a microbatch of rank {rank} took {seconds} s; measured seconds are positive and finite."
+            )
+        return self._as_wide(lengths)
+
+    def _as_wide(self, lengths: Sequence[Any]) -> Ints:
+        """Lengths with as many numbers as the fit knows, once it knows any."""
+        array = as_lengths(lengths)
+        _check_width(self._fit.ranks.shape[1] - 2, array, self.is_fitted)
+        return array
+
+    def take(self, learnt: LearntCost) -> None:
+        """Use what this cost has learnt on another rank.
+
+        Args:
+            learnt: The other one's :meth:`snapshot`.
+        """
+        ranks = np.array(learnt.coefficients)
+        fit = _Fit(learnt.dense, ranks * _units(ranks.shape[1]))
+        fit.is_fitted = True
+        self._fits = [*(other for other in self._fits if other.dense is not learnt.dense), fit]
+        self._used = len(self._fits) - 1
+
+    @property
+    def _fit(self) -> _Fit:
+        return self._fits[self._used]
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there was a measurement."""
+        return self._fit.is_fitted
+
+    @property
+    def dense(self) -> bool:
+        """Whether attention is taken to run over all tokens of a microbatch."""
+        return self._fit.dense
+
+    @property
+    def coefficients(self) -> Floats:
+        """``[num_ranks, 3]``: seconds per squared token, per token, and per microbatch.
+
+        From rows of ``d`` numbers: ``[num_ranks, 2 + d]``, one for each number instead of the one per token.
+        """
+        return self._fit.ranks / _units(self._fit.ranks.shape[1])
+
+    def predict(self, rank: int, lengths: Sequence[Any]) -> float:
+        """Seconds that a microbatch of these segments will take on ``rank``."""
+        terms = features(self._as_wide(lengths), self.dense)
+        return float(_widened(self._fit.ranks, len(terms))[rank] @ terms)
+
+    def samples(self, lengths: Floats) -> Floats:
+        """Seconds ``[num_ranks, n]`` of samples, without the constant."""
+        return self.snapshot().samples(lengths)
+
+    @property
+    def overhead(self) -> Floats:
+        """``[num_ranks]`` seconds that a microbatch takes besides its samples."""
+        return self.snapshot().overhead
+
+    @property
+    def pair(self) -> Floats:
+        """What every two tokens of different samples in one microbatch cost."""
+        return self.snapshot().pair
+
+    def snapshot(self) -> LearntCost:
+        """What is known now, for plans that are made ahead."""
+        return LearntCost(tuple(map(tuple, self.coefficients.tolist())), self.dense)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learnt, as numbers, lists and dicts of them."""
+        fits = [fit.state_dict() for fit in self._fits]
+        return {"version": _VERSION, "forgetting": self.forgetting, "used": self._used, "fits": fits}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ValueError: the state is of another number of ranks, or of an older version.
+        """
+        if "fits" not in state:
+            raise ValueError('it is of cost="auto".')
+        if state.get("version") != _VERSION:
+            raise ValueError(_OLDER)
+        fits = [_Fit.of_state(fit) for fit in state["fits"]]
+        if (ranks := len(fits[0].ranks)) != self.num_ranks:
+            raise ValueError(
+                f"the saved FittedCost has {ranks} ranks, this one {self.num_ranks}; the speeds of other ranks say "
+                f"nothing: write FittedCost({self.num_ranks})."
+            )
+        self.forgetting, self._used, self._fits = state["forgetting"], state["used"], fits
+
+
+# -- least squares ----------------------------------------------------------------------------------------
+
+
+def _units(count: int) -> Floats:
+    """``[count]`` units of the features, in squared tokens, tokens (or each number), and 1."""
+    return np.array([_UNIT * _UNIT, *[_UNIT] * (count - 2), 1.0])
+
+
+def features(lengths: Ints, dense: bool) -> Floats:
+    """What the coefficients are multiplied with: squared tokens, the sum of each number, and 1, in `_units`.
+
+    Args:
+        lengths: ``[n]`` tokens of the samples of a microbatch, or ``[n, d]`` numbers.
+        dense: whether attention runs over all tokens of a microbatch.
+    """
+    sizes = first_number(lengths).astype(np.float64)
+    squares = sizes.sum() ** 2 if dense else (sizes * sizes).sum()
+    terms = np.array([squares, *np.atleast_2d(lengths.T).sum(1), 1.0])
+    return terms / _units(len(terms))
+
+
+def _widened(ranks: Floats, count: int) -> Floats:
+    """Fits ``[num_ranks, count]`` of more numbers: further ones count like the first one, without the square."""
+    square, linear, constant = ranks[:, :1], ranks[:, 1:-1], ranks[:, -1:]
+    further = [linear[:, :1]] * (count - ranks.shape[1])
+    return np.concatenate([square, linear, *further, constant], 1)
+
+
+class _Fit:
+    """The fits of all ranks, if attention is dense or if it is not; see Note [Fitting a cost].
+
+    ``sums`` are ``[num_ranks, k + 1, k + 1]``: of every measurement ``f`` the weighted ``outer([*f, 1], [*f, 1])``.
+    So they hold the products of the ``k`` features, those with the target, which is 1, and the weight.
+    """
+
+    def __init__(self, dense: bool, ranks: Floats) -> None:
+        self.dense = dense
+        self.is_fitted = False
+        self.mispredicted = _PACKED_ERROR * _PACKED_ERROR_WORTH  # of microbatches of several samples
+        self.predicted = _PACKED_ERROR_WORTH
+        self.usual_errors = np.full(len(ranks), _USUAL_ERROR)
+        self.strikes = np.zeros(len(ranks), dtype=np.int64)
+        self._begin(ranks)
+
+    def _begin(self, ranks: Floats) -> None:
+        """Start from these coefficients, in `_units`, without measurements."""
+        self.ranks, self.prior = ranks, ranks[0]
+        self.sums = np.zeros((len(ranks), ranks.shape[1] + 1, ranks.shape[1] + 1))
+
+    def observe(self, measured: Sequence[tuple[int, Ints, float]], forgetting: float) -> None:
+        """Take in ranks, lengths and seconds of microbatches, and fit again."""
+        for rank, lengths, seconds in measured:
+            row = features(lengths, self.dense) / seconds
+            if len(row) != len(self.prior):  # the first rows of numbers
+                self._begin(_widened(self.ranks, len(row)))
+            error = float(self.ranks[rank] @ row) - 1
+            if self.is_fitted and len(lengths) > 1:
+                self.mispredicted = _PACKED_ERROR_MEMORY * self.mispredicted + min(abs(error), 1.0)
+                self.predicted = _PACKED_ERROR_MEMORY * self.predicted + 1
+            self.sums[rank] *= forgetting
+            weight = self._weight(rank, error) if self.is_fitted else 1.0
+            self.sums[rank] += weight * np.outer([*row, 1.0], [*row, 1.0])
+        heard = {rank for rank, _, _ in measured}
+        self.sums[[rank for rank in range(len(self.ranks)) if rank not in heard]] *= _SILENT_FADE
+        if self.sums.any():
+            self._solve()
+
+    def _weight(self, rank: int, error: float) -> float:
+        """What a measurement counts: less if it is an outlier."""
+        kept = float(_ERRORS_KEPT * self.usual_errors[rank])
+        fresh = _ERROR_MEMORY * self.usual_errors[rank] + (1 - _ERROR_MEMORY) * 1.25 * min(abs(error), kept)
+        self.usual_errors[rank] = max(_LEAST_ERROR, fresh)
+        if abs(error) <= kept:
+            self.strikes[rank] = 0
+            return 1.0
+        side = 1 if error > 0 else -1
+        self.strikes[rank] = self.strikes[rank] + side if self.strikes[rank] * side > 0 else side
+        if abs(self.strikes[rank]) < _STRIKES:
+            return (kept / error) ** 2
+        self.sums[rank] *= _KEPT_AFTER_CHANGE
+        self.strikes[rank] = 0
+        return 1.0
+
+    def _solve(self) -> None:
+        """All ranks together near the prior, then each near that fit times its own slowness."""
+        products, targets = self.sums[:, :-1, :-1], self.sums[:, :-1, -1]
+        shape, slowness = self.prior, np.ones(len(self.ranks))
+        for _ in range(2):
+            # Rows of a slow rank, times its slowness, are those of a rank of usual speed.
+            together = np.einsum("r,rij->ij", slowness**2, products)
+            matched = slowness @ targets
+            typical = together.diagonal() / self.sums[:, -1, -1].sum()
+            near = shape * (matched @ shape) / (shape @ together @ shape)
+            shape = fit_near(together, matched, _PRIOR_WORTH * typical, near)
+            energy = np.einsum("i,rij,j->r", shape, products, shape)
+            slowness = (targets @ shape + _OTHERS_WORTH) / (energy + _OTHERS_WORTH)
+        self.ranks = np.array(
+            [
+                fit_near(products[rank], targets[rank], _OTHERS_WORTH * typical / factor**2, factor * shape)
+                for rank, factor in enumerate(slowness)
+            ]
+        )
+        self.is_fitted = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: np.asarray(value).tolist() for name, value in vars(self).items()}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> _Fit:
+        fit = cls(state["dense"], np.array(state["ranks"]))
+        for name, value in state.items():
+            setattr(fit, name, np.array(value) if isinstance(value, list) else value)
+        return fit
+
+
+def fit_near(products: Floats, targets: Floats, pulls: Floats, near: Floats) -> Floats:
+    """Coefficients above 0 with the least squared error, drawn to ``near``; all ``[k]`` but ``products``, ``[k, k]``.
+
+    Args:
+        products: The weighted sum of ``outer(row, row)``.
+        targets: The weighted sum of ``row``, whose target is 1.
+        pulls: How strongly each coefficient is drawn; they decide what the rows leave open.
+        near: Not negative. A coefficient that would be zero becomes a thousandth of it.
+    """
+    matrix, vector = products + np.diag(pulls), targets + pulls * near
+    free = list(range(len(near)))
+    while True:
+        found = np.zeros(len(near))
+        found[free] = np.linalg.lstsq(matrix[np.ix_(free, free)], vector[free])[0]
+        if found.min() >= 0:
+            return np.maximum(found, _LEAST_SHARE * near)
+        free.remove(int(found.argmin()))
+
+
+# -- the default ------------------------------------------------------------------------------------------
+
+
+def default_prior() -> PolynomialCost:
+    """The prior where the model says nothing: attention over the whole microbatch, which packs with care."""
+    return quadratic(constant=MICROBATCH, dense=True)
+
+
+class AutoCost:
+    """A cost that stays as it is until measurements refute it; see Note [When times overrule the model].
+
+    Args:
+        num_ranks: The number of ranks that are measured.
+        prior: The cost to begin with, in any unit; the same on all ranks.
+        dense: Whether attention runs over all tokens of a microbatch; ``None``: that is learnt.
+
+    Attributes:
+        fitted: The cost that learns beside it.
+        is_refuted: Whether ``fitted`` is in use.
+    """
+
+    def __init__(self, num_ranks: int, prior: Cost, dense: bool | None = None) -> None:
+        polynomial = prior.polynomial if isinstance(prior, TransformerCost) else prior
+        self._shape = polynomial if isinstance(polynomial, PolynomialCost) else None
+        self.prior = prior
+        self.fitted = FittedCost(num_ranks, self._shape, dense=dense)
+        self.is_refuted = False
+        self._overhead, self._pair = float(prior.overhead), 0.0 if dense is False else float(pair_of(prior))
+        self._latest: list[tuple[Observation, float]] = []  # with the seconds over what the prior says
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that are measured."""
+        return self.fitted.num_ranks
+
+    def keep_apart(self) -> None:
+        """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
+        self._pair = 0.0
+        if not self.fitted.is_fitted:
+            self.fitted = FittedCost(self.num_ranks, self._shape, dense=False)
+
+    def observe(self, observations: Iterable[Observation]) -> None:
+        """Take in the measurements of one minibatch, as `FittedCost.observe`."""
+        measured = list(observations)
+        self.fitted.observe(measured)
+        if self.is_refuted:
+            return
+        self._latest += [(one, one[2] / self._prior_of(one[1])) for one in measured]
+        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.num_ranks)]
+        if len(self._latest) >= _ENOUGH:
+            self.is_refuted = self._is_wrong()
+
+    def _prior_of(self, lengths: Sequence[Any]) -> float:
+        """What the prior says of a microbatch, in its unit."""
+        array = np.array(lengths)
+        sizes = first_number(array).astype(np.float64)
+        across = sizes.sum() ** 2 - (sizes * sizes).sum()  # twice the pairs of tokens of different samples
+        alone = float(self.prior.samples(array.astype(np.float64)).sum())
+        return alone + self._overhead + self._pair * float(across) / 2
+
+    def _is_wrong(self) -> bool:
+        """Whether the prior errs by much on one rank, which is then always late, or by more than the fit."""
+        ratios = np.array([ratio for _, ratio in self._latest])
+        errors = _within(ratios / np.median(ratios) - 1)
+        ranks = np.array([rank for (rank, _, _), _ in self._latest])
+        if any(_is_beyond(_SLOW, errors[ranks == rank], absolute=True) for rank in range(self.num_ranks)):
+            return True
+        predicted = [seconds / self.fitted.predict(rank, own) for (rank, own, seconds), _ in self._latest]
+        return _is_beyond(_GAIN, abs(errors) - abs(_within(np.array(predicted) - 1)))
+
+    def take(self, learnt: LearntCost) -> None:
+        """Use what this cost has learnt on another rank, where measurements have refuted the prior."""
+        self.fitted.take(learnt)
+        self.is_refuted = True
+
+    def snapshot(self) -> LearntCost | None:
+        """What was learnt, for plans that are made ahead; ``None`` while the prior holds."""
+        return self.fitted.snapshot() if self.is_refuted else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learnt, as numbers, lists and dicts of them."""
+        latest = [[rank, list(lengths), seconds, ratio] for (rank, lengths, seconds), ratio in self._latest]
+        return {"refuted": self.is_refuted, "latest": latest, "fitted": self.fitted.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ValueError: as `FittedCost.load_state_dict`.
+        """
+        if "fitted" not in state:
+            raise ValueError('it is of cost="fitted".')
+        self.fitted.load_state_dict(state["fitted"])
+        self.is_refuted = state["refuted"]
+        self._latest = [
+            ((rank, lengths, seconds), ratio) for rank, lengths, seconds, ratio in state["latest"]
+        ]
+
+
+def _within(errors: Floats) -> Floats:
+    """Errors without outliers."""
+    return np.clip(errors, -1.0, 1.0)
+
+
+def _is_beyond(limit: float, values: Floats, absolute: bool = False) -> bool:
+    """Whether the mean is above a limit, and above zero by more than chance."""
+    if len(values) < _ENOUGH:
+        return False
+    mean = float(values.mean())
+    is_sure = mean * mean * len(values) > _SURE * _SURE * float(values.var(ddof=1))
+    return is_sure and (abs(mean) if absolute else mean) > limit
