@@ -7,8 +7,9 @@ The first limit that is reached counts, and the kernel answers with SIGKILL and 
     limit                                        of                what is left
     the host                                     all processes     MemAvailable of /proc/meminfo
     each control group above this process        its processes     limit - use + what the kernel can take back
-    what SLURM granted, if no group limits it    those of the job  grant - what this process holds
     `ulimit -v`                                  one process       limit - its address space
+
+Control groups are those of version 2.
 
 The use of a control group counts the page cache of files that its processes have read. The kernel takes that back
 before it ends a process. It takes inactive pages at once. It takes active pages, too, but then they are read again and
@@ -21,16 +22,15 @@ is.
 Note [Whom the kernel ended]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A process that the kernel ends because memory has run out says nothing. The kernel counts it before it sends the signal:
-in the process's own control group, in version 2 also in those above, and for the host. So after a death, the count has
+in the process's own control group, in those above, and for the host. So after a death, the count has
 risen. A count of the own group is about this job. A count further up or of the host may be that of another program.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -38,42 +38,11 @@ from typing import NamedTuple
 #: The folder of ``proc`` and ``sys``.
 ROOT = Path("/")
 
-_UNLIMITED = 2**60  # version 1 writes a number a little below 2**63
+_UNLIMITED = 2**60
 _RAISE_GROUP = (
     "raise that limit (SLURM: --mem=..., Docker: --memory=..., Kubernetes: resources.limits.memory, systemd: "
     "MemoryMax=...)"
 )
-
-
-class _GroupFiles(NamedTuple):
-    """Names of the files of a control group."""
-
-    limits: tuple[str, ...]
-    use: str
-    inactive: str  # these two in memory.stat
-    active: str
-    kills: str
-
-
-#: By the controller of the group, which has no name in version 2.
-_GROUP_FILES = {
-    "": _GroupFiles(
-        ("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file", "memory.events"
-    ),
-    "memory": _GroupFiles(
-        ("memory.limit_in_bytes",),
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-        "total_active_file",
-        "memory.oom_control",
-    ),
-}
-#: Variables with MiB that SLURM granted, and what to multiply them by.
-_GRANTS = {
-    "SLURM_MEM_PER_NODE": "",
-    "SLURM_MEM_PER_CPU": "SLURM_CPUS_ON_NODE",
-    "SLURM_MEM_PER_GPU": "SLURM_GPUS_ON_NODE",
-}
 
 
 @dataclass(frozen=True)
@@ -96,23 +65,20 @@ class Room:
 class _Group(NamedTuple):
     """A control group that may limit the memory of this process."""
 
-    files: _GroupFiles
     folder: Path
     name: str
     is_own: bool
 
 
-def rooms(root: Path | None = None, environment: Mapping[str, str] = os.environ) -> list[Room]:
+def rooms(root: Path | None = None) -> list[Room]:
     """What is left below every limit of this process, none where it is no Linux; see Note [What limits memory].
 
     Args:
         root: The folder of ``proc`` and ``sys``.
-        environment: Environment variables.
     """
     root = root or ROOT
     of_groups = [room for group in _control_groups(root) if (room := _room_of_group(group)) is not None]
-    granted = [] if of_groups else list(_rooms_of_slurm(root, environment))
-    return [*_rooms_of_host(root), *of_groups, *granted, *_rooms_of_process(root)]
+    return [*_rooms_of_host(root), *of_groups, *_rooms_of_process(root)]
 
 
 def available(processes: int = 1) -> int:
@@ -176,7 +142,7 @@ class Kills:
 def _kills(root: Path) -> Iterator[tuple[tuple[str, bool], int]]:
     """Name and whether it is this process's own group, and processes ended in it; the host last."""
     for group in reversed(list(_control_groups(root))):
-        if (count := _fields(group.folder / group.files.kills).get("oom_kill")) is not None:
+        if (count := _fields(group.folder / "memory.events").get("oom_kill")) is not None:
             yield (group.name, group.is_own), count
     if (count := _fields(root / "proc/vmstat").get("oom_kill")) is not None:
         yield ("this host", False), count
@@ -190,28 +156,16 @@ def _rooms_of_host(root: Path) -> Iterator[Room]:
 
 
 def _room_of_group(group: _Group) -> Room | None:
-    files, folder = group.files, group.folder
-    limits = [(size, name) for name in files.limits if (size := _number(folder / name)) is not None]
-    used = _number(folder / files.use)
-    if not limits or used is None or min(limits)[0] >= _UNLIMITED:
+    sizes = {name: _number(group.folder / name) for name in ("memory.max", "memory.high")}
+    limits = [(size, name) for name, size in sizes.items() if size is not None]
+    used = _number(group.folder / "memory.current")
+    if not limits or used is None:
         return None
     limit, name = min(limits)
-    stat = _fields(folder / "memory.stat")
-    reclaimable = stat.get(files.inactive, 0) + stat.get(files.active, 0) // 2
+    stat = _fields(group.folder / "memory.stat")
+    reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0) // 2
     free = min(max(limit - used + reclaimable, 0), limit)
     return Room(free, f"{group.name} allows {gib(limit)} GiB ({name})", _RAISE_GROUP)
-
-
-def _rooms_of_slurm(root: Path, environment: Mapping[str, str]) -> Iterator[Room]:
-    if "SLURM_PROCID" not in environment:  # as in the shell of `salloc`, on a host outside the job
-        return
-    held = _pages(root)[1]
-    for name, times in _GRANTS.items():
-        with contextlib.suppress(KeyError, ValueError):
-            granted = int(environment[name]) * (int(environment[times]) if times else 1) * 2**20
-            if granted:  # 0 is all that the host has
-                limit = f"SLURM granted {gib(granted)} GiB on this host ({name})"
-                yield Room(max(granted - held, 0), limit, "ask for more (--mem=...)")
 
 
 def _rooms_of_process(root: Path) -> Iterator[Room]:
@@ -220,14 +174,9 @@ def _rooms_of_process(root: Path) -> Iterator[Room]:
             words = line.split()
             if words[:3] == ["Max", "address", "space"] and words[3] != "unlimited":
                 limit = f"the process's own limit is {gib(int(words[3]))} GiB of address space (RLIMIT_AS)"
-                free = max(int(words[3]) - _pages(root)[0], 0)
+                used = int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                free = max(int(words[3]) - used, 0)
                 yield Room(free, limit, "raise it (`ulimit -v unlimited`)", is_shared=False)
-
-
-def _pages(root: Path) -> tuple[int, int]:
-    """Bytes of this process's address space, and those of them in memory."""
-    space, resident = (root / "proc/self/statm").read_text().split()[:2]
-    return int(space) * resource.getpagesize(), int(resident) * resource.getpagesize()
 
 
 def _number(path: Path) -> int | None:
@@ -249,32 +198,20 @@ def _fields(path: Path) -> dict[str, int]:
 
 def _control_groups(root: Path) -> Iterator[_Group]:
     """Every control group that may limit the memory of this process, as far as mounted; from the top down."""
-    own: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            own |= dict.fromkeys(controllers.split(","), path)
-    for controller, top, mount in _group_mounts(root):
-        if controller not in own:
-            continue
-        files, parts = _GROUP_FILES[controller], _below(own[controller], top)
-        for depth in range(len(parts) + 1):
-            folder = mount.joinpath(*parts[:depth])
-            name = f"control group /{'/'.join(parts[:depth])}"
-            yield _Group(files, folder, name, is_own=depth == len(parts))
+        lines = (line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines())
+        own = [path for number, _, path in lines if number == "0"]
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        for mount, _, system in (line.partition(" - ") for line in mounts if own):
+            if system.split()[0] == "cgroup2":
+                top, place = mount.split()[3:5]
+                yield from _groups_below(root / place.lstrip("/"), _below(own[0], top))
 
 
-def _group_mounts(root: Path) -> Iterator[tuple[str, str, Path]]:
-    """Controller, uppermost group and place of every mounted tree of control groups that limits memory."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/mountinfo").read_text().splitlines():
-            mount, _, system = line.partition(" - ")
-            top, place = mount.split()[3:5]
-            kind, *_, options = system.split()
-            if kind == "cgroup2":
-                yield "", top, root / place.lstrip("/")
-            elif kind == "cgroup" and "memory" in options.split(","):
-                yield "memory", top, root / place.lstrip("/")
+def _groups_below(folder: Path, parts: tuple[str, ...]) -> Iterator[_Group]:
+    for depth in range(len(parts) + 1):
+        name = f"control group /{'/'.join(parts[:depth])}"
+        yield _Group(folder.joinpath(*parts[:depth]), name, is_own=depth == len(parts))
 
 
 def _below(path: str, top: str) -> tuple[str, ...]:

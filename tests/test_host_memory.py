@@ -11,9 +11,6 @@ import pytest
 from lightning_odc import host_memory
 from lightning_odc.host_memory import Kills, Room, rooms
 
-MIB = 2**20
-V1_UNLIMITED = 9223372036854771712
-V1_MOUNT = "32 31 0:29 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
 V2_MOUNT = "41 31 0:38 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
 
 #: By case: /proc/self/cgroup, mounts, {group: (limit, used, reclaimable)}, and what is left of a host's 64 KiB.
@@ -30,21 +27,9 @@ GROUPS: dict[str, tuple[str, list[str], dict[str, tuple[Any, int, int]], int]] =
     "v2, outside of its namespace": ("0::/../job", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
     "v2, no limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": ("max", 5000, 0)}, 65536),
     "v2, over its limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 9500, 0)}, 0),
-    "v1, a group above": (
-        "4:cpu,memory:/job/step\n1:name=systemd:/",
-        [V1_MOUNT.format(top="/")],
-        {"": (V1_UNLIMITED, 9000, 0), "job": (9000, 5000, 1000), "job/step": (V1_UNLIMITED, 5000, 0)},
-        5000,
-    ),
-    "v1, only the container's group is mounted": (
-        "4:memory:/docker/abc",
-        [V1_MOUNT.format(top="/docker/abc")],
-        {"": (9000, 5000, 0)},
-        4000,
-    ),
-    "v1 beside v2": (
-        "4:memory:/job\n0::/job",
-        ["39 31 0:37 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw", V1_MOUNT.format(top="/")],
+    "beside version 1": (
+        "4:memory:/other\n0::/job",
+        ["32 31 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory", V2_MOUNT.format(top="/")],
         {"job": (9000, 5000, 0)},
         4000,
     ),
@@ -83,19 +68,15 @@ def group(folder: Path, stat: str = "", **numbers: Any) -> None:
         (folder / f"memory.{name}").write_text(f"{number}\n")
 
 
-def least(root: Path, **environment: str) -> Room:
-    return min(rooms(root, environment), key=lambda room: room.size)
+def least(root: Path) -> Room:
+    return min(rooms(root), key=lambda room: room.size)
 
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_what_is_left_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case):
     own, mounts, groups, left = GROUPS[case]
-    is_v1 = "memory" in own
-    top = tmp_path / "sys/fs/cgroup" / ("memory" if is_v1 else "")
-    names = ("limit_in_bytes", "usage_in_bytes") if is_v1 else ("max", "current")
-    for name, (*numbers, reclaimable) in groups.items():
-        mine = f"inactive_file {0 if is_v1 else reclaimable}\ntotal_inactive_file {reclaimable}\n"
-        group(top / name, mine, **dict(zip(names, numbers, strict=True)))
+    for name, (limit, used, reclaimable) in groups.items():
+        group(tmp_path / "sys/fs/cgroup" / name, f"inactive_file {reclaimable}\n", max=limit, current=used)
     room = least(tree(tmp_path, own, mounts))
     assert room.size == left
     assert ("control group /" in room.limit) == (left != 65536)
@@ -132,29 +113,6 @@ def test_the_address_space_of_a_process_is_its_own(tmp_path, monkeypatch):
     assert host_memory.available(4) == 64 * 1024 // 4, "they share the host"
     assert host_memory.shortage("two workers", 10 * page, "use none", each=5 * page) == ""
     assert "RLIMIT_AS" in host_memory.shortage("two workers", 10 * page, "use none", each=6 * page)
-
-
-GRANT = {"SLURM_PROCID": "0", "SLURM_MEM_PER_NODE": "9"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "left"),
-    [
-        (GRANT, 8),
-        ({**GRANT, "SLURM_MEM_PER_NODE": "0"}, 64),
-        ({"SLURM_MEM_PER_NODE": "9"}, 64),  # in the shell of `salloc`
-        ({"SLURM_PROCID": "0", "SLURM_MEM_PER_CPU": "3", "SLURM_CPUS_ON_NODE": "4"}, 11),
-        ({"SLURM_PROCID": "0", "SLURM_MEM_PER_GPU": "6", "SLURM_GPUS_ON_NODE": "2"}, 11),
-        ({**GRANT, "SLURM_MEM_PER_NODE": "9G"}, 64),
-    ],
-)
-def test_what_slurm_granted_where_no_group_limits_it(tmp_path, environment, left):
-    root = tree(tmp_path, pages=(0, MIB // resource.getpagesize()), available_kib=64 * 1024, **V2)
-    room = least(root, **environment)
-    assert room.size == left * MIB
-    assert ("SLURM granted" in room.limit) == (left != 64)
-    group(tmp_path / "sys/fs/cgroup/job", max=60 * MIB, current=0)
-    assert least(root, **environment).size == 60 * MIB, "the kernel's word counts"
 
 
 def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_do(tmp_path, monkeypatch):
@@ -210,12 +168,3 @@ def test_kills_of_the_own_group_are_known_and_others_are_likely(tmp_path):
     count_kill(files["own"], 4)
     assert "ended 1 process of control group /job/task since this run began: it ran out of" in kills.verdict()
     assert "Kubernetes: resources.limits.memory" in kills.verdict()
-
-
-def test_kills_in_version_1(tmp_path):
-    root = tree(tmp_path, "4:memory:/job", [V1_MOUNT.format(top="/")])
-    path = tmp_path / "sys/fs/cgroup/memory/job/memory.oom_control"
-    count_kill(path, 0)
-    kills = Kills(root)
-    count_kill(path, 1)
-    assert "ended 1 process of control group /job since this run began: it ran out" in kills.verdict()

@@ -1,20 +1,14 @@
-"""A cache of lengths on disk: one file for each data set, in a separate folder.
-
-Other users may be able to write to a cache directory. So a file is used only if it belongs to the current user, only
-that user may write to it, and its checksum, which covers the key, is right. It holds raw integers, never pickle.
-If anything does not fit, lengths are computed again with a warning, never an error.
-"""
+"""A cache of lengths on disk: one file for each data set. What does not fit is computed again, with a warning."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
@@ -24,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_odc import files
 from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.files import write_whole
 
 LengthArray = npt.NDArray[np.int64]
 
@@ -33,11 +27,9 @@ ENVIRONMENT_VARIABLE = "LIGHTNING_ODC_CACHE"
 #: Lengths that took less time are not worth a file.
 WORTH_SECONDS = 0.5
 
-_PATIENCE_S = 1800.0
-_VERSION = 1
+_VERSION = 2
 _SAMPLED = 64
 _DEPTH = 6
-_DIGEST_BYTES = 32
 
 
 def remembered(
@@ -46,9 +38,7 @@ def remembered(
     compute: Callable[[], LengthArray],
     directory: str | Path | Literal[False] | None = None,
 ) -> LengthArray:
-    """The ``count`` lengths under ``key``. If there are none, one process computes them and others wait for it.
-
-    What took at least :data:`WORTH_SECONDS` to compute is remembered.
+    """The ``count`` lengths under ``key``; computed if there are none, and kept if that took :data:`WORTH_SECONDS`.
 
     Args:
         key: Hexadecimal text.
@@ -61,70 +51,40 @@ def remembered(
     folder = cache_folder(directory)
     if folder is None:
         return compute()
-    path = folder / key / f"{key}.lengths"
-    with ExitStack() as stack:
+    path = folder / f"{key}.npy"
+    if (known := _read(path, count)) is not None:
+        return known
+    begin = time.monotonic()
+    found = compute()
+    if time.monotonic() - begin >= WORTH_SECONDS:
+        content = io.BytesIO()
+        np.save(content, found)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            _check_own(path.parent)
-            stack.callback(_remove_empty, path.parent)
-            stack.enter_context(files.one_at_a_time(path.parent, _PATIENCE_S))
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content.getvalue())  # processes that start together write the same
         except OSError as problem:
             _warn(path, f"{problem}; nothing is remembered")
-            return compute()
-        found = _read(path, key, count)
-        if found is None:
-            begin = time.monotonic()
-            found = compute()
-            if time.monotonic() - begin >= WORTH_SECONDS:
-                _write(path, key, found)
-        return found
+    return found
 
 
-def _read(path: Path, key: str, count: int) -> LengthArray | None:
+def _read(path: Path, count: int) -> LengthArray | None:
+    """The lengths in a file; ``None`` if there are none. Nothing is unpickled."""
     try:
-        content = files.read_regular(path, own=True)
-    except FileNotFoundError:
+        with path.open("rb") as file:
+            found = np.lib.format.read_array(file, allow_pickle=False)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as problem:
+    except Exception as problem:  # numpy raises many kinds, by what is in it
         _warn(path, f"{problem}; it is written again")
         return None
-    body = content[_DIGEST_BYTES:]
-    numbers, rest = divmod(len(body), 8 * count) if count else (1, len(body))  # of each sample
-    if content[:_DIGEST_BYTES] != _digest(key, body) or rest or not numbers:
-        _warn(path, "its content is damaged or belongs to another data set; it is written again")
+    if found.dtype != np.int64 or found.shape[:1] != (count,):
+        _warn(path, "it belongs to another data set; it is written again")
         return None
-    values = np.frombuffer(body, dtype="<i8").astype(np.int64)
-    return values if numbers == 1 else values.reshape(count, numbers)
-
-
-def _write(path: Path, key: str, values: LengthArray) -> None:
-    body = values.astype("<i8").tobytes()
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)  # a process before this one may have removed it, empty
-        files.write_whole(path, _digest(key, body) + body)
-    except OSError as problem:
-        _warn(path, f"{problem}; nothing is remembered")
-
-
-def _check_own(folder: Path) -> None:
-    """Refuse a folder in which others could hold the lock, and keep this process waiting."""
-    info = folder.lstat()
-    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OSError(f"{folder} belongs to another user, or others may write to it")
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # it holds the lengths
-        folder.rmdir()
-
-
-def _digest(key: str, body: bytes) -> bytes:
-    return hashlib.sha256(key.encode() + body).digest()
+    return found
 
 
 def _warn(path: Path, problem: str) -> None:
-    warnings.warn(f"Cache of sample lengths, {path}: {problem}.", stacklevel=2)
+    warnings.warn(f"Cache of sample lengths, {path}: {problem}.", stacklevel=3)
 
 
 def cache_folder(directory: str | Path | Literal[False] | None) -> Path | None:
@@ -153,21 +113,17 @@ def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
         dataset: A map-style data set with at least one sample.
         length_of: The length of a sample.
     """
+    # The first, the last, and some between that follow no period.
+    some = np.random.default_rng(len(dataset)).integers(0, len(dataset), _SAMPLED)
     facts = {
         "version": _VERSION,
         "class": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
         "samples": len(dataset),
         "fingerprint": str(getattr(dataset, "_fingerprint", "")),
         "measured by": _function(length_of),
-        "seen": [_look(dataset, index, length_of) for index in _spread(len(dataset))],
+        "seen": [_look(dataset, index, length_of) for index in sorted({0, len(dataset) - 1, *some.tolist()})],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _spread(count: int) -> list[int]:
-    """Sorted indices: the first, the last, and some between that follow no period."""
-    some = np.random.default_rng(count).integers(0, count, _SAMPLED)
-    return sorted({0, count - 1, *some.tolist()})
 
 
 def _look(dataset: Any, index: int, length_of: Callable[[Any], Any]) -> list[Any]:

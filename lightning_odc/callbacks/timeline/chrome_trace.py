@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, merge
 from lightning_odc.engine.tracing import Span
-from lightning_odc.files import read_regular
 
 
 class TimelineFiles:
@@ -58,7 +58,8 @@ class TimelineFiles:
 
     def remove_rank(self, rank: int) -> None:
         """Remove a rank's file, of whatever run."""
-        files.remove(self._path(rank))
+        with suppress(OSError):  # it may be gone already
+            self._path(rank).unlink()
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"timeline-rank{rank}.json"
@@ -68,7 +69,7 @@ class TimelineFiles:
         timelines = []
         for rank in range(self._world_size):
             try:
-                timeline = decode(files.read_regular(self._path(rank)))
+                timeline = decode(self._path(rank).read_bytes())
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # not there, or not written by this class
             if timeline.run == self._run and [one.rank for one in timeline.ranks] == [rank]:
@@ -179,7 +180,7 @@ def load_timeline(path: str | Path) -> Timeline:
         OSError: the file cannot be read.
         ValueError: it was written by something else.
     """
-    return decode(read_regular(Path(path)))
+    return decode(Path(path).read_bytes())
 
 
 def remarks(timeline: Timeline) -> list[str]:
