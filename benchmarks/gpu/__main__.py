@@ -3,74 +3,64 @@
 Prints tables; ``make`` also writes them to ``docs/data``, from where the documentation takes them. Where there are
 fewer GPUs than ranks, ranks share one, and the tables say so: then a "peer" is the same memory, and bandwidths say what
 the transport itself costs, not what a link between GPUs can do.
+
+Every part prints its tables when it ends, and writes all results so far. So a part that fails, or a time limit, costs
+only what was not measured yet. What tells most about a single GPU comes first.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure import MIB, measure
-from benchmarks.gpu.report import bench_tables, machine, write
-from benchmarks.gpu.sweep import beside_a_product, sweep
-from lightning_odc.bench.processes import run_ranks
+from benchmarks.gpu.host_time import SHAPES, compare
+from benchmarks.gpu.measure import measure
+from benchmarks.gpu.report import TABLES, bench_tables, machine, summarize, write
+from benchmarks.gpu.sweep import sweep_kernel
+from lightning_odc.bench.processes import RankFailedError, run_ranks
 
 
-def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """One entry of the results: fractions by size, and the profile of rank 0."""
-    sizes = [
-        {
-            "mib": entry["mib"],
-            **{
-                how: fractions(entry, [rank["primitives"][index] for rank in by_rank], how)
-                for how in ("alone", "together")
-                if how in entry
-            },
-        }
-        for index, entry in enumerate(by_rank[0]["primitives"])
-    ]
-    return {
-        "ranks": world_size,
-        "shared GPU": by_rank[0]["shared GPU"],
-        "sizes": sizes,
-        "reading": by_rank[0]["reading"],
-        "waits": by_rank[0]["waits"],
-        "seconds": [rank["primitives"] for rank in by_rank],
-    }
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks.gpu``; returns the exit code, 1 if a part failed."""
+    options = _options(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("There is no CUDA device here, so there is nothing to measure.")
+    results: dict[str, Any] = {"machine": machine(), "finished": False, "failed": {}}
+    results |= {kind: [] for kind in TABLES}
+
+    def keep() -> None:
+        if options.json:
+            write(options.json, results, bench_tables(results))
+
+    for name, kind, job in _parts(options):
+        print(f"\n== {name}", flush=True)
+        try:
+            found = job()
+        except (Exception, SystemExit) as error:  # the other parts may still succeed
+            results["failed"][name] = " ".join(str(error).split())
+            print(f"failed: {error}{_details(error)}", flush=True)
+        else:
+            results[kind].append(found)
+            print(TABLES[kind](found), flush=True)
+        keep()
+    results["finished"] = True
+    keep()
+    return 1 if results["failed"] else 0
 
 
-def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) -> dict[str, float]:
-    """What is compared with the targets, from the slowest rank of each job; bytes are those of the sums, in fp32.
-
-    Args:
-        entry: Entry of one size and any rank.
-        by_rank: the entries of all ranks for that size.
-        how: ``"together"`` or ``"alone"``.
-    """
-    slowest = {name: max(one[how][name] for one in by_rank) for name in entry[how]}
-    size, world = entry["mib"] * MIB, len(by_rank)
-    memory = 2 * size / slowest["copy"]  # bytes read and written per second
-    plain = slowest.get("copy over the link", slowest["copy"])
-    return {
-        "read GiB/s": size / slowest["read from a peer"] / 2**30,
-        "plain copy GiB/s": size / plain / 2**30,
-        "read / plain copy": plain / slowest["read from a peer"],
-        "add GiB/s": size / slowest["add to a peer"] / 2**30,
-        "add / add in place": slowest["add in place"] / slowest["add to a peer"],
-        "add bf16 / add bf16 in place": slowest["add bf16 in place"] / slowest["add bf16 to a peer"],
-        "add bf16 to all GiB/s": world * size / slowest["add bf16 to all"] / 2**30,
-        # The kernel reads the values, and reads and writes the accumulator.
-        "kernel / roofline": 3 * size / slowest["add to own"] / memory,
-    }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m benchmarks.gpu``."""
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0]
+    )
+    kinds = list(TABLES)
+    parser.add_argument(
+        "--parts", metavar="PART", nargs="+", choices=kinds, default=kinds, help=f"of {', '.join(kinds)}"
     )
     parser.add_argument("--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes")
     parser.add_argument(
@@ -79,43 +69,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write results here, and tables beside it"
     )
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("There is no CUDA device here, so there is nothing to measure.")
-    results: dict[str, Any] = {"machine": machine(), "finished": False, "runs": []}
-
-    def keep() -> None:
-        """Write results after every part, so that an early end keeps them."""
-        if options.json:
-            write(options.json, results, bench_tables(results))
-
-    for ranks in options.ranks:
-        results["runs"].append(summarize(ranks, run_ranks(measure, ranks, options.mib)))
-        keep()
-    results["sweep"] = run_ranks(sweep_kernel, 1)[0]
-    results["finished"] = True
-    keep()
-    print(bench_tables(results))
+    return parser.parse_args(arguments)
 
 
-def sweep_kernel(*_: int) -> dict[str, Any]:
-    """The kernel alone and beside a matrix product, on the first GPU."""
-    try:
-        from lightning_odc.engine.transports import kernels
-    except ImportError as error:
-        return {"missing": str(error)}
+def _parts(options: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Name, kind and job of every part that was asked for."""
+    if "sweep" in options.parts:
+        yield "sweep of the kernel", "sweep", lambda: run_ranks(sweep_kernel, 1)[0]
+    if "host" in options.parts:
+        for shape in SHAPES:
+            yield f"host time, {shape.name}", "host", partial(compare, shape)
+    if "transport" in options.parts:
+        for ranks in options.ranks:
+            yield f"transport, {ranks} ranks", "transport", partial(_transport, ranks, options.mib)
 
-    def launch(programs: int, block: int) -> kernels.Launch:
-        return kernels.Launch(programs, block, kernels.DEFAULT_LAUNCH.warps)
 
-    torch.cuda.set_device(0)
-    default = kernels.DEFAULT_LAUNCH
-    return {
-        "default": {"programs": default.programs, "block": default.block},
-        "alone": sweep(kernels.add_rows, launch),
-        "beside": beside_a_product(kernels.add_rows, launch, default.block),
-    }
+def _transport(ranks: int, mib: list[int]) -> dict[str, Any]:
+    return summarize(ranks, run_ranks(measure, ranks, mib))
+
+
+def _details(error: BaseException) -> str:
+    """The traceback of the rank that failed, if there is one."""
+    cause = error.__context__
+    return f"\n{cause.details}" if isinstance(cause, RankFailedError) else ""
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

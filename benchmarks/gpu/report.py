@@ -52,6 +52,54 @@ def write(file: Path, result: dict[str, Any], text: str) -> None:
     file.with_suffix(".md").write_text(text + "\n")
 
 
+def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """One entry of the results: fractions by size, and the profile of rank 0."""
+    sizes = [
+        {
+            "mib": entry["mib"],
+            **{
+                how: fractions(entry, [rank["primitives"][index] for rank in by_rank], how)
+                for how in ("alone", "together")
+                if how in entry
+            },
+        }
+        for index, entry in enumerate(by_rank[0]["primitives"])
+    ]
+    return {
+        "ranks": world_size,
+        "shared GPU": by_rank[0]["shared GPU"],
+        "sizes": sizes,
+        "reading": by_rank[0]["reading"],
+        "waits": by_rank[0]["waits"],
+        "seconds": [rank["primitives"] for rank in by_rank],
+    }
+
+
+def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) -> dict[str, float]:
+    """What is compared with the targets, from the slowest rank of each job; bytes are those of the sums, in fp32.
+
+    Args:
+        entry: Entry of one size and any rank.
+        by_rank: the entries of all ranks for that size.
+        how: ``"together"`` or ``"alone"``.
+    """
+    slowest = {name: max(one[how][name] for one in by_rank) for name in entry[how]}
+    size, world = entry["mib"] * 2**20, len(by_rank)
+    memory = 2 * size / slowest["copy"]  # bytes read and written per second
+    plain = slowest.get("copy over the link", slowest["copy"])
+    return {
+        "read GiB/s": size / slowest["read from a peer"] / 2**30,
+        "plain copy GiB/s": size / plain / 2**30,
+        "read / plain copy": plain / slowest["read from a peer"],
+        "add GiB/s": size / slowest["add to a peer"] / 2**30,
+        "add / add in place": slowest["add in place"] / slowest["add to a peer"],
+        "add bf16 / add bf16 in place": slowest["add bf16 in place"] / slowest["add bf16 to a peer"],
+        "add bf16 to all GiB/s": world * size / slowest["add bf16 to all"] / 2**30,
+        # The kernel reads the values, and reads and writes the accumulator.
+        "kernel / roofline": 3 * size / slowest["add to own"] / memory,
+    }
+
+
 def test_summary(result: dict[str, Any]) -> str:
     """How many tests passed on which machine, and which did not."""
     tests = result["tests"]
@@ -70,20 +118,23 @@ def test_summary(result: dict[str, Any]) -> str:
 
 
 def bench_tables(results: dict[str, Any]) -> str:
-    """Bandwidths beside those of plain operations, what reading does, how often the host waits, the kernel's sweep."""
+    """All tables of a benchmark, in the order in which its parts ran."""
     parts = [f"{_line(results['machine'])}."]
     if not results["finished"]:
         parts.append("The run was ended before everything was measured.")
-    for run in results["runs"]:
-        parts += [_SHARED if run["shared GPU"] else _LINKED, _size_table(run), _profile_lines(run)]
-    if "sweep" in results:
-        parts += _sweep_tables(results["sweep"])
+    parts += [f"Not measured, {name}: {reason}." for name, reason in results["failed"].items()]
+    parts += [table(entry) for kind, table in TABLES.items() for entry in results[kind]]
     return "\n\n".join(parts)
 
 
 def _line(machine: dict[str, Any]) -> str:
     devices = ", ".join(f"{count} x {name}" for name, count in Counter(machine["devices"]).items())
     return f"{devices}, torch {machine['torch']}, CUDA {machine['cuda']}, {machine['date']}"
+
+
+def run_tables(run: dict[str, Any]) -> str:
+    """Bandwidths beside those of plain operations, what reading does, and how often the host waits."""
+    return "\n\n".join([_SHARED if run["shared GPU"] else _LINKED, _size_table(run), _profile_lines(run)])
 
 
 def _size_table(run: dict[str, Any]) -> str:
@@ -110,9 +161,10 @@ def _profile_lines(run: dict[str, Any]) -> str:
     )
 
 
-def _sweep_tables(sweep: dict[str, Any]) -> list[str]:
+def sweep_tables(sweep: dict[str, Any]) -> str:
+    """The kernel's sweep: alone, and beside a matrix product."""
     if "missing" in sweep:
-        return [f"The kernel was not swept: {sweep['missing']}."]
+        return f"The kernel was not swept: {sweep['missing']}."
     alone, default = sweep["alone"], sweep["default"]
     blocks = sorted({entry["block"] for entry in alone})
     rows = []
@@ -135,14 +187,50 @@ def _sweep_tables(sweep: dict[str, Any]) -> list[str]:
         ]
         for entry in sweep["beside"]
     ]
-    return [
+    parts = [
         "The adding kernel on one GPU, to accumulators in its own memory (default: "
         f"{default['programs']} programs, block {default['block']}):",
         markdown(heads, rows),
         "And on a stream of high priority beside a product of two bf16 matrices of 8192 x 8192:",
         markdown(["programs", "GB/s alone", "product ms", "beside additions ms", "slower"], beside),
     ]
+    return "\n\n".join(parts)
 
 
 def _programs(count: int) -> str:
     return "one per block" if count >= 2**30 else str(count)
+
+
+def host_tables(entry: dict[str, Any]) -> str:
+    """What the host spends per unit, one row per way to move parameters and gradients."""
+    shape = entry["shape"]
+    text = (
+        f"Host time, {shape['name']}: {shape['layers']} layers of width {shape['width']}, microbatches of "
+        f"{shape['batch']} x {shape['length']} tokens, bf16; medians of {entry['rounds']} rounds [95 % interval]. The "
+        "host was the limit where both times per microbatch are alike."
+    )
+    if entry["device"] == "cpu":
+        text += " A rehearsal on CPU ranks: gloo takes the place of NCCL, and times include all computation."
+    heads = [
+        "per unit and microbatch",
+        "ranks",
+        "host",
+        "of it gather and accumulate or reduce",
+        "more at the end of a minibatch",
+        "host per microbatch",
+        "until the device is done",
+    ]
+    return f"{text}\n\n{markdown(heads, [_host_row(row, len(heads)) for row in entry['rows']])}"
+
+
+def _host_row(row: dict[str, Any], columns: int) -> list[str]:
+    named = [row["way"], str(row["world"])]
+    if "missing" in row:
+        return [*named, f"not measured: {row['missing']}", *[""] * (columns - 3)]
+    micro, milli = "{1:.1f} us [{0:.1f}, {2:.1f}]", "{1:.2f} ms [{0:.2f}, {2:.2f}]"
+    forms = {"host us": micro, "comm us": micro, "minibatch us": micro, "host ms": milli, "device ms": milli}
+    return [*named, *(form.format(*row[name]) for name, form in forms.items())]
+
+
+#: What makes the tables of an entry, by the kind of the part that measured it, in the order of parts.
+TABLES = {"sweep": sweep_tables, "host": host_tables, "transport": run_tables}

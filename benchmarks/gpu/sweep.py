@@ -163,3 +163,22 @@ def beside_a_product(
             }
         )
     return found
+
+
+def sweep_kernel(*_: int) -> dict[str, Any]:
+    """The kernel alone and beside a matrix product, on the first GPU."""
+    try:
+        from lightning_odc.engine.transports import kernels
+    except ImportError as error:
+        return {"missing": str(error)}
+
+    def launch(programs: int, block: int) -> kernels.Launch:
+        return kernels.Launch(programs, block, kernels.DEFAULT_LAUNCH.warps)
+
+    torch.cuda.set_device(0)
+    default = kernels.DEFAULT_LAUNCH
+    return {
+        "default": {"programs": default.programs, "block": default.block},
+        "alone": sweep(kernels.add_rows, launch),
+        "beside": beside_a_product(kernels.add_rows, launch, default.block),
+    }

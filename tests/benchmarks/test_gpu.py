@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import fractions, main, summarize
+from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu.measure import MIB, host_waits, synchronizing_calls, time_primitives
-from benchmarks.gpu.report import bench_tables, write
+from benchmarks.gpu.report import bench_tables, fractions, summarize, write
 from benchmarks.gpu.sweep import ALL, BLOCKS, OWNERS, sweep
 from lightning_odc.engine.transports.base import Transport
 from tests.engine.transports.test_contract import in_threads
@@ -156,7 +156,8 @@ def _bench(**changes: Any) -> dict[str, Any]:
         "waits": WAITS,
         **changes,
     }
-    return {"machine": MACHINE, "finished": True, "runs": [summarize(2, [rank, rank])]}
+    empty: dict[str, Any] = {"machine": MACHINE, "finished": True, "failed": {}, "sweep": [], "host": []}
+    return {**empty, "transport": [summarize(2, [rank, rank])]}
 
 
 def test_what_was_measured_as_text(tmp_path):
@@ -203,17 +204,17 @@ def test_the_sweep_as_text():
         }
     ]
     swept = {"default": {"programs": 32, "block": 4096}, "alone": alone, "beside": beside}
-    text = bench_tables({**_bench(), "sweep": swept})
+    text = bench_tables({**_bench(), "sweep": [swept]})
     assert "(default: 32 programs, block 4096)" in text
     assert "| bfloat16 | 8 | 1032 | 4104 | 2000 |" in text
     assert "| bfloat16 | one per block |" in text
     assert "| 8 | 300 | 2.00 | 2.10 | +5.0% |" in text
     assert "The kernel was not swept: No module" in bench_tables(
-        {**_bench(), "sweep": {"missing": "No module"}}
+        {**_bench(), "sweep": [{"missing": "No module"}]}
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="no CUDA device"):
-        main([])
+        benchmark.main([])

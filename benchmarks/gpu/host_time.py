@@ -1,0 +1,441 @@
+"""What the host spends per unit and microbatch: on demand, beside ``fully_shard`` in several settings.
+
+A device computes only as fast as its host asks it to. So the Python of the engine limits the speed of small units, and
+one GPU is enough to measure it. A microbatch is timed from its forward pass until ``backward()`` returns, with no wait
+for the device; gathers, accumulates and reduce-scatters in it are timed once more by themselves. A second time ends
+when the device is idle. Where both are alike, the host was the limit.
+
+NCCL refuses two ranks on one GPU, and in a world of one ``fully_shard`` communicates nothing. So a single GPU shows
+``fully_shard`` from three sides: alone; with collectives that do nothing, of torch's fake process group; and with
+collectives that NCCL does with this rank alone. Several GPUs show it over NCCL, and with the gathers by copy engine
+that torch has since 2.13: these two are the baselines of a speed claim.
+
+All settings take turns, each in processes of its own. Where on-demand ranks share a device, they take turns, too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from lightning_odc._compat import comms_of
+from lightning_odc.bench.devices import Placement, place
+from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.results import median_interval
+from lightning_odc.engine.collective import process_group_rendezvous, single_process
+from lightning_odc.engine.comm import all_gather, reduce_scatter, set_comms
+from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.transports.choice import make_transport
+from lightning_odc.sharding.wrapping import mesh_for, shard_model
+
+ROUNDS, MICROBATCHES = 15, 4
+SECONDS = 60.0  # the longest a round may take; in the first one, which is not counted, models are made
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transformer and its microbatch.
+
+    Attributes:
+        name: What tables call it.
+        layers: The number of layers; each is a unit.
+        width: The width of the model.
+        batch: Sequences in a microbatch.
+        length: Tokens in a sequence.
+    """
+
+    name: str
+    layers: int
+    width: int
+    batch: int
+    length: int
+
+    def model(self, device: torch.device) -> nn.Module:
+        """Layers of 12 parameters each, and a norm, which is the root unit."""
+        with device:
+            layers = [
+                nn.TransformerEncoderLayer(
+                    self.width,
+                    max(self.width // 128, 1),
+                    4 * self.width,
+                    0.0,
+                    batch_first=True,
+                    norm_first=True,
+                )
+                for _ in range(self.layers)
+            ]
+            return nn.Sequential(*layers, nn.LayerNorm(self.width))
+
+
+SHAPES = (Shape("tiny layers", 24, 64, 1, 8), Shape("1 billion parameters", 20, 2048, 4, 128))
+
+
+class Way(StrEnum):
+    """A way to move parameters and gradients."""
+
+    ON_DEMAND = "on demand"
+    KEPT = "on demand, units stay gathered"
+    ALONE = "`fully_shard`, one rank: communicates nothing"
+    FAKE = "`fully_shard`, fake group: collectives do nothing"
+    SELF = "`fully_shard`, collectives over NCCL with itself"
+    STOCK = "`fully_shard` over NCCL"
+    COPY_ENGINE = "`fully_shard` over NCCL, gathers by copy engine"
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether our engine moves them."""
+        return self in (Way.ON_DEMAND, Way.KEPT)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run one shape.
+
+    Attributes:
+        way: The way.
+        shape: The model and its microbatch.
+        placement: The devices of its processes.
+        world: The number of ranks among which units are sharded, which a fake group only claims to have.
+    """
+
+    way: Way
+    shape: Shape
+    placement: Placement
+    world: int
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether one rank runs at a time. Ranks of collectives wait for each other, so they cannot."""
+        return self.way.is_on_demand and self.placement.gpus < self.placement.ranks
+
+    def why_not(self) -> str:
+        """Why it cannot be measured on this machine; empty if it can."""
+        if self.way is Way.COPY_ENGINE and not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+            return f"needs torch 2.13 or newer, this is {torch.__version__}"
+        if self.way is Way.COPY_ENGINE and not self.placement.gpus:
+            return "needs GPUs"
+        if self.way in (Way.STOCK, Way.COPY_ENGINE) and self.placement.shares:
+            return "needs two GPUs: NCCL refuses ranks that share one"
+        return ""
+
+    def start(self) -> Ranks:
+        """Its processes."""
+        backend = self.placement.backend if self.way in (Way.ALONE, Way.STOCK, Way.COPY_ENGINE) else "gloo"
+        return Ranks(self.placement.ranks, [__name__], partial(_prepare, self), backend)
+
+
+def settings(shape: Shape, device: str = "cuda") -> list[Setting]:
+    """All settings for this machine; some of them have a reason why they cannot run here.
+
+    Args:
+        shape: The model and its microbatch.
+        device: ``"cuda"``, or ``"cpu"`` for a rehearsal, in which gloo takes the place of NCCL.
+    """
+    several = place(device, max(torch.cuda.device_count() if device == "cuda" else 0, 2))
+    one = place(device, 1)
+    single = (Way.ALONE, Way.FAKE, Way.SELF)
+    return [
+        Setting(way, shape, one if way in single else several, 1 if way is Way.ALONE else several.ranks)
+        for way in Way
+    ]
+
+
+def compare(shape: Shape, device: str = "cuda") -> dict[str, Any]:
+    """One entry of the results: medians of all settings, or why one has none. Settings take turns in every round.
+
+    Args:
+        shape: The model and its microbatch.
+        device: ``"cuda"``, or ``"cpu"`` for a rehearsal.
+    """
+    everything = settings(shape, device)
+    missing = {setting: reason for setting in everything if (reason := setting.why_not())}
+    with ExitStack() as stack:
+        running = {s: stack.enter_context(s.start()) for s in everything if s not in missing}
+        rounds = [_round(number, running, missing) for number in range(ROUNDS + 1)]
+        for setting, ranks in running.items():
+            with suppress(RankFailedError):  # all of it is measured
+                _call(ranks, finish, setting)
+    rows = [
+        _row(setting, [one[setting] for one in rounds[1:] if setting in one], missing.get(setting, ""))
+        for setting in everything
+    ]
+    return {"shape": asdict(shape), "device": device, "rounds": ROUNDS, "rows": rows}
+
+
+def _round(
+    number: int, running: dict[Setting, Ranks], missing: dict[Setting, str]
+) -> dict[Setting, dict[str, float]]:
+    """The times of every setting, in another order in every round. One that fails leaves ``running``."""
+    begin = number % max(len(running), 1)
+    found = {}
+    for setting in [*running][begin:] + [*running][:begin]:
+        try:
+            found[setting] = _call(running[setting], time_block, setting)
+        except RankFailedError as error:
+            print(f"{setting.way}: {error}\n{error.details}", file=sys.stderr, flush=True)
+            missing[setting] = str(error)
+            running.pop(setting).kill()
+    return found
+
+
+def _call(ranks: Ranks, function: Callable[..., Any], setting: Setting) -> dict[str, float]:
+    """The means over the ranks of what they return. Ranks that take too long are ended."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        for pid in ranks.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    timer = threading.Timer(SECONDS, end)
+    timer.start()
+    try:
+        by_rank: list[dict[str, float]] = ranks.call(function, setting)
+    except RankFailedError as error:
+        reason = f"no answer within {SECONDS:.0f} s" if late.is_set() else str(error)
+        raise RankFailedError(reason, error.details) from error
+    finally:
+        timer.cancel()
+    return {name: statistics.fmean(one[name] for one in by_rank) for name in by_rank[0]}
+
+
+def _row(setting: Setting, rounds: list[dict[str, float]], missing: str) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "way": str(setting.way),
+        "processes": setting.placement.ranks,
+        "world": setting.world,
+    }
+    if missing:
+        return {**row, "missing": missing}
+    medians = {name: median_interval([times[name] for times in rounds]) for name in rounds[0]}
+    return {**row, **medians}
+
+
+# -- on the ranks ---------------------------------------------------------------------------------------------
+
+
+def _prepare(setting: Setting, rank: int) -> None:
+    """Before the process group is made."""
+    setting.placement.enter(rank)
+    if setting.way is Way.COPY_ENGINE:
+        os.environ["NCCL_CTA_POLICY"] = "2"  # no multiprocessor works for NCCL where a copy engine can
+
+
+def time_block(rank: int, world_size: int, setting: Setting) -> dict[str, float]:
+    """What one minibatch of some microbatches took on this rank.
+
+    Returns:
+        ``"host us"``, ``"comm us"``, ``"calls"``: per unit and microbatch, until the host was done, of which in calls
+        that communicate, and the number of these calls; ``"minibatch us"``: per unit, for what the engine does at the
+        end of the minibatch; ``"host ms"``, ``"device ms"``: per microbatch, until the host and the device were done.
+    """
+    subject = _subject(setting, rank)
+    for turn in range(world_size if setting.takes_turns else 1):
+        subject.meet(None)
+        if not setting.takes_turns or turn == rank:
+            times = subject.run()
+    subject.meet(None)
+    return {**times, "minibatch us": subject.end_minibatch()}
+
+
+def finish(rank: int, _: int, setting: Setting) -> dict[str, float]:
+    """Close what `time_block` has opened; returns nothing."""
+    _subject(setting, rank).close()
+    return {}
+
+
+@cache
+def _subject(setting: Setting, rank: int) -> Subject:
+    """What this process times in every round."""
+    return Subject(setting, rank)
+
+
+class Subject:
+    """A sharded model and a microbatch for it, in one process of a setting.
+
+    Attributes:
+        meet: Waits for the other processes of the setting.
+
+    Args:
+        setting: The setting.
+        rank: The rank of this process.
+    """
+
+    def __init__(self, setting: Setting, rank: int) -> None:
+        way, shape, world = setting.way, setting.shape, setting.world
+        self._device = setting.placement.devices[rank]
+        alone = _pretend(setting) if way in (Way.FAKE, Way.SELF) else None
+        single = setting.placement.ranks == 1
+        self.meet = single_process if single else process_group_rendezvous(dist.group.WORLD)
+        self._model = shape.model(self._device)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        units = ModuleWrapPolicy({nn.TransformerEncoderLayer})
+        mesh = mesh_for(self._device.type, world)
+        shard_model(self._model, mesh, wrap_policy=units, mixed_precision=policy)
+        if way is Way.COPY_ENGINE:
+            for module in _units(self._model):
+                module.set_symm_mem_for_comm()
+        self._engine = (
+            _attached(setting, rank, self.meet, self._model, self._device) if way.is_on_demand else None
+        )
+        self._clock = Clock()
+        for module in _units(self._model):
+            comms = comms_of(module)
+            assert comms is not None
+            if alone is not None:
+                comms = WithItself(comms[0], all_gather, alone), WithItself(comms[1], reduce_scatter, alone)
+            set_comms([module], Timed(comms[0], self._clock), Timed(comms[1], self._clock))
+        self._batch = torch.randn(shape.batch, shape.length, shape.width, device=self._device)
+        self._parts = len(_units(self._model)) * MICROBATCHES
+
+    def run(self) -> dict[str, float]:
+        """Run the microbatches of a minibatch; returns times, as `time_block` names them."""
+        self._synchronize()
+        self._clock.seconds, self._clock.calls = 0.0, 0
+        begin = time.perf_counter()
+        for index in range(MICROBATCHES):
+            loss = self._model(self._batch).float().square().mean()
+            with self._backward(more=index + 1 < MICROBATCHES):
+                loss.backward()
+        host = time.perf_counter() - begin
+        self._synchronize()
+        device = time.perf_counter() - begin
+        return {
+            "host us": 1e6 * host / self._parts,
+            "comm us": 1e6 * self._clock.seconds / self._parts,
+            "calls": self._clock.calls / self._parts,
+            "host ms": 1e3 * host / MICROBATCHES,
+            "device ms": 1e3 * device / MICROBATCHES,
+        }
+
+    @contextmanager
+    def _backward(self, more: bool) -> Iterator[None]:
+        if self._engine is not None:
+            self._engine.ledger.add(1.0)
+        with nullcontext() if self._engine is None else self._engine.backward(more=more):
+            yield
+
+    def end_minibatch(self) -> float:
+        """Throw the gradients away; returns the microseconds per unit of settling and publishing."""
+        begin = time.perf_counter()
+        if self._engine is not None:
+            assert self._engine.traffic.reads, "the one-sided path was not taken"
+            self._engine.settle([])
+        settled = time.perf_counter()
+        self._model.zero_grad()
+        emptied = time.perf_counter()
+        if self._engine is not None:
+            self._engine.publish()
+        seconds = time.perf_counter() - emptied + settled - begin
+        return 1e6 * seconds / len(_units(self._model))
+
+    def close(self) -> None:
+        """Give the windows back."""
+        if self._engine is not None:
+            self._engine.exchange("end", None)
+            self._engine.close()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _pretend(setting: Setting) -> Any:
+    """Replace the process group by a fake one; returns a real one of this process alone, or ``None``."""
+    # Whoever imports this can make a group of the backend "fake". It has no public name.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    store = FakeStore() if setting.way is Way.FAKE else dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=0, world_size=setting.world)
+    if setting.way is Way.FAKE:
+        return None
+    backend = "nccl" if setting.placement.gpus else "gloo"
+    return dist.new_group([0], backend=backend, use_local_synchronization=True)
+
+
+def _attached(
+    setting: Setting, rank: int, meet: Callable[[Any], list[Any]], model: nn.Module, device: torch.device
+) -> OnDemandEngine:
+    budget = 2**62 if setting.way is Way.KEPT else 0
+    engine = OnDemandEngine(
+        lambda: make_transport(device, rank, setting.world, meet, dist.group.WORLD),
+        meet,
+        timeout=SECONDS,
+        keeping=Keeping(budget, HostMemory(setting.world)),
+    )
+    engine.attach(model)
+    return engine
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+class Clock:
+    """Adds up seconds and calls."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+
+class Timed:
+    """A comm object whose calls are timed.
+
+    Args:
+        comm: The comm object.
+        clock: Where the times go.
+    """
+
+    def __init__(self, comm: Any, clock: Clock) -> None:
+        self.allocate = comm.allocate  # copy engines need memory of their own
+        self._comm, self._clock = comm, clock
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the comm object."""
+        begin = time.perf_counter()
+        try:
+            return self._comm(*args, **kwargs)
+        finally:
+            self._clock.seconds += time.perf_counter() - begin
+            self._clock.calls += 1
+
+
+class WithItself:
+    """A comm object for a fake group, whose collectives a real group of one rank does, with this rank's part.
+
+    Args:
+        comm: The comm object of ``fully_shard``.
+        collective: The collective.
+        group: The real group.
+    """
+
+    def __init__(self, comm: Any, collective: Callable[..., Any], group: Any) -> None:
+        self.allocate = comm.allocate
+        self._collective, self._group = collective, group
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False, **options: Any
+    ) -> Any:
+        """Call the collective."""
+        numel = min(output_tensor.numel(), input_tensor.numel())
+        own, given = output_tensor.view(-1)[:numel], input_tensor.view(-1)[:numel]
+        return self._collective(own, given, group=self._group, async_op=async_op, **options)
