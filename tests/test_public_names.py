@@ -85,7 +85,7 @@ MODULES = {
 FORM = ("--json", "--quiet")
 COMMANDS = {
     "": {"--version"},
-    "doctor": {"--checkpoint", "--devices", "--module", *FORM},
+    "doctor": {*FORM},
     "advise": {
         *(
             "--device",

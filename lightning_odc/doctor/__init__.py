@@ -1,1 +1,1 @@
-"""``lightning-odc doctor``: can this machine run the strategy, what would it choose for a model, and what refuse."""
+"""``lightning-odc doctor``: can this machine run the strategy, and if not, what to do."""

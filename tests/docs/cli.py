@@ -14,7 +14,7 @@ ADVICE = PAGE.parent / "data" / "advise.txt"
 
 COMMANDS = {
     "": "All commands",
-    "doctor": "Checking a machine and a model",
+    "doctor": "Checking a machine",
     "advise": "Predicting the gain",
     "demo": "The demo",
 }

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_odc import cli
 from lightning_odc.doctor import checks, command_line, machine
-from lightning_odc.doctor.finding import Finding, summary
+from lightning_odc.doctor.checks import Finding, summary
 from lightning_odc.doctor.machine import KERNEL_PROBES, NETWORK_PROBES, Machine
 from lightning_odc.engine.transports.device import DeviceFacts
 from lightning_odc.host_memory import Room
@@ -214,5 +214,5 @@ def test_where_the_package_cannot_be_imported_the_doctor_still_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "look", lambda: replace(WHOLE, import_trouble="ImportError: libcudart.so"))
-    assert cli.main(["doctor", "--module", "train.py:Model"]) == 1
+    assert cli.main(["doctor"]) == 1
     assert "libcudart.so" in capsys.readouterr().out
