@@ -38,21 +38,6 @@ PACKAGES = {
         *("plan_minibatch", "plan_window", "quadratic", "regroup", "resolve_cost", "stream_plans", "tokens"),
         *("transformer", "with_speeds"),
     },
-    "lightning_odc.simulate": {
-        *(
-            "CAUSES",
-            "COMMUNICATIONS",
-            "DEVICES",
-            "PRECISIONS",
-            "SHARDINGS",
-            "Cluster",
-            "Device",
-            "Memory",
-            "Model",
-        ),
-        *("Plans", "Simulation", "Unbalanced", "Unit", "Work", "memory_of", "plan_work", "simulate"),
-        *("simulate_work", "this_cpu", "work_of"),
-    },
     "lightning_odc.callbacks": {
         *("DeviceIdleMonitor", "FiniteCheck", "RankTimeline", "Timeline", "TimelineRecorder"),
         *("draw_timelines", "load_timeline"),
@@ -96,7 +81,7 @@ COMMANDS = {
             "--minibatch-size",
             "--model",
         ),
-        *("--nodes", "--picture", "--seed", "--tokenizer", *FORM),
+        *("--nodes", "--seed", "--tokenizer", *FORM),
     },
     "demo": {
         *("--communication", "--devices", "--equal-lengths", "--hidden-size", "--layers", "--max-length"),

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulate import measured, paper, prediction, scaling
+from benchmarks.simulate import Cluster, Model, measured, paper, plan_work, prediction, scaling, simulate_work
 from benchmarks.tables import Column, Table, write_into
 from lightning_odc.bench.lengths import draw
 from lightning_odc.files import write_whole
-from lightning_odc.simulate import Cluster, Model, plan_work, simulate_work
 
 PARTS = ("measured", "bytes", "paper", "scaling", "speed")
 PAGES = tuple(
@@ -35,7 +34,7 @@ def speed() -> Table:
     cluster = Cluster.of("A100", 1000, 8)
     model = Model.from_config(paper.CONFIGS["1.5b"], cluster.device)
     lengths = draw("longalign", 100_000)
-    for policy in ("local_sort", "lb_micro", "lb_mini", "steal"):
+    for policy in ("local_sort", "lb_micro", "lb_mini"):
         begin = time.perf_counter()
         work = plan_work(lengths, model, cluster, minibatch_size=4, policy=policy, minibatches=100)
         middle = time.perf_counter()

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.simulate.devices import Device, find_device
 from lightning_odc.balance.arrays import Floats, check_count
-from lightning_odc.simulate.calibration import this_cpu
-from lightning_odc.simulate.devices import Device, find_device
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,6 @@ class Cluster:
         devices: How many there are.
         devices_per_node: How many share a node; ``None``: all.
         slowness: How many times as long each takes: one number, or one per device.
-        jitter: Spread of the time of each microbatch: sigma of a lognormal distribution whose mean is 1.
-        seed: Seed of the jitter.
 
     Raises:
         ValueError: a value out of range.
@@ -37,8 +34,6 @@ class Cluster:
     devices: int
     devices_per_node: int | None = None
     slowness: Sequence[float] | float = 1.0
-    jitter: float = 0.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         check_count("devices", self.devices)
@@ -54,10 +49,6 @@ class Cluster:
                 f"slowness must be one positive number, or one per device, got {self.slowness!r} for {self.devices} "
                 "devices: slowness=[1.0] * 7 + [1.5]."
             )
-        if not 0 <= self.jitter < 5:
-            raise ValueError(
-                f"jitter={self.jitter} must be from 0 to 5, the sigma of a lognormal: jitter=0.1."
-            )
 
     @classmethod
     def of(
@@ -66,7 +57,7 @@ class Cluster:
         """A cluster of a preset.
 
         Args:
-            device: A name of `DEVICES` in any case, ``"cpu"`` (this processor, which is measured), or a `Device`.
+            device: A name of `DEVICES` in any case, or a `Device`.
             devices: How many there are.
             devices_per_node: How many share a node; by default all.
             others: Fields of `Cluster` or `Device`, for example ``network=12.5e9``.
@@ -75,9 +66,7 @@ class Cluster:
             ValueError: an unknown device or field, or a value out of range. The message lists what is accepted.
         """
         if isinstance(device, str):
-            check_count("devices", devices)
-            is_cpu = device.lower() == "cpu"
-            device = this_cpu(devices_per_node or devices) if is_cpu else find_device(device)
+            device = find_device(device)
         return cls(device, devices, devices_per_node).but(**others)
 
     def but(self, **others: Any) -> Cluster:
@@ -109,9 +98,3 @@ class Cluster:
     def factors(self) -> Floats:
         """``[devices]`` how many times as long each takes."""
         return np.broadcast_to(np.asarray(self.slowness, dtype=np.float64), (self.devices,))
-
-    def jitters(self, shape: tuple[int, ...]) -> Floats:
-        """Random factors of this shape, the same ones whenever they are asked for; 1 on average."""
-        normal = np.random.default_rng(self.seed).standard_normal(shape)
-        drawn: Floats = np.exp(self.jitter * normal - self.jitter**2 / 2)
-        return drawn

@@ -100,7 +100,7 @@ def find_device(name: str) -> Device:
     known = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() not in known:
         raise ValueError(
-            f"device {name!r} is unknown: write one of {', '.join(map(repr, DEVICES))} or 'cpu', or give its numbers: "
+            f"device {name!r} is unknown: write one of {', '.join(map(repr, DEVICES))}, or give its numbers: "
             "Device('B200', flops=9e14, memory=1.8e11, memory_bandwidth=8e12, link=9e11, network=5e10)."
         )
     return known[name.lower()]

@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.hybrid import copies, primitives
 from benchmarks.hybrid.replicas import lengths_of
+from benchmarks.simulate import Cluster, Device, Model, Simulation, Unit, Work, simulate_work, work_of
 from benchmarks.simulate.prediction import FREE, Prediction, gloo, read
+from benchmarks.simulate.transfers import Transfers
 from lightning_odc import BalancedDataLoader
 from lightning_odc.balance import PolynomialCost
-from lightning_odc.simulate import Cluster, Device, Model, Simulation, Unit, Work, simulate_work, work_of
-from lightning_odc.simulate.transfers import Transfers
 
 
 def hosts_predictions() -> list[Prediction]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_odc.simulate.cluster import Cluster
-from lightning_odc.simulate.model import Model
+from benchmarks.simulate.cluster import Cluster
+from benchmarks.simulate.model import Model
 
 _KEPT_SHARE = 0.9  # of what is left, as on GPUs
 _UNITS_IN_USE = 2  # the one that computes, and the next one

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from lightning_odc.balance.arrays import as_lengths, check_choice, check_count
-from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, quadratic
-from lightning_odc.balance.learnt import features, fit_near
+from benchmarks.simulate.devices import Device
+from lightning_odc.balance.arrays import check_choice
+from lightning_odc.balance.costs import MICROBATCH, Cost
 from lightning_odc.balance.transformer import TransformerShape, shape_of, transformer
-from lightning_odc.simulate.devices import Device
 
 PRECISIONS = {"32-true": (4, 4), "bf16-mixed": (4, 2), "16-mixed": (4, 2), "bf16-true": (2, 2)}
 """Bytes of a parameter and of what computes and is published."""
@@ -21,7 +16,6 @@ PRECISIONS = {"32-true": (4, 4), "bf16-mixed": (4, 2), "16-mixed": (4, 2), "bf16
 _OPTIMIZER_STATES = 2  # Adam
 _RECOMPUTED = 4 / 3  # with activation checkpointing, the forward pass runs twice
 _FP32 = 4
-_PULL = 1e-6  # what little draws a fit to the usual shape, where measurements leave it open
 
 
 @dataclass(frozen=True)
@@ -119,41 +113,6 @@ class Model:
             forward=1 / 4 if checkpointing else 1 / 3,
         )
 
-    @classmethod
-    def from_measurements(
-        cls,
-        pairs: Iterable[tuple[Any, float]],
-        parameters: float,
-        layers: int = 1,
-        *,
-        precision: str = "bf16-mixed",
-        activation_bytes: float = 0.0,
-        dense: bool = False,
-    ) -> Model:
-        """A model whose microbatches were measured; fitted by least squares.
-
-        Args:
-            pairs: A length, or the lengths of all samples of a microbatch; and its seconds, forward and backward.
-            parameters: How many.
-            layers: The number of units, all alike.
-            precision: See `from_config`.
-            activation_bytes: Bytes of activations per token.
-            dense: See `from_config`.
-
-        Raises:
-            ValueError: no pairs, or values out of range.
-        """
-        check_choice("precision", precision, tuple(PRECISIONS))
-        units = (Unit(parameters / check_count("layers", layers), 1 / layers, layers),)
-        parameter, compute = PRECISIONS[precision]
-        return cls(
-            _fitted(list(pairs), dense),
-            units,
-            *(compute, compute),
-            parameter_bytes=parameter,
-            activation_bytes=activation_bytes,
-        )
-
     @property
     def parameters(self) -> float:
         """The number of parameters."""
@@ -190,25 +149,3 @@ def _activation_bytes(shape: TransformerShape, width: int, checkpointing: bool) 
     )
     kept = shape.layers * width * shape.hidden + layer if checkpointing else shape.layers * layer
     return float(kept + shape.vocabulary * (width + 2 * _FP32))
-
-
-def _fitted(pairs: list[tuple[Any, float]], dense: bool) -> PolynomialCost:
-    """Seconds by least squares in relative errors, no coefficient negative; what pairs leave open is as usual.
-
-    For example, ``[(1000, 2.0), (2000, 4.0)]`` takes 2 ms per token. One pair alone tells no shape: then the terms have
-    the ratio of the default cost, `CROSSOVER`.
-    """
-    if not pairs or not all(0 < seconds < math.inf for _, seconds in pairs):
-        raise ValueError(
-            "measurements are pairs of a length, or of the lengths in a microbatch, and positive seconds: "
-            "from_measurements([(1024, 0.11), (4096, 0.62)], parameters=1e8)."
-        )
-    usual, unit = quadratic(), features(as_lengths([1]), dense)  # of one token
-    near = np.array([usual.quadratic, usual.linear, 0.0]) / unit
-    rows = np.array([features(as_lengths(np.atleast_1d(sizes)), dense) / seconds for sizes, seconds in pairs])
-    products, targets = rows.T @ rows, rows.sum(0)
-    scale = (targets @ near) / (near @ products @ near)
-    square, linear, constant = (
-        fit_near(products, targets, _PULL * products.diagonal(), scale * near) * unit
-    ).tolist()
-    return PolynomialCost(square, linear, constant, dense)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulate import Device
 from benchmarks.tables import Column, Table
-from lightning_odc.simulate import Device
 
 DATA = Path("docs/data")
 INF = float("inf")

@@ -13,15 +13,15 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from benchmarks.simulate import Cluster, Model, Simulation, Work, plan_work, simulate_work
 from benchmarks.simulate.paper import CONFIGS
+from benchmarks.simulate.steps import collisions
+from benchmarks.simulate.transfers import RECORD_BYTES, Transfers
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import Planner
 from lightning_odc.bench.lengths import draw
 from lightning_odc.callbacks.timeline.palette import LINES
 from lightning_odc.files import write_whole
-from lightning_odc.simulate import Cluster, Model, Simulation, Work, plan_work, simulate_work
-from lightning_odc.simulate.steps import collisions
-from lightning_odc.simulate.transfers import RECORD_BYTES, Transfers
 
 LONGEST = (65_536, 8192)
 DEVICES = (8, 16, 64, 256, 1024, 4096, 16_384)

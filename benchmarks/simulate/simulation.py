@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.simulate.memory import Memory
 from lightning_odc.balance.arrays import Floats
-from lightning_odc.simulate.memory import Memory
 
 CAUSES = (
     *("compute", "padding", "longest_sample", "imbalance", "waits"),
@@ -36,7 +36,6 @@ class Simulation:
         communication: What was simulated.
         policy: What was simulated.
         sharding: What was simulated.
-        stolen: Microbatches that another device ran than the planned one.
     """
 
     seconds: Floats
@@ -50,7 +49,6 @@ class Simulation:
     communication: str
     policy: str
     sharding: str
-    stolen: int = 0
 
     @property
     def total_seconds(self) -> float:

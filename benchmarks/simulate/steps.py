@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.simulate.model import Model
+from benchmarks.simulate.transfers import Transfers
 from lightning_odc.balance.arrays import Bools, Floats
-from lightning_odc.simulate.model import Model
-from lightning_odc.simulate.transfers import Transfers
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_odc.simulate.cluster import Cluster
-from lightning_odc.simulate.model import Model, Unit
+from benchmarks.simulate.cluster import Cluster
+from benchmarks.simulate.model import Model, Unit
 
 RECORD_BYTES = 256
 """Of a rank at the meeting: weights, counts and some logged values, as JSON."""

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from benchmarks.simulate.cluster import Cluster
+from benchmarks.simulate.model import Model
 from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import Terms, terms_of, with_speeds
+from lightning_odc.balance.costs import Terms, terms_of
 from lightning_odc.balance.epochs import epoch_order
 from lightning_odc.balance.planner import POLICIES, Planner
-from lightning_odc.simulate.cluster import Cluster
-from lightning_odc.simulate.model import Model
 
 
 class Plans(Protocol):
@@ -24,6 +24,28 @@ class Plans(Protocol):
 
     def plan(self, lengths: Any) -> Plan:
         """The plan of one minibatch; see `Planner.plan`."""
+
+
+@dataclass(frozen=True)
+class Unbalanced:
+    """An ordinary ``DataLoader``: rank ``r`` takes samples ``r``, ``r + num_ranks``, ... in the order they come.
+
+    Attributes:
+        num_ranks: How many ranks share a minibatch.
+        together: Samples of a microbatch: the ``batch_size`` of the loader.
+    """
+
+    num_ranks: int
+    together: int = 1
+
+    def plan(self, lengths: Any) -> Plan:
+        """The plan of one minibatch; ranks end with empty microbatches where samples do not suffice for all."""
+        plan: Plan = []
+        for rank in range(self.num_ranks):
+            own = np.arange(rank, len(lengths), self.num_ranks).tolist()
+            plan.append([own[i : i + self.together] for i in range(0, len(own), self.together)])
+        most = max(map(len, plan))
+        return [microbatches + [[] for _ in range(most - len(microbatches))] for microbatches in plan]
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,6 @@ def plan_work(
     shuffle: bool = True,
     seed: int = 0,
     starts: int = 0,
-    knows_slowness: bool = False,
 ) -> Work:
     """Plan minibatches with the package's planner.
 
@@ -88,7 +109,6 @@ def plan_work(
         shuffle: Whether samples come in the order of `epoch_order`.
         seed: Seed of that order.
         starts: How hard the planner searches; see `Planner`.
-        knows_slowness: Whether plans are made for how slow each device is, as by a fitted cost.
 
     Raises:
         ValueError: lengths, sizes or a policy that cannot be planned. The message shows the right line.
@@ -103,8 +123,7 @@ def plan_work(
     plans: Plans
     if isinstance(policy, str):
         check_choice("policy", policy, POLICIES)
-        cost = with_speeds(model.cost, (1 / cluster.factors).tolist()) if knows_slowness else model.cost
-        made: Any = {"max_tokens": max_tokens, "policy": policy, "cost": cost}
+        made: Any = {"max_tokens": max_tokens, "policy": policy, "cost": model.cost}
         plans = Planner(
             cluster.devices, **made, allow_empty=True, starts=starts, collation=collation
         ).capped_for(array)

@@ -1,6 +1,6 @@
-"""Predict, before training, the gain of on-demand communication and balancing for lengths, a model and a cluster.
+"""Say, before training, what on-demand communication and balancing would gain for lengths, a model and devices.
 
-`advise` answers from lengths alone, by way of `lightning_odc.simulate`. What it needs is imported when it is called.
+`advise` answers from lengths alone, by way of `lightning_odc.data.gain`. What it needs is imported when it is called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def advise(
     tokenizer: str | None = None,
     seed: int = 0,
 ) -> Advice:
-    """Predict what every way to communicate and to balance would bring, and say which one to use. Nothing is trained.
+    """Plan with and without balancing, and say what it would bring and which ``Trainer`` to write. Nothing is trained.
 
     Args:
         lengths: Tokens of the samples, ``[n]``; or a ``DataLoader``; or the name of a distribution (``"longalign"``), a
@@ -38,8 +38,8 @@ def advise(
         model: A Hugging Face configuration, object, mapping or path; a module that has one; a name such as ``"7b"`` or
             ``"gpt2"``; or a number of parameters.
         devices: Devices of all nodes together; by default those of the trainer, else 8.
-        device: ``"A100"``, ``"H100"``, ``"H200"``, ``"MI300X"``, ``"cpu"`` (this machine's processor), or a
-            `lightning_odc.simulate.Cluster`; by default that of the trainer, else ``"H100"``.
+        device: ``"A100"``, ``"H100"``, ``"H200"``, ``"MI300X"`` or ``"cpu"`` (this machine), for its memory; by default
+            that of the trainer, else ``"H100"``.
         nodes: The number of nodes.
         minibatch_size: Samples per device and optimizer step; by default those of the loader, else 4.
         max_tokens: Most tokens of a microbatch; by default those of the longest sample.
@@ -51,8 +51,7 @@ def advise(
 
     Returns:
         The advice; ``print`` it. ``advice.line`` is the ``Trainer`` to write, below the import that it needs.
-        ``advice.helps``: whether on-demand communication gains anything. ``advice.as_dict()`` has all figures,
-        ``advice.save("advice.svg")`` draws them.
+        ``advice.helps``: whether on-demand communication gains anything. ``advice.as_dict()`` has all figures.
 
     Raises:
         ValueError: Invalid lengths, model, device or sizes. The message lists what is accepted.
@@ -62,24 +61,17 @@ def advise(
         >>> advice.helps
         True
     """
-    from lightning_odc.advisor.answer import answer
-    from lightning_odc.advisor.question import Sizes, ask
+    from lightning_odc.advisor.options import AdviseOptions
+    from lightning_odc.advisor.plans import Facts
+    from lightning_odc.advisor.question import ask
     from lightning_odc.advisor.report import Advice
     from lightning_odc.console import OptionError
 
     try:
-        question = ask(
-            lengths,
-            model,
-            Sizes(devices, nodes, minibatch_size, max_tokens),
-            device=device,
-            trainer=trainer,
-            length_fn=length_fn,
-            max_length=max_length,
-            tokenizer=tokenizer,
-            seed=seed,
+        options = AdviseOptions(
+            lengths, model, device, devices, nodes, minibatch_size, max_tokens, max_length, tokenizer, seed
         )
-        return Advice.of(answer(question))
+        return Advice(Facts.of(ask(options, trainer, length_fn)))
     except OptionError as error:  # it names options of the command line: "--max-length 0: use 1 or more"
         said = re.sub(r"--([a-z-]+)( ?)", lambda at: at[1].replace("-", "_") + "=" * len(at[2]), str(error))
         raise OptionError(said) from error

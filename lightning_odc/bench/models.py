@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterable
@@ -27,6 +26,7 @@ from transformers import (
 
 from lightning_odc.balance import PolynomialCost, transformer
 from lightning_odc.balance.costs import Cost, resolve_cost
+from lightning_odc.bench.configs import one_line, read_config
 from lightning_odc.bench.corpus import VOCABULARY
 from lightning_odc.bench.options import HEAD_SIZE
 from lightning_odc.console import OptionError
@@ -116,32 +116,23 @@ def _configuration(name: str, own: Iterable[str]) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(name)
     except Exception as error:
-        raise OptionError(f"--model {name}: it has no default configuration: {_one_line(error)}") from error
+        raise OptionError(f"--model {name}: it has no default configuration: {one_line(error)}") from error
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    try:
-        raw = json.loads(path.read_text())
-        kind = raw.pop("model_type")
-    except KeyError as error:
+    raw = read_config(path)
+    if "model_type" not in raw:
         raise OptionError(
             f'--model {path}: not a configuration that transformers knows: it has no "model_type"'
-        ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError) as error:
-        raise OptionError(f"--model {path}: not a configuration: {_one_line(error)}") from error
+        )
+    kind = raw.pop("model_type")
     # Every type checks its values in its own way, with exceptions of its own: bases of theirs are not public.
     try:
         return AutoConfig.for_model(kind, **raw)
     except Exception as error:
         raise OptionError(
-            f"--model {path}: not a configuration that transformers knows: {_one_line(error)}"
+            f"--model {path}: not a configuration that transformers knows: {one_line(error)}"
         ) from error
-
-
-def _one_line(error: Exception) -> str:
-    """The start of what an exception says, and its type where that is not much."""
-    text = " ".join(str(error).split())
-    return text[:160] if " " in text else f"{type(error).__name__}: {text}"
 
 
 def count_parameters(name: str, config: PretrainedConfig) -> int:
@@ -158,7 +149,7 @@ def count_parameters(name: str, config: PretrainedConfig) -> int:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # as in `_read_config`
-        raise OptionError(f"--model {name}: no model can be made of it: {_one_line(error)}") from error
+        raise OptionError(f"--model {name}: no model can be made of it: {one_line(error)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 

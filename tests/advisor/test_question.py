@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_odc import advise, cli
-from lightning_odc.advisor.existing import looked_at
-from lightning_odc.advisor.question import MODELS, Sizes, ask, config_of, lengths_of, model_of
+from lightning_odc.advisor.options import AdviseOptions
+from lightning_odc.advisor.question import ModelFacts, Place, _model, ask
+from lightning_odc.advisor.samples import inspect_loader, read_lengths
+from lightning_odc.bench.configs import PRESETS, config_of
 from lightning_odc.console import OptionError
-from lightning_odc.simulate import DEVICES, Cluster
 
 LENGTHS = [7, 4096, 80, 650] * 20
-A100 = Cluster.of("A100", 8)
+A100 = Place("A100", 8, 1, 80e9)
+
+
+def model_of(given: Any) -> ModelFacts:
+    return _model(given, A100)
 
 
 # -- lengths ----------------------------------------------------------------------------------------------------------
@@ -38,31 +43,34 @@ A100 = Cluster.of("A100", 8)
 )
 def test_files_of_lengths(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    lengths, source = lengths_of(tmp_path / name)
-    assert lengths.tolist() == [7, 4096, 80]
-    assert source.startswith(f"3 lengths from {name}")
-    assert ("4 bytes of text taken for a token" in source) == (name == "c.jsonl")
+    found = read_lengths(tmp_path / name)
+    assert found.lengths.tolist() == [7, 4096, 80]
+    assert found.source.startswith(f"3 lengths from {name}")
+    assert ("4 bytes of text taken for a token" in found.source) == (name == "c.jsonl")
 
 
 def test_an_array_and_a_file_of_numpy(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array(LENGTHS))
-    assert lengths_of(tmp_path / "a.npy")[0].tolist() == lengths_of(LENGTHS)[0].tolist() == LENGTHS
-    assert lengths_of(np.array([[7, 3], [9, 0]]))[0].tolist() == [7, 9], "the first number counts tokens"
+    for given in (tmp_path / "a.npy", LENGTHS):
+        assert read_lengths(given).lengths.tolist() == LENGTHS
+    assert read_lengths(np.array([[7, 3], [9, 0]])).lengths.tolist() == [7, 9], (
+        "the first number counts tokens"
+    )
 
 
 def test_texts_are_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n')
     monkeypatch.setattr(
-        "lightning_odc.advisor.question._tokenizer", lambda _: lambda text: {"input_ids": text.split()}
+        "lightning_odc.advisor.samples._tokenizer", lambda _: lambda text: {"input_ids": text.split()}
     )
-    lengths, source = lengths_of(tmp_path / "a.jsonl", tokenizer="some")
-    assert (lengths.tolist(), source) == ([3, 1], "2 lengths from a.jsonl, tokenized")
+    found = read_lengths(tmp_path / "a.jsonl", tokenizer="some")
+    assert (found.lengths.tolist(), found.source) == ([3, 1], "2 lengths from a.jsonl, tokenized")
 
 
 def test_a_named_distribution_shrinks() -> None:
-    lengths, source = lengths_of("longalign", max_length=1024)
-    assert lengths.max() <= 1024 < lengths_of("longalign")[0].max()
-    assert source.startswith("longalign")
+    found = read_lengths("longalign", max_length=1024)
+    assert found.lengths.max() <= 1024 < read_lengths("longalign").lengths.max()
+    assert found.source.startswith("longalign")
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -73,8 +81,8 @@ def test_a_named_distribution_shrinks() -> None:
     [("1.5b", 1.5), ("7B", 7.6), ("14b", 14.8), ("32b", 32.8), ("8b", 8.0), ("70b", 70.6)],
 )
 def test_presets_have_as_many_parameters_as_their_names_say(name: str, billions: float) -> None:
-    model, said = model_of(name, A100)
-    assert said == name.lower()
+    model = model_of(name)
+    assert model.name == name.lower()
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.2), "1.5b ties its embeddings"
 
 
@@ -82,23 +90,26 @@ def test_presets_have_as_many_parameters_as_their_names_say(name: str, billions:
     ("given", "parameters"), [("3e9", 3e9), ("350m", 350e6), (7e10, 7e10), (2**30, 2**30), ("2b", 2e9)]
 )
 def test_a_number_of_parameters_is_a_shape(given: Any, parameters: float) -> None:
-    assert model_of(given, A100)[0].parameters == pytest.approx(parameters, rel=0.15)
+    assert model_of(given).parameters == pytest.approx(parameters, rel=0.15)
 
 
 def test_configurations_from_files_objects_and_modules(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(dict(MODELS["1.5b"])))
-    expected = model_of("1.5b", A100)[0].parameters
-    for given in (tmp_path, str(tmp_path / "config.json"), dict(MODELS["1.5b"])):
-        assert model_of(given, A100)[0].parameters == expected
-    _, said = model_of(nn.Linear(1024, 1024), A100)
-    assert said == "Linear, taken for a decoder with its 1,049,600 parameters"
+    (tmp_path / "config.json").write_text(json.dumps(dict(PRESETS["1.5b"])))
+    expected = model_of("1.5b").parameters
+    for given in (tmp_path, str(tmp_path / "config.json"), dict(PRESETS["1.5b"])):
+        assert model_of(given).parameters == expected
+    module = nn.Linear(1024, 1024)
+    module.bias.requires_grad_(False)
+    found = model_of(module)
+    assert found.name == "Linear, a model without a Hugging Face config"
+    assert (found.parameters, found.trained) == (1_049_600, 1024**2)
 
 
 def test_a_type_of_transformers() -> None:
     pytest.importorskip("transformers")
     config, name = config_of("gpt2")
     assert (config.model_type, name) == ("gpt2", "gpt2")
-    assert model_of("gpt2", A100)[0].parameters == pytest.approx(124e6, rel=0.35)
+    assert model_of("gpt2").parameters == pytest.approx(124e6, rel=0.35)
 
 
 # -- an existing trainer and loader -----------------------------------------------------------------------------------
@@ -111,7 +122,7 @@ class Samples(list[Tensor]):
 def test_a_loader_says_how_long_its_samples_are_and_how_it_pads() -> None:
     samples = [torch.zeros(length) for length in LENGTHS]
     pad = lambda batch: torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)  # noqa: E731
-    loader = looked_at(DataLoader(samples, batch_size=4, collate_fn=pad), batches=2)
+    loader = inspect_loader(DataLoader(samples, batch_size=4, collate_fn=pad), batches=2)
     assert loader.lengths.tolist() == LENGTHS
     assert (loader.together, loader.minibatch_size, loader.collation.kind) == (4, 8, "padded")
     assert loader.source == "80 of the loader's 80 samples; the collate_fn pads to the longest sample"
@@ -120,18 +131,17 @@ def test_a_loader_says_how_long_its_samples_are_and_how_it_pads() -> None:
 def test_a_trainer_says_on_what_it_trains() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy="odc", accumulate_grad_batches=3, logger=False)
     loader = DataLoader([torch.zeros(length) for length in LENGTHS], batch_size=2, collate_fn=list)
-    question = ask(loader, "1.5b", Sizes(), trainer=trainer)
-    assert (question.cluster.devices, question.cluster.nodes) == (2, 1)
-    assert question.cluster.device.name.startswith("cpu")
-    assert (question.together, question.minibatch_size) == (2, 6)
-    named = ask(loader, "1.5b", Sizes(devices=16, nodes=2, minibatch_size=3), trainer=trainer, device="H200")
-    assert (named.cluster.devices, named.cluster.nodes, named.cluster.device) == (16, 2, DEVICES["H200"])
+    question = ask(AdviseOptions(loader, "1.5b"), trainer)
+    assert (question.place.devices, question.place.nodes, question.place.device) == (2, 1, "cpu")
+    assert (question.samples.together, question.minibatch_size) == (2, 6)
+    named = ask(AdviseOptions(loader, "1.5b", "h200", devices=16, nodes=2, minibatch_size=3), trainer)
+    assert named.place == Place("H200", 16, 2, 141e9)
     assert named.minibatch_size == 3
 
 
 def test_lengths_that_nothing_tells() -> None:
     with pytest.raises(ValueError, match=r"length_fn=lambda sample"):
-        ask(DataLoader([{"a": 1}] * 8, batch_size=2), "1.5b", Sizes())  # type: ignore[arg-type]
+        ask(AdviseOptions(DataLoader([{"a": 1}] * 8, batch_size=2), "1.5b"))  # type: ignore[arg-type]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -169,9 +179,8 @@ def test_lengths_that_nothing_tells() -> None:
             "--minibatch-size -2: use a whole number from 1",
         ),
         ("--lengths longalign --model 7b --max-tokens 100", "max_tokens"),
-        ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use 1 or more"),
-        ("--lengths longalign --model 7b --seed -1", "--seed -1: use 0 or more"),
-        ("--lengths longalign --model 7b --picture out.doc", "its ending says the format: .svg, .png, .pdf"),
+        ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use a whole number from 1 to"),
+        ("--lengths longalign --model 7b --seed -1", "--seed -1: use a whole number from 0 to"),
         ("--lengths longalign --model 7b --lenghts 3", "did you mean --lengths?"),
         ("--lengths longalign", "required: --model"),
     ],

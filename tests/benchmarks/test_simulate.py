@@ -12,11 +12,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks.hybrid import copies
+from benchmarks.simulate import Cluster, Model, Unit, hosts, measured, paper, scaling
 from benchmarks.simulate import __main__ as command
-from benchmarks.simulate import hosts, measured, paper, scaling
+from benchmarks.simulate.transfers import Transfers
 from lightning_odc.balance import PolynomialCost
-from lightning_odc.simulate import Cluster, Model, Unit
-from lightning_odc.simulate.transfers import Transfers
 
 
 def test_bytes_are_those_that_the_engine_counted(tmp_path: Path, capsys: Any) -> None:

@@ -15,7 +15,7 @@ ADVICE = PAGE.parent / "data" / "advise.txt"
 COMMANDS = {
     "": "All commands",
     "doctor": "Checking a machine",
-    "advise": "Predicting the gain",
+    "advise": "Planning the gain",
     "demo": "The demo",
 }
 MEASURES = {

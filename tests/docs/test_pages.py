@@ -108,7 +108,6 @@ def public_names() -> list[tuple[str, Any]]:
     for package in (
         "lightning_odc",
         "lightning_odc.balance",
-        "lightning_odc.simulate",
         "lightning_odc.callbacks",
         "lightning_odc.rl",
     ):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.simulate import Cluster, Device, Model, Unit
 from lightning_odc.balance import PolynomialCost
-from lightning_odc.simulate import Cluster, Device, Model, Unit
 
 INF = float("inf")
 FREE = Device(

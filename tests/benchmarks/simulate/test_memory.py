@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.simulate import Cluster, Memory, Model, Unit, memory_of
 from lightning_odc.balance import PolynomialCost
-from lightning_odc.simulate import Cluster, Memory, Model, Unit, memory_of
 
 BILLION = 1e9
 MODEL = Model(PolynomialCost(), (Unit(7 * BILLION, 1.0),), activation_bytes=1000.0)

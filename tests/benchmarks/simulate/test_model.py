@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.simulate import DEVICES, Model, Unit
 from lightning_odc.balance import PolynomialCost, transformer
-from lightning_odc.simulate import DEVICES, Model, Unit
 
 CONFIG = {
     "hidden_size": 8,
@@ -61,39 +61,12 @@ def test_precisions_have_their_bytes() -> None:
     assert widths == {"32-true": (4, 4, 4), "bf16-mixed": (4, 2, 2), "bf16-true": (2, 2, 2)}
 
 
-def test_measurements_are_fitted() -> None:
-    true = PolynomialCost(quadratic=3e-8, linear=2e-4, constant=0.01)
-    pairs = [
-        (s, float(true.samples(np.array([float(s)]))[0] + true.constant)) for s in (100, 800, 3000, 9000)
-    ]
-    cost: Any = Model.from_measurements(pairs, parameters=1e6, layers=4).cost
-    assert cost.quadratic == pytest.approx(true.quadratic, rel=1e-2)
-    assert cost.linear == pytest.approx(true.linear, rel=1e-2)
-    assert cost.constant == pytest.approx(true.constant, rel=1e-2)
-
-
-def test_one_measurement_tells_the_scale() -> None:
-    cost = Model.from_measurements([(4096, 2.0)], parameters=1e6).cost
-    assert cost.samples(np.array([4096.0]))[0] + cost.overhead == pytest.approx(2.0, rel=1e-3)
-    longer = cost.samples(np.array([8192.0]))[0]
-    assert 4.0 < longer < 8.0  # more than twice, since attention grows with the square
-
-
-def test_measured_microbatches_of_several_samples() -> None:
-    pairs = [([1000, 500], 1.5), ([2000], 2.0), ([300, 300, 300], 0.9)]
-    cost = Model.from_measurements(pairs, parameters=1e6).cost
-    assert cost.samples(np.array([1000.0]))[0] == pytest.approx(1.0, rel=1e-2)
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: Model.from_config({"hidden_size": 8}, A100), "lacks num_hidden_layers"),
         (lambda: Model.from_config(CONFIG | {"num_experts": 8}, A100), "experts"),
         (lambda: Model.from_config(CONFIG, A100, precision="fp8"), "bf16-mixed"),
-        (lambda: Model.from_measurements([], 1e6), r"\(1024, 0.11\)"),
-        (lambda: Model.from_measurements([(10, 0.0)], 1e6), "positive seconds"),
-        (lambda: Model.from_measurements([(0, 1.0)], 1e6), "positive whole numbers"),
         (lambda: Model(PolynomialCost(), (Unit(1.0, 0.4),)), "add up to 0.4"),
     ],
 )

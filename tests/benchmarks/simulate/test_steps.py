@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from lightning_odc.simulate import Simulation, Unit, simulate_work, work_of
-from lightning_odc.simulate.transfers import MAILBOX_BYTES, RECORD_BYTES, Transfers
-from tests.simulate.support import FREE, cluster_of, model_of
+from benchmarks.simulate import Simulation, Unit, simulate_work, work_of
+from benchmarks.simulate.transfers import MAILBOX_BYTES, RECORD_BYTES, Transfers
+from tests.benchmarks.simulate.support import FREE, cluster_of, model_of
 
 PLAN = [[[0], [1]], [[2], [3]]]
 LENGTHS = [6, 1, 2, 4]  # device 0: 6 and 1 seconds; device 1: 2 and 4
@@ -193,25 +192,10 @@ def test_the_meeting_over_nodes_grows_with_their_square() -> None:
     assert once.meeting == 2 * 1.0 * 2 + nodes * 1.0 + nodes**2 * RECORD_BYTES / 1e6
 
 
-def test_stealing_is_a_part_of_the_policy() -> None:
-    plan, lengths = [[[0]], [[1], [2], [3], [4]]], [1, 5, 4, 3, 2]
-    assert run(cluster_of(2), plan=plan, lengths=lengths, policy="lb_mini").seconds.tolist() == [14]
-    found = run(cluster_of(2), plan=plan, lengths=lengths, policy="steal")
-    assert (found.seconds.tolist(), found.stolen) == ([9], 2)
-    assert found.idle["settle"].tolist() == [[3, 0]]
-
-
 def test_a_rank_without_microbatches_waits_for_the_others() -> None:
     found = run(cluster_of(2, link=3.0), plan=[[[0]], []], lengths=[4])
     assert found.seconds.tolist() == [4 + 2 + 2]
     assert found.idle["settle"].tolist() == [[0, 8]]
-
-
-def test_jitter_is_the_same_under_all_ways_to_communicate() -> None:
-    cluster = cluster_of(2, jitter=0.5, seed=3)
-    slow, fast = (run(cluster, communication=name) for name in ("collective", "on_demand"))
-    np.testing.assert_allclose(slow.busy, fast.busy)
-    assert not np.allclose(fast.busy, [[7, 6]])
 
 
 def test_throughput() -> None:

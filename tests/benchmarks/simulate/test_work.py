@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.simulate import Model, Unbalanced, Unit, plan_work, work_of
 from lightning_odc.balance import Collation, Planner, PolynomialCost, microbatch_costs, plan_minibatch
-from lightning_odc.simulate import Model, Unbalanced, Unit, plan_work, work_of
-from tests.simulate.support import cluster_of, model_of
+from tests.benchmarks.simulate.support import cluster_of, model_of
 
 DENSE = Model(PolynomialCost(0.25, 1.0, 3.0, dense=True), (Unit(1, 1.0),))
 
@@ -95,7 +95,6 @@ def test_a_loader_that_does_not_balance() -> None:
     )
     assert work.seconds.tolist() == [[[4, 6], [5, 6]]]
     assert work.are_equal
-    assert "2 together" in work.policy
 
 
 def test_minibatches_are_drawn_epoch_by_epoch() -> None:
@@ -107,15 +106,6 @@ def test_minibatches_are_drawn_epoch_by_epoch() -> None:
     assert once.tokens.tolist() == work.tokens[:3].tolist()
     few = plan_work([5, 6], model_of(), cluster_of(4), minibatch_size=1)  # each sample twice
     assert few.tokens.tolist() == [22]
-
-
-def test_a_planner_that_knows_slow_devices_gives_them_less() -> None:
-    lengths, slow = [4] * 12, cluster_of(2, slowness=[1, 2])
-    ends = [
-        plan_work(lengths, model_of(), slow, minibatch_size=6, knows_slowness=knows).seconds.sum(1).max()
-        for knows in (False, True)
-    ]
-    assert ends == [48, 32]
 
 
 @pytest.mark.parametrize(

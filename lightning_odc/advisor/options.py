@@ -1,0 +1,63 @@
+"""The options of ``lightning-odc advise``, which need no heavy import."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from lightning_odc.bench.options import DISTRIBUTIONS
+from lightning_odc.console import OptionError, flag, option
+
+GPU_MEMORY = {"A100": 80e9, "H100": 80e9, "H200": 141e9, "MI300X": 192e9}
+"""Bytes of the GPUs that are known by name."""
+_WHOLE = {
+    "devices": (1, 100_000),
+    "nodes": (1, 100_000),
+    "minibatch_size": (1, 2**20),
+    "max_tokens": (1, 2**40 - 1),
+    "max_length": (1, 2**40 - 1),
+    "seed": (0, 2**63 - 1),
+}
+"""Options that are whole numbers, with the smallest and the largest that can work."""
+
+
+@dataclass(frozen=True)
+class AdviseOptions:
+    """Options of ``lightning-odc advise``; in Python, ``lengths`` and ``model`` may be objects.
+
+    Raises:
+        OptionError: Raised at construction, if a number is out of range.
+    """
+
+    lengths: Any = option(
+        MISSING,
+        f"one of {', '.join(DISTRIBUTIONS)}; a file of lengths (.txt with one per line, .npy, .json), of records with "
+        "token ids, lengths or texts (.jsonl); or the folder of a data set",
+        letter="L",
+    )
+    model: Any = option(
+        MISSING,
+        "a Hugging Face config.json or its folder; 1.5b, 7b, 14b, 32b (Qwen 2.5), 8b, 70b (Llama 3); a type that "
+        "transformers knows, such as gpt2; or a number of parameters, such as 3e9",
+        letter="M",
+    )
+    device: str | None = option(None, f"{', '.join(GPU_MEMORY)}, or cpu for this machine (H100)", letter="D")
+    devices: int | None = option(None, "devices of all nodes together (8 per node)")
+    nodes: int | None = option(None, "nodes (1)")
+    minibatch_size: int | None = option(None, "samples per device and optimizer step (4)")
+    max_tokens: int | None = option(None, "most tokens of a microbatch (those of the longest sample)")
+    max_length: int | None = option(
+        None,
+        "longest sample in tokens: texts, files and data sets drop longer ones, named distributions shrink",
+    )
+    tokenizer: str | None = option(
+        None, "a Hugging Face tokenizer for texts; without one, 4 bytes count as a token", letter="T"
+    )
+    seed: int = option(0, "seed of the order of samples")
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _WHOLE.items():
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_whole and least <= value <= most):
+                raise OptionError(f"{flag(name)} {value}: use a whole number from {least} to {most:,}")

@@ -1,0 +1,110 @@
+"""The shape of a model, from what users have: a name, a number of parameters, a file or a configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_odc.console import OptionError
+
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "model_type"),
+)
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "1.5b": dict(zip(_SIZES, (1536, 28, 12, 2, 8960, 151936, "qwen2"), strict=True)),
+    "7b": dict(zip(_SIZES, (3584, 28, 28, 4, 18944, 152064, "qwen2"), strict=True)),
+    "14b": dict(zip(_SIZES, (5120, 48, 40, 8, 13824, 152064, "qwen2"), strict=True)),
+    "32b": dict(zip(_SIZES, (5120, 64, 40, 8, 27648, 152064, "qwen2"), strict=True)),
+    "8b": dict(zip(_SIZES, (4096, 32, 32, 8, 14336, 128256, "llama"), strict=True)),
+    "70b": dict(zip(_SIZES, (8192, 80, 64, 8, 28672, 128256, "llama"), strict=True)),
+}
+"""Shapes of well-known models: Qwen 2.5 (1.5B to 32B), Llama 3 (8B, 70B)."""
+ACCEPTED = (
+    f"{', '.join(PRESETS)}, a number of parameters such as 3e9 or 350m, a type that transformers knows such as gpt2, "
+    "or the path of a Hugging Face config.json or of its folder"
+)
+_HEAD_SIZE = 128
+# A decoder of L layers that is 128 L wide has 12 L (128 L)^2 parameters.
+_PARAMETERS_PER_CUBE = 12 * _HEAD_SIZE**2
+_MOST_PARAMETERS = 1e14
+
+
+def config_of(given: Any) -> tuple[Any, str]:
+    """A Hugging Face configuration, object or mapping, and its name.
+
+    Args:
+        given: A name of `PRESETS`; a number of parameters; a type of model that transformers knows; a ``config.json``
+            or its folder; or a configuration.
+
+    Raises:
+        OptionError: it is something else; the message lists what is accepted.
+    """
+    if isinstance(given, str | Path) and Path(given).exists():
+        return read_config(Path(given)), str(given)
+    if isinstance(given, str):
+        return _named(given)
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return _decoder_with(float(given)), f"{given:.3g} parameters"
+    if isinstance(given, Mapping) or hasattr(given, "to_dict"):
+        raw = given if isinstance(given, Mapping) else given.to_dict()
+        return given, str(raw.get("model_type") or "a configuration")
+    raise OptionError(f"--model {given!r} is unknown: write {ACCEPTED}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What is in a ``config.json``, or in that of a folder.
+
+    Raises:
+        OptionError: it cannot be read, or is no configuration.
+    """
+    try:
+        found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--model {path}: not a configuration: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise OptionError(
+            f"--model {path}: not a configuration: it holds a {type(found).__name__}, not an object"
+        )
+    return found
+
+
+def _named(name: str) -> tuple[Any, str]:
+    if name.lower() in PRESETS:
+        return PRESETS[name.lower()], name.lower()
+    if count := re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbt]?)", name.lower()):
+        parameters = float(count[1]) * 1000 ** " kmbt".index(count[2] or " ")
+        return _decoder_with(parameters), f"{name} parameters"
+    try:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(name), name
+    except Exception:  # transformers raises many kinds for a name that it does not know, or is not there
+        raise OptionError(f"--model {name!r} is unknown: write {ACCEPTED}") from None
+
+
+def _decoder_with(parameters: float) -> Mapping[str, Any]:
+    """A decoder with that many parameters. As usual, its width is 128 times its number of layers.
+
+    3e9 parameters: ``(3e9 / 196608) ** (1/3)`` is 25 layers, 3200 wide; they have 12 * 25 * 3200^2 = 3.07e9.
+    """
+    if not _PARAMETERS_PER_CUBE <= parameters <= _MOST_PARAMETERS:
+        raise OptionError(
+            f"--model {parameters:g}: a number of parameters is between 2e5 and 1e14, for example 7e9"
+        )
+    layers = max(round((parameters / _PARAMETERS_PER_CUBE) ** (1 / 3)), 1)
+    return {
+        "hidden_size": layers * _HEAD_SIZE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": layers,
+        "intermediate_size": 4 * layers * _HEAD_SIZE,
+    }
+
+
+def one_line(error: BaseException) -> str:
+    """The start of what an exception says, and its type where that is not much."""
+    text = " ".join(str(error).split())[:300]
+    return text if " " in text else f"{type(error).__name__}: {text}"
