@@ -7,6 +7,7 @@ Tested with lightning 2.5.0 to 2.6.6 and torch 2.9.1 to 2.15.0.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import importlib.util
 import os
@@ -348,16 +349,24 @@ def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
     return memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
 
 
-def symmetric_rendezvous(own: torch.Tensor, group: Any) -> Any:
+def symmetric_rendezvous(own: torch.Tensor, group: Any, patience: float) -> Any:
     """Map what every rank of ``group`` passes; the handle has ``rank``, ``world_size`` and ``get_buffer``.
 
     Views from ``handle.get_buffer(rank, sizes, dtype)`` do not keep the mapping alive, the handle does.
 
+    torch holds the interpreter's lock meanwhile, and waits for the others' handles without a time limit. If a peer
+    dies there, no thread of Python's can notice, and Ctrl-C does nothing. So a thread in C writes where this process is
+    and ends it after ``patience`` seconds. ``faulthandler`` has one such timer: one that the user has set is gone.
+
     No multicast object is made meanwhile. Nothing here uses one, and on machines with NVSwitch making it is known to
     fail (pytorch#150852) and to hang (pytorch#195596). torch looks at the variable in every rendezvous.
     """
-    with _environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
-        return _symmetric_memory().rendezvous(own, group)
+    faulthandler.dump_traceback_later(patience, exit=True, file=2)  # under Jupyter, `sys.stderr` is no file
+    try:
+        with _environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
+            return _symmetric_memory().rendezvous(own, group)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def profiler_is_running() -> bool:

@@ -120,12 +120,14 @@ class CudaMemory:
 
     Args:
         device: Device of this rank.
+        ranks: Ranks that use the device; more than one in tests only.
     """
 
     share = _DEVICE_SHARE
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
         self._device = device
+        self._ranks = ranks
 
     def begin(self) -> int:
         """Count `peak` from here on; returns what is held now."""
@@ -134,7 +136,7 @@ class CudaMemory:
 
     def usable(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
+        return free // self._ranks + torch.cuda.memory_reserved(self._device)
 
     def used(self) -> int:
         return torch.cuda.memory_allocated(self._device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 
 from lightning_odc.engine.base import Engine
@@ -20,7 +21,7 @@ from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.engine.hybrid.replica_link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.engine.hybrid.spanning import SpanningEngine
-from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping
+from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import make_transport
@@ -55,9 +56,8 @@ def make_engine(
     if strategy.communication == "collective":
         return CollectiveEngine(strategy.world_size, rendezvous)
     device = strategy.root_device
-    memory = CudaMemory(device) if device.type == "cuda" else HostMemory(strategy.num_processes)
     options = {
-        "keeping": Keeping(memory_size(strategy.keep_gathered), memory),
+        "keeping": Keeping(memory_size(strategy.keep_gathered), _memory(strategy, rendezvous)),
         "timeout": timeout.total_seconds(),
         "deterministic": strategy.deterministic,
         "lockstep": strategy.communication == "lockstep",
@@ -69,6 +69,15 @@ def make_engine(
     place = (device, strategy.global_rank, strategy.world_size)
     transport = partial(make_transport, *place, rendezvous, dist.group.WORLD)
     return OnDemandEngine(transport, rendezvous, **options)
+
+
+def _memory(strategy: Any, rendezvous: Rendezvous) -> Memory:
+    """The memory of a rank's device, of which every rank may plan its part."""
+    device = strategy.root_device
+    if device.type != "cuda":
+        return HostMemory(strategy.num_processes)
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    return CudaMemory(device, rendezvous(own).count(own))
 
 
 def _make_spanning_engine(

@@ -140,7 +140,7 @@ class FakeDevice(Device):
         self.ask(lambda: target[:half].copy_(source[:half]))
         self.ask(lambda: target[half:].copy_(source[half:]))
 
-    def add(self, target: Tensor, values: Tensor) -> None:
+    def _add(self, target: Tensor, values: Tensor) -> None:
         self.asked["add"] += 1
         values = values.clone()  # `fully_shard` keeps them until the stream has gone by
 
@@ -156,7 +156,7 @@ class FakeDevice(Device):
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
         begin, size = HEADER_BYTES + offset, rows.size(1) * dtype.itemsize
         for owner, region in self._regions.items():
-            self.add(region.memory[begin : begin + size].view(dtype), rows[owner])
+            self._add(region.memory[begin : begin + size].view(dtype), rows[owner])
 
     def _owner_of(self, view: Tensor) -> int:
         start = view.untyped_storage().data_ptr()

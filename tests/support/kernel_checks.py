@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lightning_odc.engine.transports import kernels
 
@@ -42,38 +41,26 @@ class Case:
         self.start, self.into = start, into
         self._storage = storage
 
-    def check(
-        self, first: int = 0, owners: int | None = None, launch: kernels.Launch = kernels.DEFAULT_LAUNCH
-    ) -> None:
+    def check(self, first: int = 0, launch: kernels.Launch = kernels.DEFAULT_LAUNCH) -> None:
         expected = [window.clone() for window in self.windows]
         world, numel = self.rows.shape
-        for owner in ((first + step) % world for step in range(world if owners is None else owners)):
+        for owner in range(world):
             # One addition in the accumulator's dtype, as `add_` does it: equal bit for bit.
             expected[owner][self.start : self.start + numel] += self.rows[owner].to(self.into)
         offset = self.start * self.into.itemsize
-        kernels.add_rows(self.addresses, offset, self.into, self.rows, first, owners, launch)
+        kernels.add_rows(self.addresses, offset, self.into, self.rows, first, launch)
         for window, right in zip(self.windows, expected, strict=True):
             assert torch.equal(window, right), (world, numel, self.rows.dtype, self.into, self.start)
 
 
 def adds_every_element_once() -> None:
     for numel, start in itertools.product(SIZES, STARTS):
-        Case(3, numel, torch.bfloat16, torch.float32, start).check(2, None, SMALL)
+        Case(3, numel, torch.bfloat16, torch.float32, start).check(2, SMALL)
     for world in (1, 2, 5):
-        Case(world, 100, torch.bfloat16, torch.float32, 1).check(0, None, SMALL)
+        Case(world, 100, torch.bfloat16, torch.float32, 1).check(0, SMALL)
     for dtype, into in itertools.product(DTYPES, sorted(kernels.ATOMIC_DTYPES, key=str)):
-        Case(2, 100, dtype, into, 3).check(1, None, SMALL)
+        Case(2, 100, dtype, into, 3).check(1, SMALL)
     Case(3, 5000, torch.bfloat16, torch.float32, 0).check()
-
-
-def adds_one_row_alone() -> None:
-    Case(3, 100, torch.float32, torch.float32, 0).check(2, 1, SMALL)
-    values, case = torch.arange(40.0), Case(3, 40, torch.float32, torch.float32, 0)
-    before = [window.clone() for window in case.windows]
-    kernels.add_rows(case.addresses, 0, torch.float32, values.expand(3, -1), first=1, owners=1)
-    changed: list[Tensor] = [new - old for new, old in zip(case.windows, before, strict=True)]
-    assert torch.allclose(changed[1][:40], values, atol=1e-5)
-    assert not changed[0].any() and not changed[2].any()
 
 
 def refuses_other_dtypes() -> None:
@@ -145,6 +132,5 @@ def compiles_to_packets_of_additions() -> None:
 
 if __name__ == "__main__":
     adds_every_element_once()
-    adds_one_row_alone()
     refuses_other_dtypes()
-    print("kernels: 3 checks passed")
+    print("kernels: 2 checks passed")

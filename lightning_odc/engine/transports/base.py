@@ -149,7 +149,7 @@ class Transport(ABC):
     Attributes:
         rank: this rank, ``0 <= rank < world_size``.
         world_size: number of ranks that share windows.
-        runs_ahead: the host asks a device and goes on: `read`, `add` and what is done with a view of a window are
+        runs_ahead: the host asks a device and goes on: `read`, `add_rows` and what is done with a view of a window are
             done some time later, in the order of their stream. See Note [When the host waits for its device].
         needs_locks: accumulators that sources share may only be added to under their lock.
     """
@@ -198,7 +198,11 @@ class Transport(ABC):
         torch.cat(list(shards), out=out)
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
-        """Add to an accumulator (what `accumulator` gave, or a part of it); the caller holds its lock if it has one."""
+        """Add to an accumulator (what `accumulator` gave, or a part of it); the caller holds its lock if it has one.
+
+        Only where `needs_locks`; others have `add_rows`.
+        """
+        assert self.needs_locks, "this transport adds by rows"
         accumulator.add_(values)
 
     def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
@@ -210,9 +214,7 @@ class Transport(ABC):
             start: Element of the accumulator at which to add.
             rows: Addends, shape ``[world_size, numel]``, each row contiguous.
         """
-        for step in range(self.world_size):
-            owner = (self.rank + step) % self.world_size
-            self.add(self.accumulator(owner, unit, source).narrow(0, start, rows.size(1)), rows[owner])
+        raise NotImplementedError("this transport adds under locks")
 
     def drain(self) -> Callable[[], bool]:
         """An object that tells whether all reads, adds and writes that this rank has requested so far are done."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports import preflight
@@ -25,6 +26,8 @@ from lightning_odc.errors import WindowError
 
 _Answer = TypeVar("_Answer")
 _PATIENCE = 10.0  # seconds that the end waits for a device that hangs
+#: Additions by which every opening sees that none is lost, and the bytes of every window that they go to.
+_TRIES, _TRIED_BYTES = 16, 4096
 
 
 class CudaTransport(Transport):
@@ -61,6 +64,7 @@ class CudaTransport(Transport):
         self._shards: list[list[Tensor]] = []
         self._accumulators: list[list[list[Tensor]]] = []
         self._first_sums: list[int] = []  # by unit, the byte of every window at which its accumulators begin
+        self._tried: Tensor | None = None  # the end of the own window
         self._streams: set[Hashable] = set()
 
     # -- opening ------------------------------------------------------------------------------------------
@@ -84,8 +88,11 @@ class CudaTransport(Transport):
         self._control.open(replace(spec, units=(), sources=1))
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts, spec))
-        self._together(lambda: self._create(spec.data_bytes))
+        self._together(lambda: self._create(spec.data_bytes + _TRIED_BYTES))
         self._together(self._attach)
+        if spec.sources == 1 and any(unit.grad_numel for unit in spec.units):
+            self._together(self._add_ones)
+            self._together(self._check_ones)
         self._announcer = Announcer(self._control.store, self._device.enter_thread)
 
     def _together(self, stage: Callable[[], _Answer]) -> list[_Answer]:
@@ -100,10 +107,26 @@ class CudaTransport(Transport):
     def _attach(self) -> None:
         try:
             windows = self._device.attach()
+        except WindowError:
+            raise
         except RuntimeError as error:
             raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
         for window in windows:
             self._map_units(window)
+        self._tried = windows[self.rank][self._spec.data_bytes :].view(torch.float32)
+
+    def _add_ones(self) -> None:
+        """Add 1 to the end of all windows, which training does not use, while the other ranks do the same."""
+        assert self._tried is not None, "the windows are not attached"
+        rows = torch.ones(self.world_size, self._tried.numel(), device=self._tried.device)
+        for _ in range(_TRIES):
+            self._device.add_rows(self._spec.data_bytes, torch.float32, rows)
+        self._device.mark().synchronize()
+
+    def _check_ones(self) -> None:
+        assert self._tried is not None, "the windows are not attached"
+        sums = self._tried.unique().tolist()
+        preflight.check_sums(sums, _TRIES * self.world_size, self._facts[self.rank])
 
     def _map_units(self, window: Tensor) -> None:
         spec, shards, accumulators = self._spec, [], []
@@ -124,6 +147,7 @@ class CudaTransport(Transport):
         self._streams.clear()
         self._shards.clear()
         self._accumulators.clear()
+        self._tried = None
         try:
             self._device.close()
         finally:
@@ -146,10 +170,6 @@ class CudaTransport(Transport):
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
         for target, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
             self._device.copy(target, shard)
-        self._streams.add(self._device.stream())
-
-    def add(self, accumulator: Tensor, values: Tensor) -> None:
-        self._device.add(accumulator, values)
         self._streams.add(self._device.stream())
 
     def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:

@@ -112,15 +112,10 @@ class Device(ABC):
         """Copy a tensor from any window, or into any, on the current stream."""
 
     @abstractmethod
-    def add(self, target: Tensor, values: Tensor) -> None:
-        """Add to a part of any rank's window, on the current stream.
-
-        No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
-        """
-
-    @abstractmethod
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
         """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``.
+
+        No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
 
         Args:
             offset: Bytes from the begin of each window.

@@ -96,7 +96,6 @@ def add_rows(
     dtype: torch.dtype,
     rows: Tensor,
     first: int = 0,
-    owners: int | None = None,
     launch: Launch = DEFAULT_LAUNCH,
 ) -> None:
     """Add each row to one window, all by one launch; additions of other devices to the same places are not lost.
@@ -108,7 +107,6 @@ def add_rows(
         rows: Addends in any floating dtype, shape ``[len(windows), numel]``, each row contiguous, in this device's
             memory.
         first: The rank whose row comes first, before those of the ranks behind it.
-        owners: The number of rows to add; by default all of them.
         launch: How the kernel is started.
     """
     assert dtype in ATOMIC_DTYPES, "atomic additions of this dtype are not known to work"
@@ -118,9 +116,8 @@ def add_rows(
         return
     head = -offset % _ALIGNED // dtype.itemsize
     groups, tail = divmod(max(numel - head, 0), _GROUP)
-    owners = world if owners is None else owners
     blocks = max(triton.cdiv(groups * _GROUP, launch.block), 1)
-    grid = (min(max(launch.programs // owners, 1), blocks), owners)
+    grid = (min(max(launch.programs // world, 1), blocks), world)
     place = (offset + head * dtype.itemsize) // _ALIGNED
     cast(Any, _add_rows)[grid](
         windows,

@@ -15,6 +15,8 @@ from lightning_odc.host_memory import gib
 
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _OTHERWISE = 'Or use ODCStrategy(communication="collective"), which needs none of this.'
+#: Bytes: the kernel adds from such a place on in packets.
+ALIGNMENT = 64
 _LONGEST_SOCKET = 107  # a path in struct sockaddr_un, less its end
 #: Of the allocation that holds a window: what is in front of it, and rounding up to the pages of the device.
 OVERHEAD_BYTES = 4 * 2**20
@@ -148,6 +150,43 @@ def why_not_atomic(facts: Sequence[DeviceFacts]) -> str:
                     "atomic, as over PCIe (`nvidia-smi topo -p2p a` shows which are; NVLink has them)"
                 )
     return ""
+
+
+def check_addresses(addresses: Sequence[int], stack: str) -> None:
+    """Refuse windows that begin where the kernel cannot add in packets.
+
+    Args:
+        addresses: The first byte of every window.
+        stack: Versions of torch, CUDA and driver, for the message.
+
+    Raises:
+        WindowError: A window does not begin at a multiple of `ALIGNMENT`.
+    """
+    misplaced = next((address for address in addresses if address % ALIGNMENT), None)
+    if misplaced is not None:
+        raise WindowError(
+            f"a window begins at byte {misplaced:#x}, and the kernel that adds gradients needs a multiple of "
+            f"{ALIGNMENT} ({stack}): torch 2.9 to 2.13 place windows so. {_OTHERWISE}"
+        )
+
+
+def check_sums(sums: Sequence[float], expected: float, own: DeviceFacts) -> None:
+    """Refuse devices that lose additions.
+
+    Args:
+        sums: What came out when all ranks added to the same places at once.
+        expected: What each sum must be.
+        own: Facts of the device that holds the sums.
+
+    Raises:
+        WindowError: A sum is another one.
+    """
+    wrong = next((total for total in sums if total != expected), None)
+    if wrong is not None:
+        raise WindowError(
+            f"atomic additions of all ranks to {own.name} came out as {wrong:g} instead of {expected:g} ({own.stack}). "
+            f"Use ODCStrategy(deterministic=True), which needs none. {_OTHERWISE}"
+        )
 
 
 def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:

@@ -11,17 +11,20 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_odc import _compat
+from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
-from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 _PROBED = 32
+#: Seconds that mapping the windows may take. All ranks have met just before it, so it takes a few.
+_PATIENCE = 300.0
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's interface
 
 #: Windows of devices that have failed. torch waits for the device when it frees one, and ends the process if that
@@ -60,9 +63,9 @@ class SymmetricDevice(Device):
             stack=_stack(),
             backend=_compat.symmetric_backend(self._device),
             is_rocm=torch.version.hip is not None,
-            shares_device=os.environ.get(OVERLAP_VARIABLE) == "1",
+            shares_device=os.environ.get(preflight.OVERLAP_VARIABLE) == "1",
             expandable=any("expandable_segments:True" in setting for setting in settings),
-            socket=f"{_socket_directory()}/symm_mem-{os.getpid()}",
+            socket=_socket(),
             reaches={uuid: torch.cuda.can_device_access_peer(self._device, i) for uuid, i in others.items()},
             atomics={uuid: _adds_atomically(self._device.index or 0, i) for uuid, i in others.items()},
         )
@@ -109,7 +112,9 @@ class SymmetricDevice(Device):
 
     def attach(self) -> list[Tensor]:
         assert self._own is not None, "there is no window yet"
-        self._handle = _compat.symmetric_rendezvous(self._own, self._group)
+        # A killed process leaves its socket. In a container, a later process may have the same number.
+        Path(_socket()).unlink(missing_ok=True)
+        self._handle = _compat.symmetric_rendezvous(self._own, self._group, _PATIENCE)
         rank, size = self._handle.rank, self._own.numel()
         self._windows = [
             self._own if peer == rank else self._handle.get_buffer(peer, (size,), torch.uint8)
@@ -117,6 +122,7 @@ class SymmetricDevice(Device):
         ]
         if self._has_kernel:
             addresses = [window.data_ptr() for window in self._windows]
+            preflight.check_addresses(addresses, _stack())
             self._addresses = torch.tensor(addresses, device=self._own.device)
         return list(self._windows)
 
@@ -147,16 +153,6 @@ class SymmetricDevice(Device):
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def add(self, target: Tensor, values: Tensor) -> None:
-        if target.numel() and self._addresses is not None and self._is_atomic(target.dtype):
-            from lightning_odc.engine.transports import kernels
-
-            owner, offset = self._place_of(target)
-            rows = values.expand(len(self._windows), -1)  # of which the owner's is taken
-            kernels.add_rows(self._addresses, offset, target.dtype, rows, first=owner, owners=1)
-        else:
-            target.add_(values)
-
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
         own, world = self._handle.rank, len(self._windows)
         if self._addresses is not None and self._is_atomic(dtype):
@@ -175,16 +171,6 @@ class SymmetricDevice(Device):
 
         return dtype in kernels.ATOMIC_DTYPES
 
-    def _place_of(self, target: Tensor) -> tuple[int, int]:
-        """The rank whose window contains a view, and the byte where it begins."""
-        address = target.data_ptr()
-        offsets = [address - window.data_ptr() for window in self._windows]
-        return next(
-            (owner, offset)
-            for owner, offset in enumerate(offsets)
-            if 0 <= offset < self._windows[owner].numel()
-        )
-
 
 def _gradients_in(unit: UnitSpec) -> torch.dtype:
     """The dtype of a unit's gradients as ``fully_shard`` passes them on, unless the user told it another one."""
@@ -195,10 +181,11 @@ def _stack() -> str:
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_compat.cuda_driver_version()}"
 
 
-def _socket_directory() -> str:
-    """Where torch puts the sockets by which processes hand handles to each other."""
+def _socket() -> str:
+    """Path of the socket by which torch takes handles from other processes."""
     names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
-    return next((os.environ[name] for name in names if name in os.environ), tempfile.gettempdir())
+    folder = next((os.environ[name] for name in names if name in os.environ), tempfile.gettempdir())
+    return f"{folder}/symm_mem-{os.getpid()}"
 
 
 def _others(device: torch.device) -> dict[str, int]:

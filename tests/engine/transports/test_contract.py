@@ -164,6 +164,9 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
     chunk = torch.ones_like(zeros_of(transport, 2))
     refused = 0
     for _ in range(ROUNDS):
+        if not transport.needs_locks:
+            transport.add_rows(2, 0, 0, chunk.expand(transport.world_size, -1))
+            continue
         for owner in range(transport.world_size):
             lock = transport.lock(owner, 2)
             while not lock.take():
@@ -211,9 +214,12 @@ def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -
     transport.open(WindowSpec(units=SPEC.units, words=1, sources=2))
     meet(None)
     chunk = zeros_of(transport, 0)[:3] + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
-    accumulator = transport.accumulator(1, 0, transport.rank)
-    transport.add(accumulator.narrow(0, 2, 1), chunk.narrow(0, 0, 1))
-    transport.add(accumulator.narrow(0, 0, 1), chunk.narrow(0, 2, 1))
+    for target, part in ((2, chunk[:1]), (0, chunk[2:])):
+        if transport.needs_locks:
+            transport.add(transport.accumulator(1, 0, transport.rank).narrow(0, target, 1), part)
+        else:
+            rows = torch.stack([torch.zeros_like(part), part])
+            transport.add_rows(0, transport.rank, target, rows)
     settle(transport)
     meet(None)
     seen = [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]

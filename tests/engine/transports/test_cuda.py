@@ -327,6 +327,22 @@ def test_what_fails_on_one_rank_fails_on_all():
     assert "on the GPU of rank 1 (Fake) 0.00 GiB are free" in messages[0]
 
 
+def test_a_device_that_loses_additions_is_refused():
+    class Loses(FakeDevice):
+        def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+            super().add_rows(offset, dtype, rows / 2 if self._rank == 1 else rows)
+
+    def opens(rank: int, rendezvous: Any) -> str:
+        transport = CudaTransport(rank, WORLD, rendezvous, Loses(rank, rendezvous))
+        with pytest.raises(WindowError) as error:
+            Protocol(transport, UNITS, timeout=5).open()
+        return str(error.value)
+
+    (message,) = set(in_threads(opens))
+    assert f"came out as {16 * WORLD - 8} instead of {16 * WORLD}" in message
+    assert "deterministic=True" in message
+
+
 def test_an_error_of_the_driver_is_told_with_what_may_be_behind_it():
     class Sandboxed(FakeDevice):
         def attach(self) -> list[Tensor]:
@@ -334,7 +350,7 @@ def test_an_error_of_the_driver_is_told_with_what_may_be_behind_it():
             self._rendezvous(None)
             if self._rank == 2:
                 raise RuntimeError("CUDA driver error: operation not permitted\nmore")
-            return []
+            return [torch.zeros(2**16, dtype=torch.uint8)] * WORLD
 
     def opens(rank: int, rendezvous: Any) -> str:
         transport = CudaTransport(rank, WORLD, rendezvous, Sandboxed(rank, rendezvous))
