@@ -38,11 +38,10 @@ GPU_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON)
 GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 
 test-gpu: $(GPU_STAMP) ## run the tests that need a GPU, and keep what they say for the docs; PYTHON=python3 without .venv
-	timeout 90 $(GPU_PYTHON) -m tests.gpu.probe
-	timeout 480 $(GPU_PYTHON) -m pytest tests/gpu --gpu-report docs/data/gpu-tests.json $(ARGS)
+	PY=$(GPU_PYTHON) bash tests/gpu/session.sh first tests
 
-bench-gpu: $(GPU_STAMP) ## measure the CUDA transport, for the docs; PYTHON=python3 without .venv
-	timeout 480 $(GPU_PYTHON) -m benchmarks.gpu --json docs/data/gpu-bench.json $(ARGS)
+bench-gpu: $(GPU_STAMP) ## measure the CUDA transport and training on GPUs, for the docs; PYTHON=python3 without .venv
+	PY=$(GPU_PYTHON) bash tests/gpu/session.sh bench train
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .

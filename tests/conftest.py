@@ -26,6 +26,8 @@ def pytest_configure() -> None:
     spin: a reference of one process took ten times as long as two ranks.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # With it, asking whether there is a GPU does not start its driver, which would not survive a fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

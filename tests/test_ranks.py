@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -42,3 +44,36 @@ def test_a_rank_that_does_not_end_is_killed_and_named():
     run_ranks(_sleeps, 0.0)  # so that what ranks are forked from is there
     with pytest.raises(AssertionError, match=r"ranks \[1\] did not end within 3 s"):
         try_ranks(_sleeps, 60.0, timeout=3)
+
+
+SPY = """
+import importlib
+import torch
+
+asked = []
+
+def spy(owner, name, answer):
+    def ask(*_, **__):
+        asked.append(f"{owner.__name__}.{name}")
+        return answer
+    setattr(owner, name, ask)
+
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")  # a build with CUDA
+for owner in (torch.cuda, torch.accelerator):
+    spy(owner, "is_available", True)
+    spy(owner, "device_count", 1)
+spy(torch.cuda, "_lazy_init", None)
+from tests.support.ranks import PRELOADED
+for module in PRELOADED:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        pass
+    assert not asked, f"{module} asks {asked}"
+"""
+
+
+def test_what_ranks_are_forked_from_does_not_touch_an_accelerator():
+    """A driver that was asked before a fork cannot be used behind it: every rank would fail on a machine with a GPU."""
+    done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -40,7 +40,7 @@ from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.modules import Memory, TokenModule, loader, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
 SLEEPS = [
@@ -57,29 +57,6 @@ SLACK = 0.03
 """Seconds, at scale 1, by which reported waiting may be off in the best step; up to 0.1 is waited with two ranks."""
 HARD = 1e-3
 """Seconds by which a bound that cannot be wrong may be off: the sleeps of a clock with a coarser tick."""
-
-
-class Memory(Logger):
-    """Keeps what is logged; unlike the loggers of Lightning, on every rank."""
-
-    name = "memory"
-    version = 0
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if any(name.startswith("step_seconds") for name in metrics):
-            assert step is not None
-            self.rows.append((step, metrics))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    @property
-    def steps(self) -> list[dict[str, float]]:
-        assert [step for step, row in self.rows if "step_seconds" in row] == list(range(STEPS))
-        return [row for _, row in self.rows if "step_seconds" in row]
 
 
 class Sleeper(TokenModule):
@@ -138,6 +115,7 @@ def fit(rank: int, kind: str, world_size: int, scale: int) -> tuple[DeviceIdleMo
 
 def _rows(rank: int, kind: str, world_size: int, scale: int) -> Any:
     monitor, memory = fit(rank, kind, world_size, scale)
+    assert rank or len(memory.steps) == STEPS
     return memory.steps if rank == 0 else memory.rows, monitor.last_step, monitor.last_epoch, monitor.complete
 
 

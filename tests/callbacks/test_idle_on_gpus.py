@@ -28,7 +28,6 @@ from tests.callbacks.test_idle import (
     SLACK,
     SLEEPS,
     STEPS,
-    Memory,
     Sleeper,
     check_row,
     expected_idle,
@@ -37,7 +36,7 @@ from tests.callbacks.test_idle import (
     sleeps,
 )
 from tests.callbacks.test_kernels import EXAMPLE, GATHER, MS, records
-from tests.support.modules import loader, trainer
+from tests.support.modules import Memory, loader, trainer
 from tests.support.ranks import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: skipped, with the reason, where there is none, but for their rehearsal.
+"""Tests of GPUs. Without one, most of them run on the fake device, and the others are skipped with the reason.
 
 ``make test-gpu`` runs them and keeps the result. One GPU is enough: where there are more ranks than GPUs, ranks share.
 """
@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from benchmarks.gpu.report import machine, test_summary, write
-
-REASON = "no CUDA device here: run `make test-gpu` on a machine that has one"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,5 +70,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available() and item.path.name != "test_rehearsal.py":
-                item.add_marker(pytest.mark.skip(reason=REASON))

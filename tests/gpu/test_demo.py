@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.ranks import needs_gpu
+
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -18,6 +20,7 @@ pytest.importorskip("rich")
 SMALL = "--layers 2 --hidden-size 64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 1"
 
 
+@needs_gpu
 def test_the_demo_trains_two_ranks_on_cuda(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "lightning_odc", "demo", "--device", "cuda", "--output", str(tmp_path)]
     done = subprocess.run(

@@ -20,9 +20,8 @@ from lightning_odc.callbacks.idle.kernels import Window, parts_of
 from lightning_odc.callbacks.idle.sampling import CudaProfile
 from lightning_odc.callbacks.idle.stream_waits import ComputeStream
 from lightning_odc.callbacks.idle.summary import DevicePart
-from tests.callbacks.test_idle import Memory
-from tests.gpu.ranks import start
-from tests.support.modules import TokenModule, loader
+from tests.gpu.ranks import HAS_GPU, needs_gpu, placed, start
+from tests.support.modules import Memory, TokenModule, loader
 from tests.support.ranks import run_ranks
 
 STEPS = 5
@@ -79,7 +78,7 @@ def fit(device: torch.device, strategy: Strategy, module: Uneven, batch: Any) ->
     return [row for _, row in memory.rows if "step_seconds" in row], monitor.complete, module.worked()
 
 
-def shares_a_gpu(rank: int, communication: str) -> Any:
+def _shares_a_gpu(rank: int, communication: str) -> Any:
     device, there_are = start(rank), torch.cuda.device_count()
     devices = [torch.device("cuda", r % there_are) for r in range(2)] if there_are else [device] * 2
     strategy = ODCStrategy(
@@ -97,7 +96,7 @@ def idle_seconds(row: dict[str, float], rank: int) -> float:
     return row[f"busy_seconds_rank{rank}"] * fraction / (1 - fraction)
 
 
-def check_waits(found: list[Any]) -> None:
+def _check_waits(found: list[Any]) -> None:
     """Rank 1 waited while rank 0 worked, and rank 0 did not wait: in the step that shows it best."""
     rows, complete, worked = found[0]
     assert complete and len(rows) == len(worked) == STEPS
@@ -111,12 +110,13 @@ def check_waits(found: list[Any]) -> None:
 
 
 def test_ranks_wait_on_demand():
-    check_waits(run_ranks(shares_a_gpu, "on_demand", timeout=150))
+    _check_waits(run_ranks(_shares_a_gpu, "on_demand", timeout=150))
 
 
+@needs_gpu
 def test_parts_of_steps_with_collectives_over_gloo():
     """Kernels are seen; who waits is not, since gloo has none."""
-    rows, complete, worked = run_ranks(shares_a_gpu, "collective", timeout=150)[0]
+    rows, complete, worked = run_ranks(_shares_a_gpu, "collective", timeout=150)[0]
     assert not complete and not any("idle/fraction" in row for row in rows)
     seen = [(row, seconds) for row, seconds in zip(rows, worked, strict=True) if "gpu/kernel_seconds" in row]
     assert seen
@@ -124,21 +124,22 @@ def test_parts_of_steps_with_collectives_over_gloo():
         assert row["gpu/kernel_seconds_rank0"] > 0.7 * seconds > 2 * row["gpu/kernel_seconds_rank1"]
 
 
-def has_a_gpu(rank: int, kind: str) -> Any:
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+def _has_a_gpu(rank: int, kind: str) -> Any:
+    placed().enter(rank)
+    device = placed().devices[rank]
     if kind == "fsdp":
         return fit(device, FSDPStrategy(), Uneven("mean"), TOKENS)
     strategy = ODCStrategy(communication="collective", balance=None, hang_report_after=None)
     return fit(device, strategy, Uneven("items"), Minibatch([TOKENS.to(device)]))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for every rank")
-@pytest.mark.parametrize("kind", ["fsdp", "collective"])
-def test_ranks_wait_inside_kernels_of_nccl(kind):
-    check_waits(run_ranks(has_a_gpu, kind, timeout=150))
+@pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 2, reason="NCCL wants a GPU for every rank")
+@pytest.mark.parametrize("kind", ["collective", pytest.param("fsdp", marks=needs_gpu)])
+def test_ranks_wait_inside_collectives(kind):
+    _check_waits(run_ranks(_has_a_gpu, kind, timeout=150))
 
 
+@needs_gpu
 def test_records_of_kernels_agree_with_events():
     device = torch.device("cuda", 0)
     stream = ComputeStream(device)

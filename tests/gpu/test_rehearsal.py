@@ -1,54 +1,45 @@
-"""The suite for GPUs, rehearsed on the fake device: what it calls exists, and it expects the right things.
-
-On a machine with a GPU the tests themselves run.
-"""
+"""The suite for GPUs is rehearsed on every machine: what its ranks do runs on the fake device, and the probe works."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
-import torch
 
 from tests.gpu import probe, test_contract, test_idle, test_training
 from tests.gpu.conftest import GpuReport
-from tests.gpu.ranks import start
-from tests.strategy.test_parity import STEPS, TOLERANCE, assert_same, one_process
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run")
+
+def _functions(module: Any) -> Iterator[FunctionType]:
+    for _, function in inspect.getmembers(module, inspect.isfunction):
+        if function.__module__ == module.__name__:
+            yield function
 
 
-def test_the_contract_on_the_fake_device():
-    test_contract.check_scenarios(run_ranks(test_contract.all_scenarios))
-
-
-def _trains(rank: int) -> dict[str, Any]:
-    return test_training.train(rank, start(rank))
-
-
-def test_training_on_the_fake_device():
-    expected = one_process({})
-    for run in run_ranks(_trains):
-        assert_same(run["parameters"], expected, TOLERANCE)
-        assert (run["device_waits"], run["sources"]) == (STEPS + 1, 1)
-
-
-def test_edits_on_the_fake_device():
-    for message in run_ranks(test_training.edits):
-        assert "'head.weight' changed after it was published" in message
-
-
-def test_a_trainer_on_cpus(tmp_path):
-    found = run_ranks(test_training.with_a_trainer, "32-true", str(tmp_path), True)
-    assert found == [["ODCStrategy", 4, True]] * 2
-
-
-def test_idle_time_on_cpus():
-    test_idle.check_waits(run_ranks(test_idle.shares_a_gpu, "on_demand"))
+@pytest.mark.parametrize("module", [test_contract, test_training, test_idle])
+def test_everything_that_a_rank_does_runs_without_a_gpu(module):
+    """In a test that is not skipped there: an error of Python's would else cost an hour on a machine with a GPU."""
+    ranks = {
+        f.__name__ for f in _functions(module) if next(iter(inspect.signature(f).parameters), "") == "rank"
+    }
+    rehearsed: set[str] = set()
+    for function in _functions(module):
+        marks = getattr(function, "pytestmark", [])
+        is_skipped = any(mark.name == "skipif" and mark.args[0] for mark in marks)
+        if function.__name__ not in ranks and not is_skipped:
+            rehearsed |= set(function.__code__.co_names)
+    called = {name for f in _functions(module) if f.__name__ in rehearsed for name in f.__code__.co_names}
+    assert ranks, "nothing was looked at"
+    assert ranks <= rehearsed | called
 
 
 def _probes(rank: int) -> tuple[list[str], str]:
@@ -58,15 +49,11 @@ def _probes(rank: int) -> tuple[list[str], str]:
     return one.failed, said.getvalue()
 
 
-def test_the_probe_on_the_fake_device(capsys):
+def test_every_step_of_the_probe_is_told():
     for rank, (failed, said) in enumerate(run_ranks(_probes)):
         assert failed == []
         for step in ("open windows", "add to all accumulators at once", "look at the sums", "close"):
             assert f"rank {rank}  {step} ...\n" in said and f"rank {rank}  {step}: ok (" in said
-    on_host = probe.Probe("host")
-    probe.look_at_the_host(on_host)
-    assert on_host.failed == []
-    assert "GPUs: none: the fake device takes their place" in capsys.readouterr().out
 
 
 def test_the_probe_says_which_step_failed(capsys):
@@ -78,13 +65,23 @@ def test_the_probe_says_which_step_failed(capsys):
     one.attempt("first", fails)
     with pytest.raises(OSError, match="not permitted"), one.step("second"):
         fails()
-    assert one.failed == ["first", "second"]
+    assert one.failed == ["second"]  # what nothing needs stops nobody
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("host  ")[1] for line in lines] == [
-        "first: FAILED: OSError: not permitted",
+        "first: not here: OSError: not permitted",
         "second ...",
         "second: FAILED: OSError: not permitted",
     ]
+
+
+def test_the_probe_as_a_program():
+    """Where `nvidia-smi` and other tools are missing, too."""
+    line = [sys.executable, "-m", "tests.gpu.probe"]
+    done = subprocess.run(
+        line, env=os.environ | {"PATH": ""}, capture_output=True, text=True, timeout=probe.LIMIT + 30
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The probe passed." in done.stdout and "ranks ended with [0, 0]" in done.stdout
 
 
 def test_the_report_is_there_after_every_test(tmp_path):
@@ -109,3 +106,23 @@ def test_the_report_is_there_after_every_test(tmp_path):
     report.pytest_sessionfinish()
     assert json.loads(file.read_text())["finished"]
     assert "was ended" not in file.with_suffix(".md").read_text()
+
+
+def test_the_session_goes_on_after_a_part_that_fails(tmp_path):
+    """And keeps all logs."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "called with $*"\ncase "$*" in *probe*) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    done = subprocess.run(
+        ["bash", "tests/gpu/session.sh", "first", "train"],
+        env=os.environ | {"PY": str(python), "OUT": str(out)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    logs = {"machine", "probe", "contract", "doctor", "nccl", "train", "demo"}
+    assert {path.stem for path in out.glob("*.log")} == logs
+    assert "called with -m tests.gpu.probe" in (out / "probe.log").read_text()
+    assert "== probe: exit code 3" in done.stdout and "== demo: exit code 0" in done.stdout
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "failed: probe")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,7 +18,17 @@ from torch.distributed.tensor import DTensor
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
-from tests.gpu.ranks import engine, gathered_parameters, placed, rendezvous, start
+from tests.gpu.ranks import (
+    DEVICE,
+    HAS_GPU,
+    WORLD_SIZES,
+    Late,
+    engine,
+    gathered_parameters,
+    placed,
+    rendezvous,
+    start,
+)
 from tests.strategy.test_parity import LR, STEPS, assert_same, minibatch
 from tests.support.models import Net, summed_loss
 from tests.support.modules import TokenModule, loader
@@ -38,12 +49,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def one_process(optimizer: str = "plain", clip: bool = False) -> dict[str, Tensor]:
     """The reference, on one GPU."""
     torch.manual_seed(0)
-    model = Net().cuda()
+    model = Net().to(DEVICE)
     stepper = OPTIMIZERS[optimizer](model.parameters())
     for step in range(STEPS):
         stepper.zero_grad()
         for tokens in minibatch(step):
-            summed_loss(model, tokens.cuda()).backward()
+            summed_loss(model, tokens.to(DEVICE)).backward()
         items = sum(tokens.numel() - 1 for tokens in minibatch(step))
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -54,7 +65,7 @@ def one_process(optimizer: str = "plain", clip: bool = False) -> dict[str, Tenso
     return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
-def train(
+def _train(
     rank: int,
     device: torch.device,
     optimizer: str = "plain",
@@ -111,14 +122,14 @@ def _trains(rank: int) -> list[dict[str, Any]]:
         # The kernel must run: without it, additions would be staged, and a warning would say so.
         warnings.filterwarnings("error", message="Gradients are added into one accumulator per source rank")
         return [
-            train(rank, device),
-            train(rank, device, deterministic=True),
-            train(rank, device, deterministic=True),
-            train(rank, device, reshard=False),
+            _train(rank, device),
+            _train(rank, device, deterministic=True),
+            _train(rank, device, deterministic=True),
+            _train(rank, device, reshard=False),
         ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_uneven_shares_equal_one_process(world_size):
     expected = one_process()
     for runs in run_ranks(_trains, world_size=world_size, timeout=170):
@@ -134,10 +145,10 @@ def test_uneven_shares_equal_one_process(world_size):
 def _options(rank: int) -> dict[str, dict[str, Any]]:
     device = start(rank)
     return {
-        "foreach, clipped": train(rank, device, "foreach", clip=True),
-        "fused, clipped": train(rank, device, "fused", clip=True),
-        "offload": train(rank, device, offload=True),
-        "bf16": train(rank, device, dtype=torch.bfloat16),
+        "foreach, clipped": _train(rank, device, "foreach", clip=True),
+        "fused, clipped": _train(rank, device, "fused", clip=True),
+        "offload": _train(rank, device, offload=True),
+        "bf16": _train(rank, device, dtype=torch.bfloat16),
     }
 
 
@@ -151,7 +162,111 @@ def test_optimizers_clipping_offload_and_bf16():
     assert_same(runs["bf16"]["parameters"], one_process(), 2 * STEPS * LR)
 
 
-def edits(rank: int) -> str:
+class Whole(nn.Module):
+    """Layers of whole numbers, that all read the input: sums are exact in any order, and a GPU takes long for them."""
+
+    def __init__(self, width: int, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        for index, layer in enumerate(self.layers):
+            with torch.no_grad():
+                layer.weight.copy_((torch.arange(layer.weight.numel()).view(width, width) + index) % 5 - 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((layer(x) for layer in self.layers), torch.zeros_like(x))
+
+
+WIDTH = 4096 if HAS_GPU else 48
+ROWS = 8  # of all microbatches of a step: dividing by it is exact
+
+
+def _whole_numbers(step: int, size: int) -> tuple[list[Tensor], Tensor]:
+    """The microbatches of a step, of 1, 3, 2 and 2 rows, and what outputs are multiplied by."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(-1, 2, (ROWS, size), generator=generator).float()
+    return list(rows.split([1, 3, 2, 2])), torch.randint(-1, 2, (size,), generator=generator).float()
+
+
+def _late(rank: int, seed: int) -> tuple[dict[str, Tensor], list[float], int]:
+    """Rank 0 runs one microbatch, the other one three, and everything that the device does is late."""
+    device = start(rank)
+    model, late = Whole(WIDTH).to(device), Late(seed + 100 + rank)
+    shard_model(model, mesh_for(device.type, 2))
+    own = engine(rank, device, late=seed)
+    own.attach(model)
+    stepper, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for step in range(STEPS):
+        stepper.zero_grad()
+        batches, factors = _whole_numbers(step, WIDTH)
+        for rows in batches[1:] if rank else batches[:1]:
+            own.ledger.add(len(rows))
+            late()
+            loss = (model(rows.to(device)) * factors.to(device)).sum()
+            losses.append(loss.detach())
+            with own.backward():
+                loss.backward()
+        own.settle([])
+        late()
+        stepper.step()
+        late()
+        own.publish()
+    own.exchange("end", None)
+    reads = own.traffic.reads
+    result = gathered_parameters(model), [loss.item() for loss in losses], reads
+    own.close()
+    return result
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_device_that_is_late_changes_nothing(seed):
+    """A stream that does not wait for another one, or a word that is written too early, would show here."""
+    model = Whole(WIDTH).to(DEVICE)
+    stepper, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for step in range(STEPS):
+        stepper.zero_grad()
+        batches, factors = _whole_numbers(step, WIDTH)
+        for rows in batches:
+            loss = (model(rows.to(DEVICE)) * factors.to(DEVICE)).sum()
+            losses.append(loss.item())
+            (loss / ROWS).backward()
+        stepper.step()
+    expected = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    by_step = [losses[first : first + 4] for first in range(0, len(losses), 4)]
+    for rank, (parameters, seen, reads) in enumerate(run_ranks(_late, seed, timeout=170)):
+        assert seen == [loss for four in by_step for loss in (four[1:] if rank else four[:1])]
+        assert_same(parameters, expected, 0.0)
+        assert reads > 0
+
+
+def _alone(rank: int, folder: str) -> list[Any]:
+    """One rank, as Lightning starts it: with NCCL on a GPU."""
+    trainer = Trainer(
+        accelerator=placed().accelerator,
+        devices=1,
+        strategy="odc",
+        max_epochs=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = TokenModule("items")
+    trainer.fit(module, loader([tokens for step in range(STEPS) for tokens in minibatch(step)]))
+    return [
+        dist.get_backend(),
+        trainer.global_step,
+        all(bool(p.isfinite().all()) for p in module.parameters()),
+    ]
+
+
+def test_one_rank_trains_with_the_backend_of_lightning(tmp_path):
+    (found,) = run_ranks(_alone, str(tmp_path), world_size=1, timeout=150)
+    steps = sum(len(minibatch(step)) for step in range(STEPS))
+    assert found == ["nccl" if HAS_GPU else "gloo", steps, True]
+
+
+def _edits(rank: int) -> str:
     device = start(rank)
     model = Net().to(device)
     shard_model(model, mesh_for(device.type, 2))
@@ -176,11 +291,11 @@ def edits(rank: int) -> str:
 
 
 def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
-    for message in run_ranks(edits):
+    for message in run_ranks(_edits):
         assert "'head.weight' changed after it was published" in message
 
 
-def with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
+def _with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
     device = start(rank)
     strategy = ODCStrategy(
         balance=None,
@@ -213,10 +328,10 @@ def with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_trainer_picks_the_transport_by_itself(precision, tmp_path):
-    found = run_ranks(with_a_trainer, precision, str(tmp_path), timeout=150)
+    found = run_ranks(_with_a_trainer, precision, str(tmp_path), timeout=150)
     assert found == [["ODCStrategy", 4, True]] * 2
 
 
 def test_offloaded_shards_are_clipped_and_saved(tmp_path):
-    found = run_ranks(with_a_trainer, "32-true", str(tmp_path), True, timeout=150)
+    found = run_ranks(_with_a_trainer, "32-true", str(tmp_path), True, timeout=150)
     assert found == [["ODCStrategy", 4, True]] * 2

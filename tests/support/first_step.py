@@ -2,6 +2,8 @@
 
 DTensor finds out how an operation shards when it meets it first, by shape: 0.2 s of a rank's first step, half of what
 many ranks do at all. Processes that are forked from one that has imported this know it already.
+
+A build of torch with an accelerator would ask its driver here, and then no forked process could use it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,7 @@ def _step(world_size: int) -> None:
     adamw = torch.optim.AdamW(net.parameters())
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     for optimizer in (adamw, sgd):
-        for (
-            parameter
-        ) in net.parameters():  # by hand: who has run backward with a GPU build of torch cannot fork
+        for parameter in net.parameters():  # by hand: backward starts threads
             parameter.grad = torch.ones_like(parameter)
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
@@ -34,6 +34,7 @@ def _step(world_size: int) -> None:
     dist.destroy_process_group()
 
 
-torch.set_num_threads(1)  # threads do not survive a fork
-for world_size in (1, 2, 3):
-    _step(world_size)
+if torch.accelerator.current_accelerator() is None:
+    torch.set_num_threads(1)  # threads do not survive a fork
+    for world_size in (1, 2, 3):
+        _step(world_size)

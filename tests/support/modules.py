@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -34,6 +35,31 @@ class ListDataset(IterableDataset[Any]):
 def loader(batches: Sequence[Any]) -> torch.utils.data.DataLoader[Any]:
     """A data loader that yields ready-made batches (a ``Minibatch`` or a tensor of tokens)."""
     return torch.utils.data.DataLoader(ListDataset(batches), batch_size=None)
+
+
+class Memory(Logger):
+    """Keeps what is logged; unlike the loggers of Lightning, on every rank."""
+
+    name = "memory"
+    version = 0
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith("step_seconds") for name in metrics):
+            assert step is not None
+            self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """Rows of optimizer steps, of which none is missing in between."""
+        found = [(step, row) for step, row in self.rows if "step_seconds" in row]
+        assert [step for step, _ in found] == list(range(len(found)))
+        return [row for _, row in found]
 
 
 class TokenModule(LightningModule):

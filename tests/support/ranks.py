@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 #: What ranks need; what is not installed is passed over. A module less costs every rank of the suite its import.
-_PRELOAD = [
+PRELOADED = [
     "pytest",
     "hypothesis",
     "functorch.compile",
@@ -42,7 +42,7 @@ _PRELOAD = [
 
 def start_server() -> None:
     """Start what ranks are forked from, before a benchmark starts one that has imported less. It imports on its own."""
-    _CONTEXT.set_forkserver_preload(_PRELOAD)
+    _CONTEXT.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
 
 
