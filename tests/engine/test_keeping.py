@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy.arguments import memory_size
+from lightning_odc.strategy.engines import _memory
 from tests.strategy.test_parity import STEPS, assert_same, make_engine, one_process, train
 from tests.support.models import Net, init_gloo
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
@@ -159,6 +161,20 @@ def test_an_amount_of_memory(given, expected):
 def test_what_is_no_amount_of_memory_is_refused(given):
     with pytest.raises(ValueError, match=r'write "auto", 0 .* such as "4GiB"'):
         memory_size(given)
+
+
+def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
+    """As two ranks of a test on one GPU: each would else plan with all of it."""
+    answers = {
+        "mem_get_info": (1000, 2000),
+        "memory_reserved": 50,
+        "get_device_properties": SimpleNamespace(uuid="a"),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    assert _memory(strategy, lambda own: [own, "b", own]).usable() == 550
+    assert _memory(strategy, lambda own: [own, "b", "c"]).usable() == 1050
 
 
 def test_memory_of_the_host():

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from lightning_odc import cli
 from tests.gpu import probe, test_contract, test_idle, test_training
 from tests.gpu.conftest import GpuReport
+from tests.gpu.ranks import HAS_GPU
 from tests.support.ranks import run_ranks
 
 
@@ -108,7 +110,7 @@ def test_the_report_is_there_after_every_test(tmp_path):
     assert "was ended" not in file.with_suffix(".md").read_text()
 
 
-def test_the_session_goes_on_after_a_part_that_fails(tmp_path):
+def test_the_session_goes_on_after_a_part_that_fails(tmp_path, capsys):
     """And keeps all logs."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "called with $*"\ncase "$*" in *probe*) exit 3 ;; esac\n')
@@ -126,3 +128,9 @@ def test_the_session_goes_on_after_a_part_that_fails(tmp_path):
     assert "called with -m tests.gpu.probe" in (out / "probe.log").read_text()
     assert "== probe: exit code 3" in done.stdout and "== demo: exit code 0" in done.stdout
     assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "failed: probe")
+    if HAS_GPU:
+        return
+    for name in ("nccl", "train", "demo"):  # the options exist: nothing but the GPU is missing
+        line = (out / f"{name}.log").read_text().removeprefix("called with -m lightning_odc ").split()
+        assert cli.main(line) == cli.BAD_USAGE
+        assert "There is no GPU" in capsys.readouterr().err, name
