@@ -25,7 +25,3 @@ class StaleShardError(ODCError):
 
 class WindowError(ODCError):
     """The memory that ranks share could not be made or attached."""
-
-
-class NotFiniteError(ODCError):
-    """A NaN or an infinity came up; see `FiniteCheck`."""

@@ -39,7 +39,7 @@ PACKAGES = {
         *("transformer", "with_speeds"),
     },
     "lightning_odc.callbacks": {
-        *("DeviceIdleMonitor", "FiniteCheck", "RankTimeline", "Timeline", "TimelineRecorder"),
+        *("DeviceIdleMonitor", "RankTimeline", "Timeline", "TimelineRecorder"),
         *("draw_timelines", "load_timeline"),
     },
     "lightning_odc.rl": {
@@ -61,7 +61,7 @@ MODULES = {
         *("IGNORE_INDEX", "PackedBatch", "PackingCollator", "pack_samples", "unpack_tokens")
     },
     "lightning_odc.errors": {
-        *("DisagreementError", "NotFiniteError", "ODCError", "PeerFailedError", "StaleShardError"),
+        *("DisagreementError", "ODCError", "PeerFailedError", "StaleShardError"),
         *("WaitTimeoutError", "WindowError"),
     },
     "lightning_odc.fabric": {"ODCFabricStrategy"},

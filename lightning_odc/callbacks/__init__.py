@@ -1,6 +1,5 @@
 """Callbacks that measure and show what every rank does."""
 
-from lightning_odc.callbacks.finite import FiniteCheck
 from lightning_odc.callbacks.idle.monitor import DeviceIdleMonitor
 from lightning_odc.callbacks.timeline.chrome_trace import load_timeline
 from lightning_odc.callbacks.timeline.gantt import draw_timelines
@@ -9,7 +8,6 @@ from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 
 __all__ = [
     "DeviceIdleMonitor",
-    "FiniteCheck",
     "RankTimeline",
     "Timeline",
     "TimelineRecorder",

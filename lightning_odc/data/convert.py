@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
+from lightning_odc.balance.caps import Caps
 from lightning_odc.data.checks import WorkerOptions, is_stream
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
+from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.plan import Weighting
 
 
@@ -27,7 +28,7 @@ def balanced_from(
     num_replicas: int | None = None,
     rank: int | None = None,
     policy: str = "lb_mini",
-    max_tokens: MaxTokens = None,
+    max_tokens: Caps = None,
     cost: Any = "auto",
     length_fn: LengthFunction | None = None,
     weighting: Weighting = "auto",

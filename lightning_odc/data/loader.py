@@ -70,7 +70,6 @@ from lightning_odc.data.weighting import Rule
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
-MaxTokens = Caps | Literal["auto"]
 
 
 class BalancedDataLoader:
@@ -88,7 +87,6 @@ class BalancedDataLoader:
         max_tokens: The most tokens in a microbatch, padding included. A list has one number for each rank, for devices
             with different memory. By default the length of the longest sample (of a stream: the longest of the
             minibatch). For rows of numbers, a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
-            ``"auto"`` begins there and follows the memory that ``ODCStrategy`` measures on GPUs, not with ``unroll``.
             Every cap falls when a microbatch has run out of memory.
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: The cost of a sample by its length. ``"auto"`` is the cost of the model, until times that ``ODCStrategy``
@@ -135,7 +133,7 @@ class BalancedDataLoader:
         minibatch_size: int,
         lengths: Any = None,
         length_fn: LengthFunction | None = None,
-        max_tokens: MaxTokens = None,
+        max_tokens: Caps = None,
         policy: str = "lb_mini",
         cost: Any = "auto",
         weighting: Weighting = "auto",
@@ -155,7 +153,7 @@ class BalancedDataLoader:
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.recipe = Recipe(
             minibatch_size,
-            None if max_tokens == "auto" else max_tokens,
+            max_tokens,
             policy,
             cost,
             weighting,
@@ -182,7 +180,6 @@ class BalancedDataLoader:
         self._workers = workers
         self._progress = Progress()
         self._facts = NOTHING_KNOWN
-        self._wants_memory = max_tokens == "auto" and not unroll and not is_stream(dataset)
         self._learning = Learning()
         self._reading: tuple[tuple[int, int], Reading] | None = None
         self._collation: Collation | None = None
@@ -244,7 +241,6 @@ class BalancedDataLoader:
         dense: bool | None,
         measured: bool,
         minibatches_per_step: int,
-        measures_memory: bool = False,
         repeats: bool = False,
         begins: bool = True,
     ) -> None:
@@ -255,7 +251,6 @@ class BalancedDataLoader:
             dense: Whether attention runs over all tokens of a microbatch, if the model tells.
             measured: Whether the strategy measures how long microbatches take.
             minibatches_per_step: The number of minibatches that share an optimizer step.
-            measures_memory: Whether the strategy measures how much memory microbatches take.
             repeats: Whether runs must be bit-equal, so that `max_tokens` stays whatever happens.
             begins: Whether a fit begins, maybe of another model, of whose memory nothing is known.
         """
@@ -264,7 +259,6 @@ class BalancedDataLoader:
             prior=prior or default_prior(),
             dense=dense,
             measured=measured,
-            follows_memory=measures_memory and self._wants_memory,
             repeats=repeats,
         )
         if facts != self._facts or (
@@ -337,15 +331,9 @@ class BalancedDataLoader:
         return self._learning.cost is not None
 
     @property
-    def follows_memory(self) -> bool:
-        """Whether `max_tokens` changes with the memory that is measured."""
-        self._current()
-        return self._learning.cap is not None and self._learning.cap.measures
-
-    @property
     def memory_values(self) -> dict[str, float]:
         """What `DeviceIdleMonitor` logs of the memory of microbatches, by name."""
-        return {} if self._learning.cap is None else self._learning.cap.cap.values()
+        return {} if self._learning.cap is None else self._learning.cap.values()
 
     @property
     def max_tokens(self) -> Caps:
@@ -452,7 +440,7 @@ class BalancedDataLoader:
         if not isinstance(reading, MapReading):
             raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
         learnt = None if self._learning.cost is None else self._learning.cost.cost.snapshot()
-        caps = None if self._learning.cap is None else self._learning.cap.cap.value
+        caps = None if self._learning.cap is None else self._learning.cap.value
         return reading.schedule.plan(
             self._progress.latest.epoch if epoch is None else epoch, step, learnt, caps
         )
@@ -469,8 +457,7 @@ class BalancedDataLoader:
         world = current_world(*self._world)
         if self._reading is None or self._reading[0] != world:
             self._reading = world, self._make_reading(*world)
-            follows = self._learning.cap is not None and self._learning.cap.measures
-            caps = None if follows else self._reading[1].max_tokens
+            caps = self._reading[1].max_tokens
             own: Any = caps[world[1]] if isinstance(caps, list) else caps
             self._padding = PaddingWatch(own[0] if isinstance(own, tuple) else own)
         return self._reading[1]
@@ -502,7 +489,7 @@ class BalancedDataLoader:
         facts = replace(self._facts, collation=self._collation or PACKED)
         schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
         cost = self.recipe.delayed_cost(num_replicas, rank, facts)
-        cap = None if self.unroll or facts.repeats else schedule.lagged_cap(facts.follows_memory)
+        cap = None if self.unroll or facts.repeats else schedule.lagged_cap()
         self._learning = Learning(cost, cap)
         return MapReading(schedule, rank, reader, self.unroll, cost, cap)
 

@@ -61,7 +61,7 @@ class MapReading:
         reader: Reads a part.
         relative: Weights are relative to their mean over the minibatch.
         cost: The cost, if it is one that learns.
-        cap: The caps, if they follow what is measured.
+        cap: The caps, if they may fall.
 
     Attributes:
         order: What a position in it refers to.
@@ -101,7 +101,7 @@ class MapReading:
     @property
     def max_tokens(self) -> Caps:
         """The most tokens in a microbatch, by what is known now."""
-        return self.schedule.planner.max_tokens if self._cap is None else self._cap.cap.value
+        return self.schedule.planner.max_tokens if self._cap is None else self._cap.value
 
     def count_microbatches(self, epoch: int) -> int:
         """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""

@@ -50,7 +50,7 @@ from lightning_odc.balance.learnt import AutoCost, default_prior
 from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
-from lightning_odc.data.memory_cap import LaggedCap, MemoryCap
+from lightning_odc.data.memory_cap import LaggedCap
 from lightning_odc.data.minibatch import Detail, Origin
 from lightning_odc.data.weighting import Counter
 
@@ -72,7 +72,6 @@ class Facts:
         prior: What ``cost="auto"`` begins with.
         dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
         measured: Whether the strategy measures how long microbatches take.
-        follows_memory: Whether the caps follow measured memory.
         repeats: Whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory.
     """
 
@@ -80,7 +79,6 @@ class Facts:
     prior: Cost = field(default_factory=default_prior)
     dense: bool | None = None
     measured: bool = False
-    follows_memory: bool = False
     repeats: bool = False
 
 
@@ -350,19 +348,14 @@ class Schedule:
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
         return self._minibatches[within]
 
-    def lagged_cap(self, follows_memory: bool) -> LaggedCap | None:
-        """Caps that begin with those of the planner; ``None`` where samples have several numbers, with a cap for each.
-
-        Args:
-            follows_memory: Whether they follow measured memory. Else they fall where a microbatch runs out of it.
-        """
-        planner, cap = self.planner, self.planner.max_tokens
+    def lagged_cap(self) -> LaggedCap | None:
+        """Caps that begin with those of the planner; ``None`` where samples have several numbers, each with a cap."""
+        cap = self.planner.max_tokens
         if self.lengths.values.ndim > 1 or cap is None:
             return None
         caps = cap if isinstance(cap, int) else cast(list[int], list(cap))
         longest = int(self.collation.row_lengths(self.lengths.values).max())
-        is_apart = planner.policy == "lb_mini"
-        return LaggedCap(MemoryCap(self.num_replicas, caps, longest, is_apart, follows_memory))
+        return LaggedCap(self.num_replicas, caps, longest)
 
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
@@ -373,7 +366,7 @@ class Schedule:
             epoch: The epoch it belongs to.
             step: Its number in the epoch.
             learnt: The cost, if it is one that learns.
-            caps: The most tokens in a microbatch, if they follow what is measured.
+            caps: The most tokens in a microbatch, if they may have fallen.
 
         Raises:
             IndexError: the epoch has no such minibatch.

@@ -18,23 +18,16 @@ block 0. The second part breaks off once more, after the head. ``g`` stands for 
     y once more     is left out      is left out      adds g(y)
     in the sums     g(x y)           g(x y)           g(x) + g(y)
 
-If a sample has to be left out after all, it is *taken back*: it runs once more with the negative of its loss, and
-exactly the units that have added something add again. After the last one of them the pass is broken off on purpose.
-Floating point numbers are symmetric about zero, so the negative number is exact to the last bit.
-
-All this needs a unit to run as often in a part as in the whole, or not at all. A part compares that before it adds. If
-a sample does not run a unit, nothing is taken back there.
+All this needs a unit to run as often in a part as in the whole, or not at all. A part compares that before it adds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-
-class TakenBackError(Exception):
-    """Everything that a microbatch had added is taken back; the rest of its backward pass is of no use."""
+from lightning_odc.errors import ODCError
 
 
 @dataclass(frozen=True)
@@ -49,98 +42,102 @@ class Added:
     times: Mapping[int, int] = field(default_factory=dict)
     calls: Mapping[int, int] = field(default_factory=dict)
 
-    def differs(self, calls: Mapping[int, int]) -> list[int]:
-        """The units that have added, and run another number of times in a part (which may do without a unit).
-
-        Args:
-            calls: How many times each unit ran in the forward pass of the part.
-        """
-        return [unit for unit in self.times if calls.get(unit, 0) not in (0, self.calls.get(unit, 0))]
-
-    def within(self, calls: Mapping[int, int]) -> Added:
-        """The additions of units that a part runs.
-
-        Args:
-            calls: How many times each unit ran in the forward pass of the part.
-        """
-        times = {unit: count for unit, count in self.times.items() if calls.get(unit, 0)}
-        return Added(times, self.calls)
-
 
 class Additions:
     """The additions of one backward pass after the other.
 
+    Args:
+        names: The names of the units, by number.
+        ran: Returns the numbers of the units in the order in which they ran forward.
+
     Attributes:
-        is_open: A pass has begun and not ended.
         adding: The unit that is adding right now; after a pass that broke off, the one that has added a part.
     """
 
-    def __init__(self) -> None:
-        self.is_open = False
+    def __init__(self, names: Sequence[str], ran: Callable[[], Sequence[int]]) -> None:
+        self._names = names
+        self._ran = ran
         self.adding: int | None = None
+        self._is_open = False  # a backward pass has begun and not ended
         self._before = Added()
         self._now: Counter[int] = Counter()
-        self._left: int | None = None  # additions to take back
+        self._next = Added()  # the `_before` of the next pass
+        self._mark = 0  # how many runs of units there were before this microbatch
 
-    def begin(self, before: Added, takes_back: bool = False) -> None:
+    def begin_forward(self) -> None:
+        """The forward pass of a microbatch begins."""
+        self._mark = len(self._ran())
+
+    def retry(self, added: Added) -> None:
+        """The next backward pass is that of a part of a microbatch that had added this."""
+        self._next = added
+
+    def begin_backward(self) -> None:
         """A backward pass begins.
 
-        Args:
-            before: What the microbatch, of which this is a part, has added before.
-            takes_back: The pass is there to take that back.
-
         Raises:
-            TakenBackError: there is nothing to take back.
+            ODCError: The pass is that of a part which runs units another number of times than the whole did. Or the
+                pass before broke off, and its error was caught.
         """
-        left = sum(before.times.values())
-        if takes_back and not left:
-            raise TakenBackError
-        self.is_open, self.adding = True, None
+        self.check_none_broke_off()
+        before, self._next = self._next, Added()
+        for unit in before.times:
+            here, there = self._calls()[unit], before.calls[unit]
+            if here not in (0, there):
+                raise ODCError(
+                    f"Unit {self._names[unit]!r} ran {there} times for a microbatch that did not fit into memory, and "
+                    f"{here} times for a part of it. Its gradient was added for the whole, and nothing tells what is "
+                    'missing. Write ODCStrategy(on_out_of_memory="raise"), or run the unit equally often for every '
+                    "microbatch."
+                )
+        self._is_open, self.adding = True, None
         self._before, self._now = before, Counter()
-        self._left = left if takes_back else None
-
-    def end(self) -> None:
-        """The pass has come to its end."""
-        self.is_open, self._left = False, None
-        self._before, self._now = Added(), Counter()
-
-    @property
-    def is_torn(self) -> bool:
-        """A pass has begun and not ended, and a part of its gradient is in the accumulators."""
-        return self.is_open and bool(self._now or self._before.times)
 
     def begin_adding(self, unit: int) -> bool:
         """A unit has a gradient; returns whether it is to be added."""
         self._now[unit] += 1
-        is_old = self._now[unit] <= self._before.times.get(unit, 0)
-        if is_old == (self._left is None):
+        if self._now[unit] <= self._before.times.get(unit, 0):
             return False
         self.adding = unit
         return True
 
     def end_adding(self) -> None:
-        """Record that the gradient is added.
+        """The gradient is added."""
+        self.adding = None
+
+    def end_backward(self) -> None:
+        """The pass has come to its end, and `fully_shard` has forgotten what ran before it."""
+        self._is_open, self._mark = False, 0
+        self._before, self._now = Added(), Counter()
+
+    def check_none_broke_off(self) -> None:
+        """Refuse to go on with a part of the gradient of a microbatch.
 
         Raises:
-            TakenBackError: this was the last one to take back.
+            ODCError: a backward pass broke off, and its error was caught.
         """
-        self.adding = None
-        if self._left is not None:
-            self._left -= 1
-            if not self._left:
-                raise TakenBackError
+        if self._is_open and (self._now or self._before.times):
+            raise ODCError(
+                "A backward pass broke off and its error was caught, but a part of its gradient has been added before. "
+                "Let the error end the run."
+            )
 
-    def broken_off(self, calls: Mapping[int, int]) -> Added:
-        """The pass has broken off: what is in the accumulators of the microbatch of which it was a part.
+    def undo(self) -> Added | None:
+        """The microbatch has broken off: what stays in the accumulators; ``None`` before its backward pass."""
+        added = None
+        if self._is_open:
+            done = Counter(self._now)
+            if self.adding is not None:
+                done[self.adding] -= 1
+            before = self._before
+            times = done | Counter(before.times)  # the larger one of both
+            # What a unit has added before stands for its calls then.
+            calls = {**self._calls(), **{unit: before.calls.get(unit, 0) for unit in before.times}}
+            added = Added(dict(times), calls)
+        self.end_backward()
+        self._next = Added()
+        return added
 
-        Args:
-            calls: How many times each unit ran in the forward pass before.
-        """
-        done = Counter(self._now)
-        if self.adding is not None:
-            done[self.adding] -= 1
-        before = self._before
-        self.end()
-        times = done | Counter(before.times)  # the larger one of both
-        # What a unit has added before stands for its calls then.
-        return Added(dict(times), {**calls, **{unit: before.calls.get(unit, 0) for unit in before.times}})
+    def _calls(self) -> Counter[int]:
+        """How many times each unit ran in the forward pass of this microbatch."""
+        return Counter(self._ran()[self._mark :])

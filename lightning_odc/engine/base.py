@@ -63,7 +63,7 @@ class SettleRecord:
         plans: fingerprints of the plans of its minibatches, in the order in which they ran.
         is_last: it has no more batches in this epoch.
         logs: what the strategy logs: names and sums.
-        measured: what the strategy measured: seconds and memory of microbatches.
+        measured: what the strategy measured: seconds of microbatches, and which ran out of memory.
         note: the rank's `Engine.note`.
         used: Parameters that received a gradient here, as `flags_to_hex` writes them.
         scalars: The rank's sums of gradients of its `Scalars`.
@@ -145,13 +145,6 @@ class Ledger:
         else:
             self.least = min(self.least, weight)
         self.microbatches += 1
-
-    def withdraw(self, weight: float | Tensor, counting: Counting) -> None:
-        """A microbatch that was added has broken off. What runs in its place is added for itself."""
-        if counting is Counting.MEAN:
-            return
-        self.weight = self.weight - (weight.detach() if isinstance(weight, Tensor) else weight)
-        self.microbatches -= 1
 
     def leave_out(self, part: float) -> None:
         """So much of the plain batches of this step has no part in the gradient, nor in what it is divided by."""
@@ -368,7 +361,7 @@ class Engine(Traced, ABC):
             return "its gradient had been added, and memory ran out after its backward pass"
         return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
 
-    def let_go(self) -> Added | None:
+    def undo(self) -> Added | None:
         """Free all that a microbatch which broke off has gathered and computed, and drop every trace of its run.
 
         Returns:
@@ -376,12 +369,11 @@ class Engine(Traced, ABC):
         """
         raise NotImplementedError
 
-    def resume(self, added: Added, takes_back: bool = False) -> None:
+    def retry(self, added: Added) -> None:
         """The next backward pass is that of a part of a microbatch that broke off.
 
         Args:
-            added: What `let_go` returned; empty if it broke off in its forward pass.
-            takes_back: The pass is there to take that back. It ends with a `TakenBackError`.
+            added: What `undo` returned; empty if it broke off in its forward pass.
         """
         raise NotImplementedError
 
@@ -463,9 +455,6 @@ class Engine(Traced, ABC):
     def window_bytes(self) -> int:
         """Memory of this rank's window."""
         return 0
-
-    def leave_room(self, growth: float) -> None:
-        """Keep less gathered: a minibatch may take this times as much memory as the largest one so far."""
 
     @property
     def kept_bytes(self) -> int:

@@ -28,7 +28,6 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.recovery import free_unused
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.transports.base import Rendezvous
@@ -63,7 +62,7 @@ class CollectiveEngine(Engine):
         self._reduce_scatter = StockReduceScatter()
         self._has_compared_kinds = world_size == 1
         self._signals = Signals()
-        self._resumed = False  # the next backward pass is of a part of a microbatch
+        self._is_retry = False  # the next backward pass is of a part of a microbatch
         self._in_place = False  # a backward pass adds to gradients of earlier batches
 
     @property
@@ -122,7 +121,7 @@ class CollectiveEngine(Engine):
             self._scalars.drop_emptied()
             self._root.gather()
         self._root.match_frozen()
-        apart, self._resumed = self.ledger.is_weighted or self._resumed, False
+        apart, self._is_retry = self.ledger.is_weighted or self._is_retry, False
         self._late_hooks.holding = apart
         self._reduce_scatter.sends_zeros = not counts
         before = [shard.grad for shard in self._shards]
@@ -161,16 +160,15 @@ class CollectiveEngine(Engine):
             return "the gradients of earlier batches are in `.grad`, and a part of this one was added to them"
         return super().why_no_retry()
 
-    def let_go(self) -> Added | None:
+    def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
         assert self._model is not None
         units = [unit for unit in self._units if unit.is_gathered]
         forget_pass(self._model, [slot.current for unit in units for slot in unit.slots])
-        free_unused()
         return None
 
-    def resume(self, added: Added, takes_back: bool = False) -> None:
-        self._resumed = True
+    def retry(self, added: Added) -> None:
+        self._is_retry = True
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:

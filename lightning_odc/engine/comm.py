@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -143,7 +144,9 @@ def reset_units(model: nn.Module, failed: bool = False) -> None:
 
 
 def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Forget a forward or backward pass that broke off. Needs torch 2.13 or newer, which has ``reset_iter_state``.
+    """Forget a forward or backward pass that broke off, and give the memory of unreachable objects back to the device.
+
+    Needs torch 2.13 or newer, which has ``reset_iter_state``.
 
     Args:
         model: The root module.
@@ -153,6 +156,13 @@ def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
     reset_units(model, failed=True)
+    with torch.enable_grad():
+        # A backward pass that broke off leaves what it had not come to in the queue of this thread, with graph and
+        # activations. The next pass of any graph throws it out first.
+        torch.zeros((), device="cpu", requires_grad=True).backward()
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: object) -> None:

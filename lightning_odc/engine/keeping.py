@@ -202,7 +202,6 @@ class Keeping:
 
     Attributes:
         bytes: what is kept of all units, or will be when they have run.
-        growth: times as much memory may a minibatch take as the largest one so far.
 
     Args:
         budget: Bytes that may be kept, or ``"auto"``: what is left beside training, with a margin.
@@ -220,7 +219,6 @@ class Keeping:
         self._contexts = 0  # of `held`
         self._held: list[tuple[_Kept, bool]] = []  # and whether each was gathered before
         self._asks: _Kept | None = None  # the unit at which the next pass asks for memory
-        self.growth = 1.0
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
         """Look after these units, each with the object through which it is gathered."""
@@ -376,4 +374,4 @@ class Keeping:
         if self._budget != "auto":
             return self._budget
         self._usable = self._memory.usable()
-        return max(int(self._memory.share * (self._usable - self.growth * self._needed)), 0)
+        return max(int(self._memory.share * (self._usable - self._needed)), 0)

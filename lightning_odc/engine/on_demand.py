@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.engine.additions import Added
+from lightning_odc.engine.additions import Added, Additions
 from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided, unexpected_gradient
 from lightning_odc.engine.base import (
     Engine,
@@ -30,6 +32,7 @@ from lightning_odc.engine.comm import (
     GatherComm,
     StockGather,
     StockReduceScatter,
+    forget_pass,
     reset_units,
     set_comms,
 )
@@ -41,7 +44,6 @@ from lightning_odc.engine.late_gradients import LateHooks, Placeholders
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.probe import probe
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.recovery import Recovery
 from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
@@ -94,7 +96,7 @@ class OnDemandEngine(Engine):
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
-        self._recovery = Recovery(nn.Module(), [], self._keeping)
+        self._additions = Additions([], list)
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
         self._staleness = StalenessGuard([], [], deferred=False)
@@ -177,7 +179,7 @@ class OnDemandEngine(Engine):
         ]
         self._keeping.attach(self._units, comms)
         self._root = RootUnit(self._units, model)
-        self._recovery = Recovery(model, self._units, self._keeping)
+        self._additions = Additions([unit.name for unit in self._units], self._ran)
         if not self._lockstep:
             self._on_close.enter_context(generating(model, self.gathered))
 
@@ -250,7 +252,6 @@ class OnDemandEngine(Engine):
         unit.regroup(shards, neighbours, output)
 
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
-        additions = self._recovery.additions
         if not self._in_backward:
             self._placeholders.check_not_laid(unit.fresh)
         for slot in unit.fresh:
@@ -259,10 +260,10 @@ class OnDemandEngine(Engine):
         segments = unit.take_fresh()
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
-        if additions.begin_adding(unit.index):
+        if self._additions.begin_adding(unit.index):
             if self._counts or self._lockstep:  # where the others wait at the barrier
                 window.accumulate(chunks if self._counts else chunks.zero_(), segments)
-            additions.end_adding()
+            self._additions.end_adding()
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class OnDemandEngine(Engine):
             self._reattach()
 
     def discard(self) -> None:
-        self._recovery.additions.end()
+        self._additions.end_backward()
         self._dropping.drop({slot for unit in self._units for slot in unit.trainable})
         self._scalars.clear()
         self._take_ledger()
@@ -324,7 +325,7 @@ class OnDemandEngine(Engine):
             if not self._keeping.is_kept(unit):  # fully_shard frees it at the end of it
                 self._staleness.before_reshard(unit)
         self._relieve()
-        self._recovery.begin_backward()
+        self._additions.begin_backward()
         self._in_backward, self._counts, self.is_behind = True, counts, False
         try:
             with self._scalars.backward(counts):
@@ -332,7 +333,7 @@ class OnDemandEngine(Engine):
         finally:
             self._in_backward, self._counts = False, True
         self.is_behind = True
-        self._recovery.end_backward()
+        self._additions.end_backward()
         self._root.check_reduced()
         for unit in self._units:
             self._placeholders.lay(unit.used)
@@ -342,26 +343,34 @@ class OnDemandEngine(Engine):
 
     def begin_forward(self) -> None:
         super().begin_forward()
-        self._recovery.begin_forward()
+        self._additions.begin_forward()
 
     def why_no_retry(self) -> str:
         if self._lockstep:
             return 'communication="lockstep" makes the other ranks wait for this microbatch as it was planned'
-        torn = self._recovery.additions.adding
+        torn = self._additions.adding
         if torn is not None:
             return f"it ran out while the gradient of unit {self._units[torn].name!r} was being added to the others"
         return super().why_no_retry()
 
-    def let_go(self) -> Added | None:
-        return self._recovery.let_go()
+    def undo(self) -> Added | None:
+        assert self._model is not None
+        added = self._additions.undo()
+        whole = [parameter for unit in self._units for parameter in unit.fresh.values()]
+        whole += [slot.current for unit in self._units if unit.is_gathered for slot in unit.slots]
+        for unit in self._units:
+            unit.fresh.clear()
+        self._keeping.give_back()
+        forget_pass(self._model, whole)
+        return added
 
-    def resume(self, added: Added, takes_back: bool = False) -> None:
-        self._recovery.resume(added, takes_back)
+    def retry(self, added: Added) -> None:
+        self._additions.retry(added)
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
         self._late_hooks.check_outside()
-        self._recovery.check_none_broke_off()
+        self._additions.check_none_broke_off()
         refuse_all_reduce_hooks(self._units)
         with self._timed(), self.traced("settle"):
             self.reshard()
@@ -450,14 +459,16 @@ class OnDemandEngine(Engine):
     def window_bytes(self) -> int:
         return self.protocol.window_bytes
 
-    def leave_room(self, growth: float) -> None:
-        self._keeping.growth = growth
-
     @property
     def kept_bytes(self) -> int:
         return self._keeping.bytes
 
     # -- internals ----------------------------------------------------------------------------------------
+
+    def _ran(self) -> list[int]:
+        """The numbers of the units in the order in which they ran forward since the last backward pass."""
+        numbers = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
+        return [numbers.get(id(group), -1) for group in _compat.forward_order(cast(FSDPModule, self._model))]
 
     def _publish_units(self) -> None:
         """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""

@@ -79,8 +79,7 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     memory_size(given["keep_gathered"])
     # Refuses options that no loader would take.
     policy = "lb_mini" if balance in (None, "auto") else balance
-    max_tokens = None if given["max_tokens"] == "auto" else given["max_tokens"]
-    Recipe(1, max_tokens, policy, given["cost"], given["weighting"])
+    Recipe(1, given["max_tokens"], policy, given["cost"], given["weighting"])
     _check_unknown(given["kwargs"], [name for name in given if name not in ("self", "kwargs", "__class__")])
     if balance is None:
         _warn_of_idle_options(given)

@@ -97,8 +97,6 @@ def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule |
     if recipe.is_auto:
         cost += " from the model's size" + (", then from measured times" if loader.learns else "")
     most = "" if loader.max_tokens is None else f"; at most {_caps(loader.max_tokens)} in a microbatch"
-    if loader.follows_memory:
-        most += ", until measured memory says more or less"
     counts = "" if rule is None else f"; {rule} (the loss was tried)"
     return f'policy "{recipe.policy}"{because}; {samples}{most}; {cost}{counts}'
 

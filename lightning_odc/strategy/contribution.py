@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,12 +45,56 @@ class Contribution:
     extras: dict[str, Any]
     counting: Counting
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Hold the values alone, without the graph and its activations."""
         self.loss = self.loss.detach()
         self.extras = {
             key: value.detach() if isinstance(value, Tensor) else value for key, value in self.extras.items()
         }
+
+
+@dataclass
+class Sums:
+    """What the microbatches of a minibatch add up to on this rank.
+
+    Attributes:
+        device: The device of this rank.
+        extras: What else ``training_step`` returned, by microbatch.
+    """
+
+    device: torch.device
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    _loss: Any = 0.0
+    _weight: Any = 0.0
+
+    def add(self, item: Contribution) -> None:
+        self._loss = self._loss + item.loss.detach()
+        self._weight = self._weight + item.weight
+        for key, value in item.extras.items():
+            # A view would keep the graph, with the activations of a microbatch that runs again in parts.
+            self.extras.setdefault(key, []).append(value.detach() if isinstance(value, Tensor) else value)
+
+    def under(self, item: Contribution | None) -> Tensor:
+        """The loss of a microbatch with the mean of all of them as its value; without one, a loss that adds nothing."""
+        loss = torch.as_tensor(self._loss, device=self.device)
+        weight = torch.as_tensor(self._weight, device=self.device, dtype=loss.dtype)
+        mean = torch.where(weight > 0, loss / weight, torch.zeros_like(loss))
+        graph = torch.zeros((), device=self.device, requires_grad=True) if item is None else item.loss
+        return cast(Tensor, _WithValue.apply(graph, mean))  # type: ignore[no-untyped-call]
+
+
+class _WithValue(torch.autograd.Function):
+    """The first argument's gradient under the second one's value."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        ctx.shape = loss.shape
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype).reshape(ctx.shape), None
 
 
 class CountsNothing:

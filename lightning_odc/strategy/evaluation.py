@@ -35,10 +35,15 @@ from lightning_odc.strategy import totals
 from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.contribution import counted_weight
 from lightning_odc.strategy.logbook import LogBook, flush, metric_of, ranks_of, replaced_log
-from lightning_odc.strategy.out_of_memory import explained
+from lightning_odc.strategy.retry import explained
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step
 from lightning_odc.strategy.totals import METRIC, Total
+
+_SMALLER = (
+    "Batches are cut in training alone. Make those of this loader smaller: DataLoader(..., batch_size=1), or "
+    "BalancedDataLoader(..., max_tokens=...)."
+)  # a step may log anything of them
 
 
 class Evaluation:
@@ -85,7 +90,7 @@ class Evaluation:
             results.pop(key).reset()  # else Lightning would compare its options with those of a later epoch
         self._added.clear()
 
-    @explained()
+    @explained(_SMALLER)
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; of a `Minibatch` the microbatches one by one, and log the values of all of them.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -20,8 +20,9 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
+from lightning_odc.balance.caps import Caps
 from lightning_odc.data.checks import check_single, whole_minibatches
-from lightning_odc.data.loader import BalancedDataLoader, MaxTokens, Packing
+from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
@@ -37,7 +38,7 @@ from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.failing import tell_peers
 from lightning_odc.strategy.launcher import end_scripts_at_exit
-from lightning_odc.strategy.out_of_memory import TRY, Answer
+from lightning_odc.strategy.retry import OnOutOfMemory
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import HeldSignals
 from lightning_odc.strategy.step import Training
@@ -98,7 +99,8 @@ class ODCStrategy(ShardedStrategy):
             waits least. It leaves loaders alone that yield `Minibatch`\ es, and data that it cannot balance.
             ``strategy="odc_plain"`` is ``None``.
         max_tokens: The most tokens in a microbatch, padding included; a list has one cap for each rank, a tuple one for
-            each number of a sample. By default as in the loader's largest batch; ``"auto"`` follows memory from there.
+            each number of a sample. By default as in the loader's largest batch. It falls when a microbatch has run
+            out of memory.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``. ``"auto"`` is the cost of the model,
             until measured times refute it; others are ``"quadratic"``, ``"fitted"``, ...
         length_fn: The function that returns the length of a sample, or a tuple of numbers; by default the loader finds
@@ -148,12 +150,12 @@ class ODCStrategy(ShardedStrategy):
         accumulator_dtype: torch.dtype | None = None,
         keep_gathered: int | str = "auto",
         balance: str | None = "auto",
-        max_tokens: MaxTokens = None,
+        max_tokens: Caps = None,
         cost: Any = "auto",
         length_fn: Callable[[Any], int | Sequence[int]] | None = None,
         weighting: Any = "auto",
         packing: Packing = False,
-        on_out_of_memory: Answer = "split",
+        on_out_of_memory: OnOutOfMemory = "split",
         on_nonfinite: Literal["skip"] | None = None,
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
@@ -339,22 +341,6 @@ class ODCStrategy(ShardedStrategy):
         if self._training is None:
             return run(closure_loss, optimizer, *args, **kwargs)
         return self._training.last_backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
-
-    @contextmanager
-    def retrying(self) -> Iterator[None]:
-        """Run a batch that ran out of memory again in parts, with manual optimization; to be called in ``except``.
-
-        It frees what the batch has gathered and computed. In the context, units whose gradient was added before add
-        nothing, so the losses of the parts must add up to that of the whole. See *Running out of memory*.
-
-        Raises:
-            RuntimeError: outside ``except`` or ``trainer.fit``; or the error that is handled, with a note, where a
-                batch cannot run again: under ``communication="collective"``, or with torch before 2.13.
-        """
-        if self._training is None:
-            raise RuntimeError(f"Call retrying() inside a training step:\n{TRY}")
-        with self._training.retrying():
-            yield
 
     def settle_gradients(self) -> None:
         """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.

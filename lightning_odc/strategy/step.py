@@ -1,7 +1,8 @@
 """A training step on this rank, from Lightning's call to the user's ``training_step``, and on to backward and settle.
 
-Read `Training` from the top: `step` runs a batch, `around_backward` is the context of every backward pass, `settle`
-completes the gradients, `end_step` publishes the parameters.
+Read `Training` from the top: `step` runs a batch. `_parts` yields a microbatch, and its parts if memory runs out, and
+`_run` runs them. `around_backward` is the context of every backward pass, `settle` completes the gradients, and
+`end_step` publishes the parameters.
 
 Note [The last backward belongs to Lightning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -15,7 +16,7 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
 
     Lightning              here                                    accumulated gradient of the rank
     training_step(...)     forward(a)                              0
-                           forward(b) follows: backward(3 La)      3 gLa
+                           backward(3 La)                          3 gLa
                            forward(b), backward(5 Lb), forward(c)  3 gLa + 5 gLb
                            returns 2 Lc, with the value of
                            (3 La + 5 Lb + 2 Lc) / (3 + 5 + 2)
@@ -30,9 +31,9 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,42 +43,27 @@ from lightning_odc.data.batch_size import sample_count
 from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
-from lightning_odc.data.split import pieces_of
+from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
-from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy import device_memory
 from lightning_odc.strategy.causal_lm import causal_model
-from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution, nothing_of
+from lightning_odc.strategy.contribution import CountsNothing, Sums, contribution, nothing_of
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, flush, replaced_log
 from lightning_odc.strategy.loss_trial import CollectiveListener, try_loss, untouched
-from lightning_odc.strategy.out_of_memory import Answer, Attempt, Relief, Rescue, cut_graph
 from lightning_odc.strategy.precision import unit_of
+from lightning_odc.strategy.retry import (
+    MAKE_ROOM,
+    OnOutOfMemory,
+    Part,
+    Retry,
+    cut_graph,
+    explained,
+    warn_of_drop,
+)
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.stopwatch import Stopwatch
 from lightning_odc.strategy.totals import Total
-
-
-@dataclass
-class _Sums:
-    """What the microbatches of a minibatch add up to on this rank."""
-
-    loss: Any = 0.0
-    weight: Any = 0.0
-    extras: dict[str, list[Any]] = field(default_factory=dict)
-
-    def add(self, item: Contribution) -> None:
-        self.loss = self.loss + item.loss.detach()
-        self.weight = self.weight + item.weight
-        for key, value in item.extras.items():
-            # A view would keep the graph, with the activations of a microbatch that runs again in parts.
-            self.extras.setdefault(key, []).append(value.detach() if isinstance(value, Tensor) else value)
-
-    def mean(self, device: torch.device) -> Tensor:
-        loss = torch.as_tensor(self.loss, device=device)
-        weight = torch.as_tensor(self.weight, device=device, dtype=loss.dtype)
-        return torch.where(weight > 0, loss / weight, torch.zeros_like(loss))
 
 
 @dataclass
@@ -101,18 +87,7 @@ class _Batch:
     samples: int = 1
 
 
-class _WithValue(torch.autograd.Function):
-    """The first argument's gradient under the second one's value."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
-        ctx.dtype = loss.dtype
-        ctx.shape = loss.shape
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype).reshape(ctx.shape), None
+_MANUAL = f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."
 
 
 def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +115,6 @@ class Training:
         skips_nonfinite: Whether microbatches are left out whose loss is not finite.
 
     Attributes:
-        leaves_out: Whether the microbatch at hand counts nothing, so that neither its loss nor its gradients do.
-        reliefs: What was cut or left out in the optimizer step that has settled last.
         communicates: Whether the step that was tried talks to other ranks.
     """
 
@@ -150,7 +123,7 @@ class Training:
         strategy: ShardedStrategy,
         engine: Engine,
         fp16: bool,
-        on_out_of_memory: Answer = "raise",
+        on_out_of_memory: OnOutOfMemory = "raise",
         skips_nonfinite: bool = False,
     ) -> None:
         assert strategy.lightning_module is not None
@@ -162,11 +135,8 @@ class Training:
         self._logbook = LogBook()
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
         self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
-        self._memory = device_memory.MemoryMeter(device_memory.memory_of(strategy.root_device), engine)
         self._totals: list[Total] = []  # of values that were logged in this optimizer step
-        self.leaves_out = CountsNothing()
         self._loaders_unchecked = True
-        self._more = False  # another backward pass of this batch follows
         self._has_stepped = False  # an optimizer of Lightning
         self._has_settled = False  # in this batch
         self._hooks_wait = False
@@ -175,17 +145,15 @@ class Training:
         self.communicates = False
         self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
         self._skips_nonfinite = skips_nonfinite
-        buffers = self._module.buffers()
-        self._rescue = Rescue(on_out_of_memory, engine, self, strategy.root_device, buffers)
+        self._retry = Retry(on_out_of_memory, engine, strategy.root_device, self._module.buffers())
         self._batch = _Batch()
-        self._last: Attempt | None = None  # whose backward pass is Lightning's
-        self.reliefs: list[Relief] = []
-        self._index = 0  # of the microbatch that runs forward
-        self._added: Added | None = None  # of the batch that a user runs again
+        self._part: Part | None = None  # that ran forward last
+        self._pending: tuple[Part, Iterator[Part]] | None = (
+            None  # whose backward pass is Lightning's, and what follows
+        )
+        self._more = False  # another backward pass of this batch follows
 
-    def take_reliefs(self) -> list[Relief]:
-        """What was cut or left out since the last call."""
-        return self._rescue.reliefs.take_reliefs()
+    # -- a batch ------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch; what Lightning's ``training_step`` is here.
@@ -206,41 +174,15 @@ class Training:
         self._begin_batch("Minibatch" if is_minibatch else "plain batch")
         is_automatic = self._module.automatic_optimization
         if is_minibatch and is_automatic:
-            return self._run(*args, **kwargs)
+            return self._minibatch(*args, **kwargs)
         if is_automatic and args:
             return self._plain(*args, **kwargs)
         self._engine.begin_forward()
-        output = call_step(self._strategy, self._engine, "training_step", *args, **kwargs)
+        with nullcontext() if is_automatic else explained(_MANUAL):
+            output = call_step(self._strategy, self._engine, "training_step", *args, **kwargs)
         if not is_automatic:
             self._step_in_hooks()
         return output
-
-    def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch that is one microbatch. Lightning's backward pass follows."""
-        self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
-        with self._logged.noting():
-            attempt, output, failure = self._forward(Task(batch, 1.0, None), 0)
-        if failure is not None:
-            return self._plain_in_parts(attempt, failure)
-        if attempt.item is None:
-            return None
-        self.count(attempt.item)
-        self._last = attempt
-        return output
-
-    def _plain_in_parts(self, attempt: Attempt, failure: Exception) -> dict[str, Any]:
-        """Run a plain batch in parts. A name is logged once: its value may be synchronised with other ranks."""
-        sums = _Sums()
-        with self._logbook.recording(self._module):
-            for item in self._rescue.again(attempt, failure):
-                sums.add(item)
-        flush([one for one in self._logbook.take() if one.name not in self._logged.names], self._module)
-        return {"loss": self._with_value(None, sums), **sums.extras}
-
-    @property
-    def _accumulated(self) -> int:
-        """The batches of an optimizer step, by which Lightning divides the loss it is given."""
-        return self._module.trainer.accumulate_grad_batches
 
     def _begin_batch(self, kind: str) -> None:
         """What Lightning's ``zero_grad`` does at the first batch of a step must reach all ranks' accumulators."""
@@ -248,8 +190,7 @@ class Training:
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
         self._has_settled = False
-        self._last = None
-        self.leaves_out = CountsNothing()
+        self._part = self._pending = None
         is_first = trainer.fit_loop.batch_idx % self._accumulated == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
@@ -258,66 +199,55 @@ class Training:
             self._engine.drop_emptied_anywhere()
         self._engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
 
-    def _run(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    @property
+    def _accumulated(self) -> int:
+        """The batches of an optimizer step, by which Lightning divides the loss it is given."""
+        return self._module.trainer.accumulate_grad_batches
+
+    def _minibatch(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a rank's microbatches; see Note [The last backward belongs to Lightning]."""
         self._stopwatch.open(minibatch)
-        self._memory.open(minibatch)
+        self._retry.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
-        counter = is_sum = None
+        self._batch, sums = _Batch(args, kwargs), Sums(self._strategy.root_device)
         if (origin := minibatch.origin) is not None:
-            counter, is_sum = origin.counter or (self._labels if origin.by_labels else None), origin.is_sum
-        self._batch, sums = _Batch(args, kwargs, counter, bool(is_sum)), _Sums()
-        pending: Attempt | None = None  # the microbatch before, not yet backpropagated
+            self._batch.counter = origin.counter or (self._labels if origin.by_labels else None)
+            self._batch.is_sum = origin.is_sum
+        # A rank may help others only when its own work is done: then nothing is left for Lightning.
+        last = len(minibatch) - 1 if minibatch.all_ranks is None else None
         with self._logbook.recording(self._module):
             for index, task in enumerate(self._engine.tasks(minibatch)):
-                if pending is not None:
-                    self._finish(pending)
-                pending = None  # its graph must not outlive it
-                pending = self._begin(task, index, sums)
-                if pending is not None and minibatch.all_ranks is not None:
-                    # A rank may help others only when its own work is done: nothing is left for Lightning.
-                    self._finish(pending)
-                    pending = None
-        self._last = pending
-        return {"loss": self._with_value(pending, sums), **sums.extras}
+                parts = self._parts(task, index)
+                if index != last:
+                    self._run(parts, sums)
+                    continue
+                part = next(parts)
+                with part:
+                    self._forward(part)
+                if part.item is None:
+                    self._run(parts, sums)
+                else:
+                    sums.add(part.item)
+                    self._pending = part, parts
+        pending = None if self._pending is None else self._pending[0].item
+        return {"loss": sums.under(pending), **sums.extras}
 
-    def _begin(self, task: Task, index: int, sums: _Sums) -> Attempt | None:
-        """Run a microbatch as far as to its loss; returns it if there is something to backpropagate."""
-        attempt, _, failure = self._forward(task, index)
-        if failure is not None:
-            for item in self._rescue.again(attempt, failure):
-                sums.add(item)
-            return None
-        if attempt.item is None:
-            return None
-        self.count(attempt.item)
-        sums.add(attempt.item)
-        return attempt
-
-    def _forward(self, task: Task, index: int) -> tuple[Attempt, Any, Exception | None]:
-        """Run a microbatch forward; returns also what its step returned, and the error if memory ran out."""
-        self._index = index
-        attempt = Attempt(task, index, self._strategy.root_device, self._rescue.buffers)
-        output = None
-        with self._rescue.watching() as failures:
-            output, attempt.item = self._outcome(attempt.run)
-        return attempt, output, failures[0] if failures else None
-
-    def _finish(self, attempt: Attempt) -> None:
-        """Backpropagate a microbatch."""
-        assert attempt.item is not None
-        with self._rescue.watching() as failures:
-            self.backward(attempt.item.loss)
-            self._rescue.fits(attempt)
-        if failures:
-            self._rescue.again(attempt, failures[0])
-
-    def _with_value(self, attempt: Attempt | None, sums: _Sums) -> Tensor:
-        """The loss of a microbatch under the value of all of them; without one a loss that adds nothing."""
-        device = self._strategy.root_device
-        none = torch.zeros((), device=device, requires_grad=True)
-        pending = none if attempt is None or attempt.item is None else attempt.item.loss
-        return cast(Tensor, _WithValue.apply(pending, sums.mean(device)))  # type: ignore[no-untyped-call]
+    def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch that is one microbatch. Lightning's backward pass follows."""
+        self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
+        parts, output = self._parts(Task(batch, 1.0, None), 0), None
+        part = next(parts)
+        with self._logged.noting(), part:
+            output = self._forward(part)
+        if part.error is None:
+            self._pending = None if part.item is None else (part, parts)
+            return output
+        # A name is logged once: its value may be synchronised with other ranks.
+        sums = Sums(self._strategy.root_device)
+        with self._logbook.recording(self._module):
+            self._run(parts, sums)
+        flush([one for one in self._logbook.take() if one.name not in self._logged.names], self._module)
+        return {"loss": sums.under(None), **sums.extras}
 
     def last_backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Run Lightning's own backward pass of a batch; see Note [The last backward belongs to Lightning].
@@ -326,33 +256,143 @@ class Training:
             loss: What Lightning holds, too.
             run: Backpropagates it.
         """
-        attempt, self._last = self._last, None
-        if attempt is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             loss = run(loss)
             self._engine.is_behind = False
             return loss
-        with self._rescue.watching() as failures:
+        part, parts = pending
+        with part:
             run(loss)
             self._engine.is_behind = False
-            self._rescue.fits(attempt)
-        if failures:
+        if part.error is not None:
             cut_graph(loss)
-            self._rescue.again(attempt, failures[0])
+        self._run(parts, Sums(self._strategy.root_device))  # Lightning has the value already
         return loss.detach()
 
-    @contextmanager
-    def retrying(self) -> Iterator[None]:
-        """What `ODCStrategy.retrying` does."""
-        before = self._added
-        self._added = self._rescue.let_go(before or Added())
-        try:
-            yield
-        finally:
-            self._added = before
+    # -- a microbatch -------------------------------------------------------------------------------------
 
-    # -- what `Rescue` calls ------------------------------------------------------------------------------
+    def _parts(
+        self, task: Task, index: int, of: Part | None = None, is_last_try: bool = False
+    ) -> Iterator[Part]:
+        """Yield a microbatch; if it runs out of memory in its ``with``, yield its parts, too. Others end with it.
+
+        See Note [Run again in parts].
+        """
+        part = Part(task, index, self._retry, of, is_last_try)
+        yield part
+        if part.error is None:
+            self._retry.fits(part)
+            return
+        part.undo()
+        self._stopwatch.forget()
+        if part.item is None:
+            self._logbook.drop()
+        if not part.counts:  # its backward pass would add zeros
+            return
+        halves, reason = self._cut(part)
+        if not halves:
+            self._retry.drop(part, reason)
+            self._leave_out(part)
+            return
+        self._retry.cut(part, reason)
+        for half in halves:
+            yield from self._parts(half, index, part, is_last_try=len(halves) == 1)
+
+    def _run(self, parts: Iterator[Part], sums: Sums) -> None:
+        """Run a microbatch, or what is left of it."""
+        for part in parts:
+            quiet = replaced_log(self._module, lambda *_, **__: None) if part.is_logged else nullcontext()
+            with part, quiet:
+                self._forward(part)
+                if part.item is None:
+                    continue
+                if not part.is_logged:
+                    sums.add(part.item)
+                if part.is_part:
+                    self._engine.retry(part.added)
+                self._more = True
+                try:
+                    self._strategy.backward(part.item.loss / self._accumulated, self._strategy.optimizers[0])
+                finally:
+                    self._more = False
+                part.item.detach()
+
+    def _forward(self, part: Part) -> Any:
+        """Run the user's step; returns what it returned, which holds its graph."""
+        batch, task, self._part = self._batch, part.run, part
+        self._stopwatch.begin(task.detail)
+        # Counted before the step, which may take them out of the batch.
+        labels = None if batch.counter is None else batch.counter.of(task.microbatch)
+        counts = 1.0 if part.is_part else task.weight  # labels and items say themselves what a part counts
+        if labels is not None:
+            part.counts_nothing = CountsNothing(labels, counts)
+        self._engine.begin_forward()
+        with (
+            random_numbers_of(task.detail, self._strategy.root_device, self._seed),
+            self._stopwatch.running(),
+        ):
+            output = call_step(
+                self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
+            )
+        item = contribution(output, task.weight, batch.counting, labels, part.is_part, batch.is_sum)
+        if item is not None and item.counting is Counting.EXACT:
+            part.counts_nothing = CountsNothing(weight=counts)
+        if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
+            warn_of_drop(part, "has a loss that is not finite")
+            part.counts_nothing = CountsNothing(weight=0.0)
+            self._leave_out(part)
+            # It goes backward, since others may wait for it, and adds zeros.
+            item = replace(item, loss=nothing_of(item.loss), weight=0.0)
+            output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
+        self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
+        if item is not None:
+            part.item = item
+            self._engine.ledger.add(item.weight / self._accumulated, item.counting)
+        return output
+
+    def _leave_out(self, part: Part) -> None:
+        """Let a plain batch, or a part of one, have no part in the mean."""
+        if self._batch.counting is Counting.MEAN:
+            self._engine.ledger.leave_out(part.task.weight / self._accumulated)
+
+    def _cut(self, part: Part) -> tuple[list[Task], str]:
+        """Both parts of a microbatch; or the whole, to run once more, or nothing, and what cannot be done with it."""
+        task = part.task
+        if isinstance(task.microbatch, Iterator):
+            return [], "run again: what an iterator has yielded is gone"
+        if part.is_last_try:
+            return [], ""
+        can_read = task.detail is not None and task.detail.samples is not None
+        verdict = Verdict(Rule("sample")) if can_read else self._rule_of_parts(task.microbatch)
+        if verdict.rule is None:
+            return [task], f"be cut: {verdict.reason}" * bool(verdict.reason)
+        try:
+            halves = parts_of(task, verdict.rule)
+        except Exception as problem:  # a collator that needs the whole, say
+            return [task], f"be cut: {type(problem).__name__}: {problem}"
+        if can_read:
+            halves = [half._replace(microbatch=self.move(half.microbatch)) for half in halves]
+        return halves or [task], ""
+
+    def _rule_of_parts(self, microbatch: Any) -> Verdict:
+        """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
+        found = pieces_of(microbatch)
+        if found is None:
+            return Verdict(None)  # a single sample, maybe
+        sizes, take = found
+        shapes = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
+        if shapes not in self._rules_of_parts:
+            self._rules_of_parts[shapes] = self.try_loss(take, sizes[:12], *self._batch.args)
+        verdict, is_plain = self._rules_of_parts[shapes], self._batch.counting is Counting.MEAN
+        if verdict.rule == Rule("sum"):
+            if not (is_plain or self._batch.is_sum):
+                return Verdict(None, 'its loss is a sum: return {"loss": loss, "num_items": n}')
+            self._batch.is_sum = True
+        return verdict
 
     def move(self, microbatch: Any) -> Any:
+        """Bring what a loader has read to the device."""
         converted = self._strategy.precision_plugin.convert_input(microbatch)
         # As a Minibatch: of a plain batch, Lightning has called the first of the hooks before.
         return self._strategy.batch_to_device(Minibatch([converted]), self._strategy.root_device)[0]
@@ -383,96 +423,14 @@ class Training:
         self.communicates = listener.heard
         return verdict
 
-    def rule_of_parts(self, microbatch: Any) -> Verdict:
-        """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
-        found = pieces_of(microbatch)
-        if found is None:
-            return Verdict(None)  # a single sample, maybe
-        sizes, take = found
-        shapes = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
-        if shapes not in self._rules_of_parts:
-            self._rules_of_parts[shapes] = self.try_loss(take, sizes[:12], *self._batch.args)
-        verdict, is_plain = self._rules_of_parts[shapes], self._batch.counting is Counting.MEAN
-        if verdict.rule == Rule("sum"):
-            if not (is_plain or self._batch.is_sum):
-                return Verdict(None, 'its loss is a sum: return {"loss": loss, "num_items": n}')
-            self._batch.is_sum = True
-        return verdict
-
-    def forward(self, task: Task) -> Contribution | None:
-        return self._outcome(task, is_part=True)[1]
-
-    def _outcome(self, task: Task, is_part: bool = False) -> tuple[Any, Contribution | None]:
-        """Run a step; returns what it returned, which holds its graph, and what that contributes."""
-        batch = self._batch
-        self.leaves_out = CountsNothing(weight=task.weight)
-        self._stopwatch.begin(task.detail)
-        self._memory.begin(task.detail)
-        # Counted before the step, which may take them out of the batch.
-        labels = None if batch.counter is None else batch.counter.of(task.microbatch)
-        counts = (
-            1.0 if is_part else task.weight
-        )  # of labels and items, which say themselves what a part counts
-        if labels is not None:
-            self.leaves_out = CountsNothing(labels, counts)
-        self._engine.begin_forward()
-        with (
-            random_numbers_of(task.detail, self._strategy.root_device, self._seed),
-            self._stopwatch.running(),
-        ):
-            output = call_step(
-                self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
-            )
-        item = contribution(output, task.weight, batch.counting, labels, is_part, batch.is_sum)
-        if item is not None and item.counting is Counting.EXACT:
-            self.leaves_out = CountsNothing(weight=counts)
-        if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
-            item = self._left_out(item, task)
-            output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
-        self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
-        return output, item
-
-    def _left_out(self, item: Contribution, task: Task) -> Contribution:
-        """A contribution that counts nothing. It goes backward, since others may wait for it, and adds zeros."""
-        self._rescue.reliefs.note(task, self._index, "skip", "nonfinite")
-        self.leaves_out = CountsNothing(weight=0.0)
-        self.leave_out(task)
-        return replace(item, loss=nothing_of(item.loss), weight=0.0)
-
-    def backward(self, loss: Tensor) -> None:
-        """Backpropagate as Lightning does: its hooks, the loss scale, and then `around_backward`."""
-        self._more = True
-        try:
-            self._strategy.backward(loss / self._accumulated, self._strategy.optimizers[0])
-        finally:
-            self._more = False
-
-    def count(self, item: Contribution) -> None:
-        self._engine.ledger.add(item.weight / self._accumulated, item.counting)
-
-    def break_off(self, item: Contribution | None) -> None:
-        self._stopwatch.forget()
-        if item is None:
-            self._logbook.drop()
-        else:
-            self._engine.ledger.withdraw(item.weight / self._accumulated, item.counting)
-
-    def leave_out(self, task: Task) -> None:
-        if self._batch.counting is Counting.MEAN:
-            self._engine.ledger.leave_out(task.weight / self._accumulated)
-
-    def quiet(self) -> AbstractContextManager[None]:
-        return replaced_log(self._module, lambda *_, **__: None)
-
     # -- backward and settle ------------------------------------------------------------------------------
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """The context of every backward pass, without Lightning's hooks before and after it."""
         manual = not self._module.automatic_optimization
-        if self._added is not None:
-            self._engine.resume(self._added)
-        context = self._engine.backward(manual=manual, more=self._more, counts=not self.leaves_out)
+        counts = self._part is None or not self._part.counts_nothing
+        context = self._engine.backward(manual=manual, more=self._more, counts=counts)
         with context, self._engine.traced("backward"), self._stopwatch.running():
             yield
 
@@ -494,12 +452,11 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        self.reliefs = self.take_reliefs()
-        measured = [self._stopwatch.take(), self._memory.take(self.reliefs)]
+        measured = [self._stopwatch.take(), self._retry.take()]
         records = self._engine.settle(self._logbook.post(), measured)
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
         self._stopwatch.report([record.measured[0] for record in records])
-        self._memory.report([record.measured[1] for record in records])
+        self._retry.report([record.measured[1] for record in records])
 
     def _step_in_hooks(self) -> None:
         """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does.

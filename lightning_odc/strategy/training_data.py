@@ -29,7 +29,7 @@ from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.weighting import Rule, Verdict
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy import arguments, device_memory
+from lightning_odc.strategy import arguments
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief, note_on_size
 from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
@@ -189,14 +189,12 @@ class TrainingData:
     def _adapt(self, loader: BalancedDataLoader) -> None:
         """Give the loader the model's facts."""
         wanted, trainer = self._wanted, self._trainer
-        device = trainer.strategy.root_device
-        model = cost_of_model(trainer.lightning_module, device.type)
+        model = cost_of_model(trainer.lightning_module, trainer.strategy.root_device.type)
         loader.adapt(
             prior=model.cost,
             dense=model.dense,
             measured=wanted.communication != "collective" and not (wanted.deterministic or loader.unroll),
             minibatches_per_step=trainer.accumulate_grad_batches,
-            measures_memory=not wanted.deterministic and device_memory.memory_of(device) is not None,
             repeats=wanted.deterministic,
             begins=not self._told,
         )

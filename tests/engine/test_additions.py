@@ -3,58 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_odc.engine.additions import Added, Additions, TakenBackError
+from lightning_odc.engine.additions import Added, Additions
+from lightning_odc.errors import ODCError
 
 
-class Accumulators:
-    """The sums of a model in which unit u runs ``calls[u]`` times, and passes break off when they are told to.
+class Model:
+    """Units that run forward and add their gradients. Passes break off when they are told to.
 
     Args:
-        calls: By unit.
+        calls: How many times each unit runs.
         breaks: One number for every pass: after so many additions it breaks off, if it has as many.
     """
 
     def __init__(self, calls: list[int], breaks: list[int]) -> None:
-        self.order = [unit for unit, count in enumerate(calls) for _ in range(count)][::-1]
-        self.calls = dict(enumerate(calls))
+        self.calls = calls
         self.breaks = list(breaks)
-        self.additions = Additions()
+        self.ran: list[int] = []
+        self.additions = Additions([f"unit {unit}" for unit in range(len(calls))], lambda: self.ran)
         self.sums: Counter[tuple[int, int, str]] = Counter()
 
-    def backward(self, samples: list[str], before: Added, sign: int = 1) -> Added | None:
+    def forward(self, calls: list[int]) -> None:
+        self.additions.begin_forward()
+        self.ran += [unit for unit, count in enumerate(calls) for _ in range(count)]
+
+    def backward(self, samples: list[str]) -> Added | None:
         """Run a pass; returns what has been added if it breaks off."""
-        self.additions.begin(before, takes_back=sign < 0)
-        last, ran = self.breaks.pop() if self.breaks else len(self.order), Counter[int]()
-        for position, unit in enumerate(self.order):
+        order, times = self.ran[::-1], Counter[int]()
+        self.additions.begin_backward()
+        last = self.breaks.pop() if self.breaks else len(order)
+        for position, unit in enumerate(order):
             if position == last:
-                return self.additions.broken_off(self.calls)
-            ran[unit] += 1
+                added = self.additions.undo()
+                self.ran.clear()
+                return added
+            times[unit] += 1
             if self.additions.begin_adding(unit):
-                self.sums.update({(unit, ran[unit], sample): sign for sample in samples})
+                self.sums.update({(unit, times[unit], sample): 1 for sample in samples})
                 self.additions.end_adding()
-        self.additions.end()
+        self.additions.end_backward()
+        self.ran.clear()
         return None
 
-    def run(self, samples: list[str], before: Added) -> list[str]:
-        """Run a microbatch, in halves where it breaks off; returns the samples that were left out."""
-        added = self.backward(samples, before)
-        if added is None:
-            return []
-        if len(samples) > 1:
+    def run(self, samples: list[str], before: Added) -> None:
+        """Run a microbatch, in halves where it breaks off; a single sample runs until it comes to its end."""
+        self.forward(self.calls)
+        self.additions.retry(before)
+        added = self.backward(samples)
+        if added is not None and len(samples) > 1:
             half = len(samples) // 2
-            return self.run(samples[:half], added) + self.run(samples[half:], added)
-        if added.times:
-            self.breaks.clear()
-            with pytest.raises(TakenBackError):
-                self.backward(samples, added, sign=-1)
-            self.additions.broken_off(self.calls)
-        return samples
+            self.run(samples[:half], added)
+            self.run(samples[half:], added)
+        elif added is not None:
+            self.run(samples, added)
 
 
 @given(
@@ -62,63 +67,64 @@ class Accumulators:
     count=st.integers(1, 6),
     breaks=st.lists(st.integers(0, 12), max_size=8),
 )
-def test_every_gradient_is_added_once_or_not_at_all(calls: list[int], count: int, breaks: list[int]) -> None:
+def test_every_gradient_is_added_once(calls: list[int], count: int, breaks: list[int]) -> None:
     samples = [f"x{number}" for number in range(count)]
-    model = Accumulators(calls, breaks)
-    left_out = model.run(samples, Added())
-    ran = [sample for sample in samples if sample not in left_out]
-    expected = {
-        (u, n, sample): 1 for u in range(len(calls)) for n in range(1, calls[u] + 1) for sample in ran
-    }
-    assert {where: times for where, times in model.sums.items() if times} == expected
+    model = Model(calls, breaks)
+    model.run(samples, Added())
     model.breaks.clear()
-    before = model.sums.total()
-    assert model.backward(["next"], Added()) is None
-    assert model.sums.total() == before + sum(calls), "the next microbatch adds everything"
+    model.run(["next"], Added())
+    assert model.sums == {
+        (u, n, sample): 1
+        for u in range(len(calls))
+        for n in range(1, calls[u] + 1)
+        for sample in [*samples, "next"]
+    }
 
 
-def test_a_unit_that_runs_another_number_of_times_is_found() -> None:
-    added = Added(times={0: 1, 2: 1}, calls={0: 1, 1: 4, 2: 2})
-    assert added.differs({0: 1, 1: 2, 2: 2}) == []
-    assert added.differs({0: 0, 1: 2, 2: 2}) == [], "a part may do without a unit"
-    assert added.differs({0: 1, 1: 4, 2: 1}) == [2]
+@pytest.mark.parametrize(("calls", "fits"), [([1, 2, 2], True), ([0, 2, 2], True), ([1, 4, 1], False)])
+def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fits: bool) -> None:
+    """A part may do without a unit. Unit 1 has added nothing, so it may run as often as it likes."""
+    model = Model([1, 4, 2], [])
+    model.forward(calls)
+    model.additions.retry(Added(times={0: 1, 2: 1}, calls={0: 1, 1: 4, 2: 2}))
+    if fits:
+        assert model.backward(["x"]) is None
+        return
+    with pytest.raises(ODCError, match=r"Unit 'unit 2' ran 2 times .* and 1 times for a part"):
+        model.backward(["x"])
 
 
 def test_what_breaks_off_while_it_adds_is_known() -> None:
-    additions: Any = Additions()
-    additions.begin(Added())
+    additions = Additions([""] * 4, list)
+    additions.begin_backward()
     assert additions.begin_adding(3)
     assert additions.adding == 3
-    assert additions.broken_off({3: 1}).times == {}
-
-
-def test_a_sample_has_nothing_to_take_back_of_a_unit_that_it_does_not_run() -> None:
-    added = Added(times={0: 1, 2: 1}, calls={0: 1, 1: 1, 2: 1})
-    additions: Any = Additions()
-    additions.begin(added.within({0: 1, 1: 1, 2: 0}), takes_back=True)
-    assert additions.begin_adding(0)
-    with pytest.raises(TakenBackError):
-        additions.end_adding()
-    with pytest.raises(TakenBackError):
-        Additions().begin(added.within({1: 1}), takes_back=True)
+    added = additions.undo()
+    assert added is not None
+    assert added.times == {}
+    assert additions.undo() is None, "before its backward pass"
 
 
 def test_what_a_part_added_stands_for_its_own_calls() -> None:
-    additions: Any = Additions()
-    additions.begin(Added(times={0: 1}, calls={0: 3, 1: 4}))
-    additions.begin_adding(1)
-    additions.end_adding()
-    added = additions.broken_off({0: 3, 1: 2})
+    model = Model([3, 2], [])
+    model.forward([3, 2])
+    model.additions.retry(Added(times={0: 1}, calls={0: 3, 1: 4}))
+    model.additions.begin_backward()
+    assert not model.additions.begin_adding(0)
+    assert model.additions.begin_adding(1)
+    model.additions.end_adding()
+    added = model.additions.undo()
+    assert added is not None
     assert added.times == {0: 1, 1: 1}
-    assert added.differs({0: 3, 1: 2}) == []
-    assert added.differs({0: 3, 1: 4}) == [1]
+    assert (added.calls[0], added.calls[1]) == (3, 2)
 
 
-def test_a_pass_is_torn_from_its_first_addition_to_its_end() -> None:
-    additions: Any = Additions()
-    additions.begin(Added())
-    assert not additions.is_torn
+def test_a_pass_that_broke_off_and_is_not_undone_is_refused_once_it_has_added() -> None:
+    additions = Additions([""], list)
+    additions.begin_backward()
+    additions.check_none_broke_off()
     additions.begin_adding(0)
-    assert additions.is_torn
-    additions.end()
-    assert not additions.is_torn
+    with pytest.raises(ODCError, match="a part of its gradient has been added"):
+        additions.check_none_broke_off()
+    additions.end_backward()
+    additions.check_none_broke_off()

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
-from lightning_odc.strategy.out_of_memory import Relief, is_out_of_memory
+from lightning_odc.strategy.retry import is_out_of_memory
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
@@ -162,31 +161,20 @@ TABLE = [
 TABLE += [["root", "forward", m, 1] for m in range(3)]
 
 
-class Collects(Callback):
-    """Keeps what was cut in every step."""
-
-    def __init__(self) -> None:
-        self.reliefs: list[list[Relief]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.reliefs.append(trainer.strategy._training.reliefs)
-
-
 def fit(rank: int, told: list[Any], **options: Any) -> dict[str, Any]:
     module = Short(told if rank == 1 else (), returns=options.pop("returns", "mean"))
     strategy = options.pop("strategy", {})
-    collects, told_steps = Collects(), options.pop("steps", len(told))
+    told_steps = options.pop("steps", len(told))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         t = trainer(
             2,
             strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy),
-            callbacks=[collects],
             **options,
         )
         t.fit(module, loader(batches(rank, told_steps)))
     said = [str(one.message) for one in caught if "of this rank" in str(one.message)]
-    return {"states": module.states, "trips": module.trips, "reliefs": collects.reliefs, "said": said}
+    return {"states": module.states, "trips": module.trips, "said": said}
 
 
 def wrong_steps(
@@ -213,13 +201,16 @@ def test_every_unit_in_both_passes_of_every_microbatch(returns: str, strategy: d
     assert other["trips"] == 0
     assert not wrong_steps(other, TABLE, expected)
     assert not wrong_steps(cut, TABLE, expected)
-    for (_, _, m, fits), reliefs in zip(TABLE, cut["reliefs"], strict=True):
-        assert reliefs[0] == Relief((4 + m) * ROWS[m], ROWS[m], m, "split", "memory")
-        assert len(reliefs) >= (ROWS[m] - 1 if fits == 1 else 1)
+    assert cut["trips"] >= sum(ROWS[m] - 1 if fits == 1 else 1 for _, _, m, fits in TABLE)
     assert len(cut["said"]) == 1, "it is said once"
 
 
-SKIPPED = [[place, phase, m, FIRST_ROW] for place, phase, m, _ in TABLE]
+#: Wherever no unit has added its gradient yet.
+SKIPPED = [
+    [place, phase, m, FIRST_ROW]
+    for place, phase, m, _ in TABLE
+    if phase == "forward" or place in ("2", "head")
+]
 
 
 def leaves_out(rank: int) -> Any:
@@ -228,21 +219,16 @@ def leaves_out(rank: int) -> Any:
 
 @needs_reset
 def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out() -> None:
-    """Also where its gradient had been added before: it is taken back."""
     left_out = {step: m for step, (_, _, m, _) in enumerate(SKIPPED)}
     other, cut = run_ranks(leaves_out)
     expected = one_process(len(SKIPPED), left_out)
     assert not wrong_steps(other, SKIPPED, expected)
     assert not wrong_steps(cut, SKIPPED, expected)
-    for m, reliefs in zip(left_out.values(), cut["reliefs"], strict=True):
-        assert reliefs[-1] == Relief(4 + m, 1, m, "skip", "memory") or reliefs.count(
-            Relief(4 + m, 1, m, "skip", "memory")
+    for m in set(left_out.values()):
+        what = f"Microbatch {m} of this rank, 1 sample, {4 + m} tokens, does not fit into memory"
+        assert cut["said"].count(f"{what}: it is left out of the gradient.") == list(left_out.values()).count(
+            m
         )
-    first = next(line for line in cut["said"] if "left out" in line)
-    assert (
-        first
-        == "Microbatch 0 of this rank, 1 sample, 4 tokens, does not fit into memory: it is left out of the gradient."
-    )
 
 
 def does_not_fit(rank: int, communication: str, answer: str) -> None:
@@ -264,6 +250,7 @@ def does_not_fit(rank: int, communication: str, answer: str) -> None:
             "raise",
             'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again',
         ),
+        ("on_demand", "skip", "memory ran out in a backward pass, and some units had added its gradient."),
         ("lockstep", "skip", 'communication="lockstep" makes the other ranks wait'),
     ],
 )
@@ -279,8 +266,6 @@ def test_an_error_keeps_the_words_of_torch_and_says_what_to_do(
 
 
 class Manual(Short):
-    """Tries a batch, and then its halves."""
-
     def __init__(self, told: Sequence[Any] = (), **options: Any) -> None:
         super().__init__(told, **options)
         self.automatic_optimization = False
@@ -288,12 +273,7 @@ class Manual(Short):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        try:
-            self.manual_backward(self.loss(batch) / batch.numel())
-        except torch.OutOfMemoryError:
-            with self.trainer.strategy.retrying():  # type: ignore[attr-defined]
-                for part in batch.split(1):
-                    self.manual_backward(self.loss(part) / batch.numel())
+        self.manual_backward(self.loss(batch) / batch.numel())
         optimizer.step()
 
 
@@ -312,7 +292,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], bool, float]] = {
     "plain": (Short, {}, {}, True, TOLERANCE),
     "accumulated": (Short, {"accumulate_grad_batches": 2}, {}, True, TOLERANCE),
     "minibatches accumulated": (Short, {"accumulate_grad_batches": 2}, {}, False, TOLERANCE),
-    "manual": (Manual, {}, {}, True, TOLERANCE),
     "offload": (Short, {}, {"cpu_offload": True}, False, TOLERANCE),
     "checkpointing": (Short, {}, {"activation_checkpointing_policy": {Block}}, False, TOLERANCE),
     "two kept": (Short, {}, {"sharding_strategy": "SHARD_GRAD_OP"}, False, TOLERANCE),
@@ -411,16 +390,17 @@ def refuses(rank: int) -> dict[str, Any]:
     ]:
         module = Refuses(m if rank == 1 else None, what)
         data = batches(rank, 1) if communication == "on_demand" else batches(1, 1)
-        collects = Collects()
         t = trainer(
             2,
             strategy=ODCStrategy(
                 balance=None, hang_report_after=None, on_nonfinite="skip", communication=communication
             ),
-            callbacks=[collects],
         )
-        t.fit(module, loader(data))
-        found[what, m, communication] = module.states[0], collects.reliefs[0]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            t.fit(module, loader(data))
+        said = [str(one.message) for one in caught if "not finite" in str(one.message)]
+        found[what, m, communication] = module.states[0], said
     return found
 
 
@@ -435,8 +415,9 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone() -
         module.configure_optimizers().step()
         for states, _ in (one[what, m, communication] for one in found):
             assert differences([states], [full_parameters(module)])[0] < TOLERANCE, (what, m)
-        relief = Relief((4 + m) * ROWS[m], ROWS[m], m, "skip", "nonfinite")
-        assert found[1][what, m, communication][1] == ([] if what == "none" else [relief])
+        batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
+        line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
+        assert found[1][what, m, communication][1] == [line] * (what != "none")
 
 
 def refuses_plain(rank: int) -> Any:
@@ -469,7 +450,7 @@ def test_what_counts_as_out_of_memory() -> None:
     assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
 
 
-NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "backward", 2, FIRST_ROW]]
+NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "forward", 2, FIRST_ROW]]
 
 
 def over_nodes(rank: int) -> dict[str, Any]:
@@ -532,6 +513,8 @@ def ends(rank: int, what: str) -> None:
             list(table(8, 4, 0)), minibatch_size=4, lengths=[4] * 8, max_tokens=16, collate_fn=needs_four
         )
         trainer(2, strategy=strategy).fit(Short([["1", "forward", 0, 1]]), loader_of_fours)
+    elif what == "manual":
+        trainer(2, strategy=strategy).fit(Manual([["1", "backward", 0, 1]]), loader([table(4, 4, 0)]))
     elif what == "chunks":
         trainer(2, strategy=strategy).fit(Chunked([["embed", "backward", 0, 1]]), data)
     else:
@@ -549,6 +532,7 @@ def _fails_otherwise(place: str, phase: str) -> None:
     ("what", "says"),
     [
         ("validation", "Batches are cut in training alone."),
+        ("manual", "With manual optimization, no batch runs again in parts."),
         (
             "chunks",
             "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times",

@@ -34,8 +34,7 @@ class DeviceIdleMonitor(Callback):
     - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, if steps on GPUs are profiled;
     - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``;
     - with a `BalancedDataLoader`, by the latest step: ``memory/max_tokens``, the smallest over ranks;
-      ``memory/ran_out``, microbatches so far that ran out of memory; with ``max_tokens="auto"``
-      ``memory/used_fraction``, the peak of the fullest rank over what it could hold.
+      ``memory/ran_out``, microbatches so far that ran out of memory.
 
     The strategy decides which of them can be measured. The others are left out, never guessed. The page *Idle time* of
     the documentation has the list. No rank waits in a step for a message of the monitor: the values of a step are

@@ -1,0 +1,343 @@
+"""A microbatch that runs out of memory: it is undone, and runs again in parts. Other ranks do not notice.
+
+Note [Run again in parts]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+On demand, ranks do not wait for each other inside a minibatch. So a microbatch that does not fit is cut in two, and a
+part that does not fit is cut again, down to single samples. A single sample runs once more, because units that stayed
+gathered have been freed by then. Gradients that units had added before stay: Note [Added once]. The weights of the
+parts replace that of the whole. If the forward pass of the whole had ended, its logged values stay, and the parts log
+nothing. A microbatch that does not count (its loss was not finite, say) does not run again. Eight samples, the last one
+too long::
+
+    12345678             runs out in its forward pass
+      1234               fits
+      5678               runs out
+        56               fits
+        78               runs out
+          7              fits
+          8, and again   runs out: "split" raises, "skip" drops it
+
+`lightning_odc.strategy.step.Training` yields these one after the other, and tells `Retry` how each ended. A sample can
+only be dropped while no unit has added its gradient, because nothing takes that back.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_odc.data.batch_size import sample_count, token_count
+from lightning_odc.data.memory_cap import LaggedCap, RanOut
+from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.data.rng import RandomState
+from lightning_odc.data.split import tensors_in
+from lightning_odc.engine.additions import Added
+from lightning_odc.engine.base import Engine
+from lightning_odc.errors import ODCError
+from lightning_odc.strategy.contribution import Contribution, CountsNothing
+
+OnOutOfMemory = Literal["split", "skip", "raise"]
+
+#: What errors of other classes say: of torch's allocator for the CPU, of the driver, of cuBLAS and of cuDNN.
+_WORDS = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+#: After this many samples in a row that were dropped, the step raises: it is no accident.
+_MOST_DROPPED = 16
+MAKE_ROOM = (
+    "Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
+    'Trainer(precision="bf16-mixed"), shorter samples'
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory has run out, on a device or on the host; all else is an error like any other."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    is_plain = isinstance(error, RuntimeError) and not isinstance(error, ODCError)
+    return is_plain and any(words in str(error) for words in _WORDS)
+
+
+@contextmanager
+def explained(what_to_do: str) -> Iterator[None]:
+    """Say what to do if memory runs out where nothing runs again."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(what_to_do)
+        raise
+
+
+class Part:
+    """A microbatch, or a part of one, from the beginning of its run: ``with part:`` run it.
+
+    If memory runs out in the context, the error is kept, and the program goes on behind it. Other errors pass.
+
+    Args:
+        task: The microbatch.
+        index: Position in this rank's minibatch.
+        retry: What decides whether it may run again.
+        of: That of which it is a part.
+        is_last_try: It ran out of memory before, and cannot be cut.
+
+    Attributes:
+        run: What the step gets, which may take items out of a mapping.
+        task: The same, as it was before.
+        item: What it contributes, once its forward pass has ended.
+        counts_nothing: Whether its gradient counts nothing; exact once its forward pass has ended.
+        added: What units had added of it, or of that of which it is a part, before it broke off.
+        is_logged: Its values were logged before, by that of which it is a part.
+        error: What it broke off with; memory ran out.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        index: int,
+        retry: Retry,
+        of: Part | None = None,
+        is_last_try: bool = False,
+    ) -> None:
+        batch = task.microbatch
+        self.run = task
+        self.task = task._replace(microbatch=copy.copy(batch) if isinstance(batch, MutableMapping) else batch)
+        self.index = index
+        self.is_part = of is not None
+        self.is_last_try = is_last_try
+        self.item: Contribution | None = None
+        self.counts_nothing = CountsNothing(weight=task.weight)
+        self.added: Added = Added() if of is None else of.added
+        self.is_logged: bool = of is not None and (of.is_logged or of.item is not None)
+        self.error: Exception | None = None
+        self.buffers = [(buffer, buffer.clone()) for buffer in retry.buffers]
+        self._retry = retry
+        self._ledger = replace(retry.engine.ledger)
+        # With details, `random_numbers_of` seeds the generators.
+        self._random_state = RandomState(retry.device) if task.detail is None else None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or not is_out_of_memory(error):
+            return False
+        if reason := self._retry.why_not():
+            error.add_note(f"{reason} {MAKE_ROOM}.")
+            return False
+        release(error)
+        self.error = error
+        return True
+
+    @property
+    def counts(self) -> bool:
+        """Whether its gradient counts."""
+        if self.item is None:  # the weight of a part says nothing of its labels and items
+            return self.is_part or bool(self.task.weight)
+        return not self.counts_nothing
+
+    def undo(self) -> None:
+        """Free its graph, and let the weights, the random numbers and the buffers be those of its beginning.
+
+        What units have added stays: Note [Added once].
+        """
+        if self.item is not None:
+            cut_graph(self.item.extras)  # others may hold them, too
+            self.item.detach()
+        if self._random_state is not None:
+            self._random_state.restore()
+        with torch.no_grad():
+            for buffer, before in self.buffers:
+                buffer.copy_(before)
+        self.added = self._retry.engine.undo() or self.added
+        if self.counts:
+            self._retry.engine.ledger = self._ledger
+
+
+class Retry:
+    """What becomes of microbatches that run out of memory; see Note [Run again in parts].
+
+    Args:
+        answer: What to do with them.
+        engine: The engine of the model.
+        device: The device of this rank, whose random numbers belong to a microbatch.
+        buffers: Those of the model.
+
+    Attributes:
+        buffers: Those that a forward pass may change, as far as is known.
+    """
+
+    def __init__(
+        self, answer: OnOutOfMemory, engine: Engine, device: torch.device, buffers: Iterable[Tensor] = ()
+    ) -> None:
+        self.engine = engine
+        self.device = device
+        self.buffers = [] if answer == "raise" else list(buffers)
+        self._answer = answer
+        self._has_run = self._has_warned = False
+        self._tried: list[str] = []  # what ran out of memory, of the microbatch at hand
+        self._in_a_row = 0  # samples that were dropped, and nothing fitted between them
+        self._ran_out: list[RanOut] = []  # in this optimizer step
+        self._cap: LaggedCap | None = None  # of the loader
+        self._number = 0  # of the minibatch
+
+    def why_not(self) -> str:
+        """Why nothing runs again now; empty if it may."""
+        if self._answer == "raise":
+            return (
+                'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again, in parts.'
+            )
+        reason = self.engine.why_no_retry()
+        return reason and f"The microbatch cannot run again in parts: {reason}."
+
+    def fits(self, part: Part) -> None:
+        """A microbatch, or a part of one, has come to its end."""
+        self._in_a_row = 0
+        if part.item is not None and not (part.is_part or self._has_run):
+            self._has_run = True  # large tables that stay, such as masks, need no copies from now on
+            self.buffers = [b for b, old in part.buffers if b.numel() < 4096 or not torch.equal(b, old)]
+
+    def cut(self, part: Part, reason: str) -> None:
+        """What ran out of memory runs again in parts, or whole.
+
+        Args:
+            part: What ran out.
+            reason: Why it cannot be cut, if it cannot.
+        """
+        self._note(part, reason)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Microbatch {part.index} of this rank, {described(part.task)}, ran out of memory, and runs again in "
+                "parts. The gradient stays the same. This message appears once.",
+                stacklevel=2,
+            )
+
+    def drop(self, part: Part, reason: str = "") -> None:
+        """Leave out what ran out of memory and cannot be cut.
+
+        Args:
+            part: What ran out.
+            reason: Why it cannot even run again whole, as it may otherwise.
+
+        Raises:
+            Exception: The error of ``part`` with a note, where it cannot be left out, or must not be.
+        """
+        self._note(part, reason)
+        self._in_a_row += 1
+        stays = self._answer == "skip" and bool(part.added.times)
+        if reason or stays or self._answer != "skip" or self._in_a_row > _MOST_DROPPED:
+            assert part.error is not None
+            part.error.add_note(self._advice(stays))
+            raise part.error
+        warn_of_drop(part, "does not fit into memory")
+
+    def _note(self, part: Part, reason: str) -> None:
+        if not part.is_part:
+            self._tried = []
+            self._ran_out.append(RanOut(*size_of(part.task)))
+        self._tried.append(described(part.task) + f" (which cannot {reason})" * bool(reason))
+
+    def _advice(self, stays: bool) -> str:
+        instead = f"{MAKE_ROOM}."
+        if self._answer != "skip":
+            instead += ' Or leave it out: ODCStrategy(on_out_of_memory="skip").'
+        elif self._in_a_row > _MOST_DROPPED:
+            instead = (
+                f"The {_MOST_DROPPED} samples before it were left out, too, and nothing fitted between them: "
+                "something else takes the memory. That may be tensors that are kept from step to step with their "
+                "graph, such as `self.losses.append(loss)` without `.detach()`."
+            )
+        elif stays:
+            instead = (
+                "It cannot be left out either: memory ran out in a backward pass, and some units had added its "
+                f"gradient. {instead}"
+            )
+        return (
+            f"It cannot be cut any smaller. These ran out of memory, one after the other: {'; '.join(self._tried)}."
+            f"\n{instead}"
+        )
+
+    # -- what the loader learns ---------------------------------------------------------------------------
+
+    def open(self, minibatch: Minibatch) -> None:
+        """The microbatches of this minibatch come next."""
+        if minibatch.origin is not None and minibatch.origin.cap is not None:
+            self._cap, self._number = minibatch.origin.cap, minibatch.origin.number
+
+    def take(self) -> list[Any] | None:
+        """The minibatch's number and the `RanOut`s since the last call; ``None`` if there are none."""
+        ran_out, self._ran_out = self._ran_out, []
+        return [self._number, ran_out] if ran_out else None
+
+    def report(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
+        """Tell the loader what all ranks took, and the user if a cap fell."""
+        if self._cap is None:
+            return
+        before = self._cap.value
+        self._cap.observe(by_rank)
+        after = self._cap.value
+        if after != before:
+            tokens, rank = max((max(one[1])[0], rank) for rank, one in enumerate(by_rank) if one is not None)
+            rank_zero_warn(
+                f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
+                f"tokens ran out of memory on rank {rank}. To start with it, write max_tokens={after}."
+            )
+
+
+def warn_of_drop(part: Part, why: str) -> None:
+    """Say that a microbatch, or a part of one, has no part in the gradient."""
+    warnings.warn(
+        f"Microbatch {part.index} of this rank, {described(part.task)}, {why}: it is left out of the gradient.",
+        stacklevel=2,
+    )
+
+
+def size_of(task: Task) -> tuple[int, int]:
+    """Tokens, padding included, and samples of a microbatch; 0 where they are not known."""
+    detail = task.detail
+    if detail is None:
+        return token_count(task.microbatch) or 0, sample_count(task.microbatch) or 0
+    lengths = [length[0] if isinstance(length, list) else length for length in detail.lengths]
+    return int(sum(lengths)), len(lengths)
+
+
+def described(task: Task) -> str:
+    """``3 samples (17, 4 and 9 of the data set), 96 tokens``, as far as it is known."""
+    tokens, samples = size_of(task)
+    indices = [] if task.detail is None or task.detail.samples is None else task.detail.samples.indices
+    named = f" (number {', '.join(map(str, indices))} of the data set)" if 0 < len(indices) < 5 else ""
+    what = f"{samples} sample{'s' * (samples != 1)}" if samples else "of unknown size"
+    return f"{what}{named}" + f", {tokens} tokens" * bool(tokens)
+
+
+def release(error: BaseException) -> None:
+    """Release all frames of an error, because they hold computed tensors. A note keeps their places."""
+    error.add_note("It came from here:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
+    found: list[BaseException] = [error]
+    for one in found:
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None  # a frame that is cleared still holds its function, with all it closes over
+        before = (one.__cause__, one.__context__)
+        found += [other for other in before if other is not None and other not in found]
+
+
+def cut_graph(value: Any) -> None:
+    """Let tensors, which others may still hold, no longer hold what their backward pass needs."""
+    for tensor in tensors_in(value):
+        if tensor.grad_fn is not None:  # not a parameter
+            with suppress(RuntimeError):  # a view stays what it is
+                tensor.detach_()
