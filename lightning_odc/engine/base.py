@@ -174,29 +174,25 @@ class Ledger:
         )
 
 
-def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> float:
-    """The global sum of weights, after checking that the ranks ran the same kind of batches by the same plan.
+def check_records(records: Sequence[SettleRecord]) -> None:
+    """Refuse an optimizer step for which ranks ran different kinds of batches, or followed different plans.
 
     Args:
         records: Records of all ranks, in rank order.
-        weight_unit: Weight unit of the engine.
-
-    Returns:
-        What sums of gradients are divided by.
 
     Raises:
-        DisagreementError: naming the first rank that differs from rank 0.
-        ODCError: naming a rank with an invalid weight.
+        DisagreementError: Ranks differ. The message names the first one.
+        ODCError: A rank has an invalid weight.
     """
-    first, counting = records[0], next((r.counting for r in records if r.counting), None)
-    trained = [(rank, r.batches) for rank, r in enumerate(records) if r.batches is not None]
-    one, kind = trained[0] if trained else (0, None)
+    first = records[0]
+    trained = next((rank for rank, record in enumerate(records) if record.batches is not None), 0)
+    counting = next((record.counting for record in records if record.counting), None)
     for rank, record in enumerate(records):
-        if record.batches not in (None, kind):
+        if record.batches not in (None, records[trained].batches):
             raise DisagreementError(
-                f"Rank {one} trained on {kind}, rank {rank} on {record.batches} in the same optimizer step, so "
-                "their gradients have no common weight. Yield a Minibatch on every rank (an empty one where there is "
-                "nothing to do), or on none."
+                f"Rank {trained} trained on {records[trained].batches}, rank {rank} on {record.batches} in the same "
+                "optimizer step, so their gradients have no common weight. Yield a Minibatch on every rank (an empty "
+                "one where there is nothing to do), or on none."
             )
         if record.is_last != first.is_last:
             ends, goes_on = (rank, 0) if record.is_last else (0, rank)
@@ -221,8 +217,20 @@ def denominator(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> fl
                 f'has {min(record.least, record.weight)}. "num_items" must be finite and at least 0, for example '
                 "labels.ne(-100).sum()."
             )
-    weights = [0.0 if r.batches is None and kind == _WEIGHTED else r.weight for r in records]
-    return float(sum(weights)) / (weight_unit if kind == _WEIGHTED else 1.0) or 1.0
+
+
+def total_weight(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> float:
+    """What sums of gradients are divided by: see Note [Who divides].
+
+    Args:
+        records: Records of all ranks, which `check_records` has accepted.
+        weight_unit: Weight unit of the engine.
+    """
+    is_weighted = any(record.batches == _WEIGHTED for record in records)
+    # A rank of which nothing counts goes along with the others: of plain batches it has left out what it has.
+    counted = [record for record in records if not (is_weighted and record.batches is None)]
+    total = float(sum(record.weight for record in counted)) / (weight_unit if is_weighted else 1.0)
+    return total or 1.0  # nothing counts anywhere: the sums are zeros
 
 
 def _hint(*countings: str | None) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc.engine.additions import Added
-from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, denominator
+from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, check_records, total_weight
 from lightning_odc.engine.comm import (
     StockGather,
     StockReduceScatter,
@@ -183,7 +183,8 @@ class CollectiveEngine(Engine):
                 records = self._exchange_record(record)
                 self.notes = [record.note for record in records]
                 # fully_shard has divided by the world size already.
-                scale = self._world_size / denominator(records, self.weight_unit)
+                check_records(records)
+                scale = self._world_size / total_weight(records, self.weight_unit)
                 scalars = [record.scalars for record in records]
             elif self._scalars.parameters:
                 scalars = self.exchange("gradients of scalars", record.scalars)

@@ -33,20 +33,20 @@ class GatherComm(_Allocating):
 
     Attributes:
         keeps_buffer: ``output`` is the same at every call, so that what it holds need not be read again.
-        held_since: the version of which it holds all, or 0; for the callback to say and to look at.
+        gathered_in: the version of which it holds all, or 0; for the callback to say and to look at.
     """
 
     def __init__(self, gather: Callable[[GatherComm, Tensor, Tensor], None]) -> None:
         self._gather = gather
         self._buffer: Tensor | None = None
         self.keeps_buffer = False
-        self.held_since = 0
+        self.gathered_in = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self.keeps_buffer:
             return super().allocate(size, dtype=dtype, device=device)
         if self._buffer is None or self._buffer.numel() != math.prod(size):
-            self.held_since = 0
+            self.gathered_in = 0
             self._buffer = super().allocate(size, dtype=dtype, device=device)
         return self._buffer
 
@@ -54,7 +54,7 @@ class GatherComm(_Allocating):
         """Keep the buffer no longer. Idempotent."""
         if self._buffer is not None and self._buffer.is_cuda:  # another stream may still copy from it
             self._buffer.record_stream(torch.cuda.current_stream())
-        self._buffer, self.keeps_buffer, self.held_since = None, False, 0
+        self._buffer, self.keeps_buffer, self.gathered_in = None, False, 0
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -23,12 +23,12 @@ visits, small ones come first. Three units, room for 60 MiB, two microbatches::
 
 The first minibatch keeps nothing: it counts visits, and shows how much memory training takes by itself.
 
-Note [Held for a while]
+Note [Gathered for a while]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Sampling runs the model once per token, and would read every unit for every token if nothing is kept: before the first
-minibatch, while nothing is trained, or for units without room in training. During sampling, `Keeping.held` holds
+minibatch, while nothing is trained, or for units without room in training. During sampling, `Keeping.gathered` keeps
 more units. It uses the memory that is free now, because the gradients and activations of training come later. It looks
-again in every pass, because a cache of keys and values grows. If memory becomes tight, a unit is no longer held:
+again in every pass, because a cache of keys and values grows. If memory becomes tight, a unit is no longer kept:
 ``fully_shard`` frees it after its pass. Three blocks, 5 tokens, memory tight at the third::
 
     token          1           2    3           4           5
@@ -216,8 +216,8 @@ class Keeping:
         self._needed = self._peak = 0  # by training itself; at all
         self._usable = self.bytes = 0
         self._has_measured = False
-        self._contexts = 0  # of `held`
-        self._held: list[tuple[_Kept, bool]] = []  # and whether each was gathered before
+        self._contexts = 0  # of `gathered`
+        self._in_context: list[tuple[_Kept, bool]] = []  # and whether each was gathered before
         self._asks: _Kept | None = None  # the unit at which the next pass asks for memory
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
@@ -234,7 +234,7 @@ class Keeping:
             handle.remove()
         for kept in self._kept:
             kept.keep(False)
-        self._hooks, self._kept, self._held, self.bytes = [], [], [], 0
+        self._hooks, self._kept, self._in_context, self.bytes = [], [], [], 0
 
     def is_kept(self, unit: Unit) -> bool:
         """Whether ``fully_shard`` does not free this unit now."""
@@ -263,7 +263,7 @@ class Keeping:
 
     def keep(self, chosen: Sequence[int]) -> None:
         """Keep these units, and with the memory that is left what was read of frozen parameters."""
-        room, self.bytes, self._held = self._room(), 0, []
+        room, self.bytes, self._in_context = self._room(), 0, []
         for kept in self._kept:
             kept.keep(kept.unit.index in chosen)
             self.bytes += kept.size * kept.gathered
@@ -274,7 +274,7 @@ class Keeping:
             if not kept.comm.keeps_buffer:
                 kept.comm.drop()
         if self._contexts:
-            self._hold()
+            self._keep_in_context()
 
     def relieve(self) -> list[Unit]:
         """Keep less from now on, where memory has become tight; returns the units to free, the largest first."""
@@ -294,8 +294,8 @@ class Keeping:
         return freed
 
     @contextmanager
-    def held(self, free: Callable[[Iterable[Unit]], None]) -> Iterator[None]:
-        """A context in which more units stay gathered; see Note [Held for a while]. Contexts may be nested.
+    def gathered(self, free: Callable[[Iterable[Unit]], None]) -> Iterator[None]:
+        """A context in which more units stay gathered; see Note [Gathered for a while]. Contexts may be nested.
 
         Args:
             free: Frees units, at the end.
@@ -303,32 +303,32 @@ class Keeping:
         self._contexts += 1
         if self._contexts == 1:
             self._measure()
-            self._hold()
+            self._keep_in_context()
         try:
             yield
         finally:
             self._contexts -= 1
             if not self._contexts:
                 self._measure()
-                free(self._let_go())
+                free(self._end_context())
 
-    def _hold(self) -> None:
-        """Hold as many units as there is room for now, the small ones first: all are visited equally often."""
+    def _keep_in_context(self) -> None:
+        """Keep as many units as there is room for now, the small ones first: all are visited equally often."""
         room, self._asks = self._room_now(), None
         for kept in sorted(self._kept, key=lambda kept: kept.size):
             # ``fully_shard`` does not free the root unit between forward passes.
             if kept.is_plain and not (kept.gathered or kept.unit.is_root) and kept.size <= room:
                 room, self.bytes = room - kept.size, self.bytes + kept.size
-                self._held.append((kept, kept.unit.is_gathered))
+                self._in_context.append((kept, kept.unit.is_gathered))
                 kept.keep(True)
 
-    def _let_go(self) -> list[Unit]:
-        """Hold nothing any more; returns the units to free, without those that were gathered elsewhere before."""
-        held, self._held = [one for one in self._held if one[0].gathered], []
-        for kept, _ in held:
+    def _end_context(self) -> list[Unit]:
+        """Keep nothing for the context any more; returns the units to free, without those that were gathered elsewhere before."""
+        ended, self._in_context = [one for one in self._in_context if one[0].gathered], []
+        for kept, _ in ended:
             self.bytes -= kept.size
             kept.keep(False)
-        return [kept.unit for kept, was_gathered in held if kept.reshards and not was_gathered]
+        return [kept.unit for kept, was_gathered in ended if kept.reshards and not was_gathered]
 
     def _before(self, kept: _Kept, *_: Any) -> None:
         """Before a unit runs."""
@@ -338,7 +338,7 @@ class Keeping:
                 self._ease(kept)
 
     def _ease(self, kept: _Kept) -> None:
-        """If memory is tight, stop holding the next unit, and check again at the one after it. Once in a pass."""
+        """If memory is tight, stop keeping the next unit, and check again at the one after it. Once in a pass."""
         if self._asks is not None and self._asks is not kept:
             return
         self._asks = kept
@@ -365,7 +365,7 @@ class Keeping:
         for kept in self._kept:
             kept.comm.drop()
             kept.keep(False)
-        self._held, self.bytes = [], 0
+        self._in_context, self.bytes = [], 0
 
     def _room(self) -> int:
         """Bytes that may be kept."""

@@ -169,8 +169,8 @@ class LateHooks:
         """Let the hooks of a sharded parameter wait; a gradient for it is under way."""
         hooks = _compat.gradient_hooks_of(shard)
         for key, hook in hooks.items():
-            if not isinstance(hook, _Held):
-                hooks[key] = _Held(hook, self)
+            if not isinstance(hook, DeferredHook):
+                hooks[key] = DeferredHook(hook, self)
 
     def call(self, shard: Tensor) -> None:
         """Call the hooks of a sharded parameter, whose gradient is complete."""
@@ -178,7 +178,7 @@ class LateHooks:
         self._calling = True
         try:
             for hook in list(hooks.values()):
-                (hook.hook if isinstance(hook, _Held) else hook)(shard)
+                (hook.hook if isinstance(hook, DeferredHook) else hook)(shard)
         finally:
             self._calling = False
 
@@ -200,11 +200,11 @@ class LateHooks:
         for shard in shards:
             hooks = _compat.gradient_hooks_of(shard)
             for key, hook in hooks.items():
-                if isinstance(hook, _Held):
+                if isinstance(hook, DeferredHook):
                     hooks[key] = hook.hook
 
 
-class _Held:
+class DeferredHook:
     """Stands where a hook was registered."""
 
     def __init__(self, hook: Callable[[Tensor], Any], hooks: LateHooks) -> None:

@@ -24,8 +24,9 @@ from lightning_odc.engine.base import (
     SettleRecord,
     any_flags,
     check_equal_counts,
-    denominator,
+    check_records,
     flags_to_hex,
+    total_weight,
 )
 from lightning_odc.engine.comm import (
     AccumulateComm,
@@ -50,7 +51,7 @@ from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.stealing import Stealing, claims
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
-from lightning_odc.engine.unit_window import Held, Traffic, UnitWindow
+from lightning_odc.engine.unit_window import AlreadyGathered, Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 
 
@@ -241,8 +242,9 @@ class OnDemandEngine(Engine):
             self._gather_smaller(unit, window, own.numel() // unit.shard_numel, output)
             return
         self._staleness.before_gather(unit, own)
-        window.gather(output, Held(comm.held_since, unit.trained) if comm.held_since else None)
-        comm.held_since = self.protocol.version if comm.keeps_buffer else 0
+        known = AlreadyGathered(comm.gathered_in, unit.trained) if comm.gathered_in else None
+        window.gather(output, known)
+        comm.gathered_in = self.protocol.version if comm.keeps_buffer else 0
 
     def _gather_smaller(self, unit: Unit, window: UnitWindow, neighbours: int, output: Tensor) -> None:
         """Where the ranks of a smaller mesh kept the unit since its forward pass: ``reshard_after_forward=2``."""
@@ -252,18 +254,22 @@ class OnDemandEngine(Engine):
         unit.regroup(shards, neighbours, output)
 
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
-        if not self._in_backward:
+        """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of the fresh parameters]``."""
+        if not self._in_backward:  # nobody has looked yet whether a gradient was emptied
             self._placeholders.check_not_laid(unit.fresh)
-        for slot in unit.fresh:
+        for slot in unit.fresh:  # their hooks are called when the step settles
             self._late_hooks.hold(slot.home)
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
-        if self._additions.begin_adding(unit.index):
-            if self._counts or self._lockstep:  # where the others wait at the barrier
-                window.accumulate(chunks if self._counts else chunks.zero_(), segments)
-            self._additions.end_adding()
+        if not self._additions.begin_adding(unit.index):
+            return  # a part of a microbatch, and the whole has added this gradient: Note [Added once]
+        if self._counts:
+            window.accumulate(chunks, segments)
+        elif self._lockstep:  # the others wait at the barrier of this addition
+            window.accumulate(chunks.zero_(), segments)
+        self._additions.end_adding()
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
@@ -395,7 +401,8 @@ class OnDemandEngine(Engine):
 
     def _take_gradients(self, records: Sequence[SettleRecord], emptied: set[ParamSlot]) -> None:
         """Move the sums from this rank's accumulators to ``.grad``, divided: see Note [Who divides]."""
-        scale = 1.0 / denominator(records, self.weight_unit)
+        check_records(records)
+        scale = 1.0 / total_weight(records, self.weight_unit)
         count = sum(len(unit.slots) for unit in self._units)
         used_anywhere = iter(any_flags([record.used for record in records], count))
         for unit, window, total in zip(self._units, self.protocol.windows, self._totals(), strict=True):
@@ -501,7 +508,7 @@ class OnDemandEngine(Engine):
             self._root.shard()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return super().gathered() if self.protocol.lockstep else self._keeping.held(self._free)
+        return super().gathered() if self.protocol.lockstep else self._keeping.gathered(self._free)
 
     def _free(self, units: Iterable[Unit]) -> None:
         for unit in units:

@@ -134,8 +134,8 @@ class _Published(NamedTuple):
     parts: list[tuple[list[Tensor], int]]
 
 
-class Held(NamedTuple):
-    """What the buffer of a unit holds already.
+class AlreadyGathered(NamedTuple):
+    """What the buffer of a unit has from earlier reads.
 
     Attributes:
         since: the version of which it holds all.
@@ -246,12 +246,12 @@ class UnitWindow:
             self._transport.store(self._edited_word, version)
         self._transport.announce(self._word, version)
 
-    def gather(self, out: Tensor, held: Held | None = None) -> None:
+    def gather(self, out: Tensor, known: AlreadyGathered | None = None) -> None:
         """Copy the current shards of all other ranks into ``out``.
 
         Args:
             out: 1-D, ``owners * shard_numel`` elements, in rank order; the own part is there already.
-            held: What else is there already, if anything.
+            known: What else is there already, if anything.
 
         Raises:
             StaleShardError: between the end of a version and the next one.
@@ -259,15 +259,15 @@ class UnitWindow:
         state, read, numel = self._state, self._transport.read, self.spec.shard_numel
         self.check_not_ended()
         self.gathers += 1
-        at_once, spared = self._is_small and held is None, 0  # elements that need not be read
+        at_once, spared = self._is_small and known is None, 0  # elements that need not be read
         begin = time.monotonic_ns()
         if state.lockstep:
             state.barrier()
         for window in self._published:
             if window.version() != state.version:
                 self._await_version(window)
-            if held is not None and window.edited() <= held.since:
-                spared += self._read_trained(window, out, held.trained)
+            if known is not None and window.edited() <= known.since:
+                spared += self._read_trained(window, out, known.trained)
             elif not at_once:
                 for shard, start in window.parts:
                     read(shard, out.narrow(0, start, numel))

@@ -40,7 +40,7 @@ from lightning_odc.strategy.failing import tell_peers
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.retry import OnOutOfMemory
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
-from lightning_odc.strategy.signals import HeldSignals
+from lightning_odc.strategy.signals import PendingSignals
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData, Wanted
 
@@ -202,7 +202,7 @@ class ODCStrategy(ShardedStrategy):
             None  # what microbatches counted in the last fit, and count in evaluations after it
         )
         self._failed = False
-        self._signals: HeldSignals | None = None
+        self._signals: PendingSignals | None = None
 
     def __repr__(self) -> str:
         return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
@@ -466,8 +466,8 @@ class ODCStrategy(ShardedStrategy):
         if self._signals is None and meeting and self.world_size > 1:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            self._signals = HeldSignals(self.engine.signals)
-            self._on_teardown.enter_context(self._signals.held(trainer))
+            self._signals = PendingSignals(self.engine.signals)
+            self._on_teardown.enter_context(self._signals.collected(trainer))
 
     # -- data ---------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ PATIENCE = 8.0
 _LOOK_EVERY = 0.5
 
 
-class HeldSignals(Callback):
+class PendingSignals(Callback):
     """Replaces Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
 
     Args:
@@ -52,7 +52,7 @@ class HeldSignals(Callback):
         self._stop = threading.Event()
 
     @contextmanager
-    def held(self, trainer: Trainer) -> Iterator[None]:
+    def collected(self, trainer: Trainer) -> Iterator[None]:
         """Take the place of the trainer's handlers, which exist only after the strategy's setup."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.append(self)

@@ -24,7 +24,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.weighting import Counter
-from lightning_odc.engine.base import Counting, Ledger, SettleRecord, denominator
+from lightning_odc.engine.base import Counting, Ledger, SettleRecord, check_records
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.contribution import contribution
 from tests.support.models import full_parameters
@@ -303,7 +303,7 @@ def test_ranks_with_and_without_labels_do_not_mix() -> None:
 
     records = [record(Counting.LABELS), record(Counting.PLANNED)]
     with pytest.raises(DisagreementError, match=r'Rank 1 weighted.*by Minibatch weights.*weighting="token"'):
-        denominator(records)
+        check_records(records)
 
 
 class Stream(IterableDataset[Sample]):

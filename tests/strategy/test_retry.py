@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc.data.minibatch import Detail, Minibatch, Origin, Task
 from lightning_odc.engine.additions import Added
-from lightning_odc.engine.base import Counting, Ledger, denominator
+from lightning_odc.engine.base import Counting, Ledger, total_weight
 from lightning_odc.engine.collective import CollectiveEngine, single_process
 from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution
 from lightning_odc.strategy.retry import Part, Retry, cut_graph, is_out_of_memory, release
@@ -206,11 +206,11 @@ def test_a_rank_that_left_everything_out_agrees_with_any_kind() -> None:
     ran, idle = Ledger(), Ledger()
     ran.add(3.0, Counting.EXACT)
     idle.leave_out(1.0)
-    assert denominator([one.record(None, None, None) for one in (ran, idle)]) == 3.0
+    assert total_weight([one.record(None, None, None) for one in (ran, idle)]) == 3.0
     counted = Ledger()
     counted.add(1.0, Counting.MEAN)
     counted.leave_out(0.5)
-    assert denominator([counted.record(None, None, None)] * 2) == 1.0
+    assert total_weight([counted.record(None, None, None)] * 2) == 1.0
 
 
 def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
