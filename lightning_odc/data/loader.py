@@ -52,7 +52,7 @@ from lightning_odc.data.lengths import (
     plain,
 )
 from lightning_odc.data.map_style import Collate, MapReading, SampleReader, named_deaths
-from lightning_odc.data.memory_cap import LaggedCap
+from lightning_odc.data.memory_cap import DelayedCap
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
 from lightning_odc.data.plan import (
@@ -489,7 +489,7 @@ class BalancedDataLoader:
         facts = replace(self._facts, collation=self._collation or PACKED)
         schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
         cost = self.recipe.delayed_cost(num_replicas, rank, facts)
-        cap = None if self.unroll or facts.repeats else schedule.lagged_cap()
+        cap = None if self.unroll or facts.repeats else schedule.delayed_cap()
         self._learning = Learning(cost, cap)
         return MapReading(schedule, rank, reader, self.unroll, cost, cap)
 
@@ -570,7 +570,7 @@ class Learning:
     """
 
     cost: DelayedCost | None = None
-    cap: LaggedCap | None = None
+    cap: DelayedCap | None = None
 
     def begin(self, lag: int) -> None:
         """A pass begins, whose plans are that many minibatches behind. All count minibatches alike from here on."""

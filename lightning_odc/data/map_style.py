@@ -39,7 +39,7 @@ from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import LengthArray, LengthFunction
-from lightning_odc.data.memory_cap import LaggedCap
+from lightning_odc.data.memory_cap import DelayedCap
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
 from lightning_odc.data.plan import MinibatchPlan, Schedule
 from lightning_odc.data.position import Order
@@ -74,7 +74,7 @@ class MapReading:
         reader: SampleReader,
         relative: bool,
         cost: DelayedCost | None,
-        cap: LaggedCap | None = None,
+        cap: DelayedCap | None = None,
     ) -> None:
         recipe = schedule.recipe
         self.schedule = schedule

@@ -33,7 +33,7 @@ class RanOut(NamedTuple):
     samples: int
 
 
-class LaggedCap(History["int | list[int]"]):
+class DelayedCap(History["int | list[int]"]):
     """Caps that fall, as each plan may use them; see Note [Plans of what everybody knows].
 
     They are a function of what ran out, so they are equal on all ranks.

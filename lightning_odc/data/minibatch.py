@@ -12,7 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_odc.data.learning import DelayedCost
-    from lightning_odc.data.memory_cap import LaggedCap
+    from lightning_odc.data.memory_cap import DelayedCap
     from lightning_odc.data.weighting import Counter
 
 _TEACH = (
@@ -121,9 +121,9 @@ class Origin:
         self.is_sum = is_sum
         self.number = 0
         self.cost: DelayedCost | None = None
-        self.cap: LaggedCap | None = None
+        self.cap: DelayedCap | None = None
 
-    def counted(self, cost: DelayedCost | None, cap: LaggedCap | None = None) -> Origin:
+    def counted(self, cost: DelayedCost | None, cap: DelayedCap | None = None) -> Origin:
         """The same, for a minibatch that is handed out now; with what learns from it."""
         if cost is not None:
             self.number, self.cost = cost.begin(), cost

@@ -50,7 +50,7 @@ from lightning_odc.balance.learnt import AutoCost, default_prior
 from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
-from lightning_odc.data.memory_cap import LaggedCap
+from lightning_odc.data.memory_cap import DelayedCap
 from lightning_odc.data.minibatch import Detail, Origin
 from lightning_odc.data.weighting import Counter
 
@@ -348,14 +348,14 @@ class Schedule:
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
         return self._minibatches[within]
 
-    def lagged_cap(self) -> LaggedCap | None:
+    def delayed_cap(self) -> DelayedCap | None:
         """Caps that begin with those of the planner; ``None`` where samples have several numbers, each with a cap."""
         cap = self.planner.max_tokens
         if self.lengths.values.ndim > 1 or cap is None:
             return None
         caps = cap if isinstance(cap, int) else cast(list[int], list(cap))
         longest = int(self.collation.row_lengths(self.lengths.values).max())
-        return LaggedCap(self.num_replicas, caps, longest)
+        return DelayedCap(self.num_replicas, caps, longest)
 
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None

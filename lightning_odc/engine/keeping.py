@@ -323,7 +323,7 @@ class Keeping:
                 kept.keep(True)
 
     def _end_context(self) -> list[Unit]:
-        """Keep nothing for the context any more; returns the units to free, without those that were gathered elsewhere before."""
+        """The last context has ended; returns the units to free, without those that were gathered elsewhere before."""
         ended, self._in_context = [one for one in self._in_context if one[0].gathered], []
         for kept, _ in ended:
             self.bytes -= kept.size

@@ -37,7 +37,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_odc.data.batch_size import sample_count, token_count
-from lightning_odc.data.memory_cap import LaggedCap, RanOut
+from lightning_odc.data.memory_cap import DelayedCap, RanOut
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import RandomState
 from lightning_odc.data.split import tensors_in
@@ -191,7 +191,7 @@ class Retry:
         self._tried: list[str] = []  # what ran out of memory, of the microbatch at hand
         self._in_a_row = 0  # samples that were dropped, and nothing fitted between them
         self._ran_out: list[RanOut] = []  # in this optimizer step
-        self._cap: LaggedCap | None = None  # of the loader
+        self._cap: DelayedCap | None = None  # of the loader
         self._number = 0  # of the minibatch
 
     def why_not(self) -> str:

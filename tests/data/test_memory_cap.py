@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.data.memory_cap import LaggedCap
+from lightning_odc.data.memory_cap import DelayedCap
 from lightning_odc.data.minibatch import Minibatch
 
 
@@ -15,13 +15,13 @@ def out(tokens: int, samples: int = 2) -> list[int]:
     return [tokens, samples]
 
 
-def observe(cap: LaggedCap, *ran_out: list[list[int]]) -> None:
+def observe(cap: DelayedCap, *ran_out: list[list[int]]) -> None:
     """What ran out in a step, by rank."""
     cap.observe([[0, own] if own else None for own in ran_out])
 
 
 def test_a_cap_falls_below_what_ran_out_on_all_ranks_that_had_it() -> None:
-    cap = LaggedCap(3, [4000, 4000, 1500], 1000)
+    cap = DelayedCap(3, [4000, 4000, 1500], 1000)
     observe(cap, [], [out(3000)], [])
     assert cap.value == [2400, 2400, 1500]
     observe(cap, [], [], [out(0)])
@@ -36,23 +36,23 @@ def test_a_cap_falls_below_what_ran_out_on_all_ranks_that_had_it() -> None:
 
 
 def test_plans_made_before_that_run_out_too_change_nothing_more() -> None:
-    cap = LaggedCap(2, 1000, 100)
+    cap = DelayedCap(2, 1000, 100)
     for _ in range(3):
         observe(cap, [out(1000)], [out(990)])
     assert cap.value == 792
 
 
 def test_a_cap_stays_above_the_longest_sample() -> None:
-    cap = LaggedCap(2, 1000, 900)
+    cap = DelayedCap(2, 1000, 900)
     observe(cap, [out(950)], [])
     assert cap.value == 900
-    unlike = LaggedCap(2, [1000, 500], 900)
+    unlike = DelayedCap(2, [1000, 500], 900)
     observe(unlike, [out(1000)], [out(500)])
     assert unlike.value == [900, 400], "the longest sample fits on rank 0"
 
 
 def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
-    first, second = LaggedCap(2, 1000, 10), LaggedCap(2, 1000, 10)
+    first, second = DelayedCap(2, 1000, 10), DelayedCap(2, 1000, 10)
     observe(first, [], [out(1000)])
     second.load_state_dict(first.state_dict())
     for cap in (first, second):
@@ -60,11 +60,11 @@ def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
     assert first.value == second.value == 560
     assert first.state_dict() == second.state_dict()
     with pytest.raises(ValueError, match="2 ranks, and there are 3"):
-        LaggedCap(3, 1000, 900).load_state_dict(first.state_dict())
+        DelayedCap(3, 1000, 900).load_state_dict(first.state_dict())
 
 
 def test_what_was_learnt_is_left_where_the_user_has_chosen_another_cap() -> None:
-    before, now = LaggedCap(1, 1000, 10), LaggedCap(1, 900, 10)
+    before, now = DelayedCap(1, 1000, 10), DelayedCap(1, 900, 10)
     observe(before, [out(500)])
     with pytest.raises(ValueError, match=r"began with \[1000\]"):
         now.load_state_dict(before.state_dict())
@@ -72,14 +72,14 @@ def test_what_was_learnt_is_left_where_the_user_has_chosen_another_cap() -> None
 
 
 def test_what_is_logged() -> None:
-    cap = LaggedCap(2, 1000, 10)
+    cap = DelayedCap(2, 1000, 10)
     assert cap.values() == {"memory/max_tokens": 1000, "memory/ran_out": 0}
     observe(cap, [], [out(900)])
     assert cap.values() == {"memory/max_tokens": 720, "memory/ran_out": 1}
 
 
 def test_plans_use_what_was_known_some_minibatches_before() -> None:
-    cap = LaggedCap(1, 1000, 10)
+    cap = DelayedCap(1, 1000, 10)
     cap.lag = 2
     for number in range(2):
         assert cap.begin() == number
@@ -87,7 +87,7 @@ def test_plans_use_what_was_known_some_minibatches_before() -> None:
         cap.observe([[number, [out(1000)]]])
     assert [cap.at(number) for number in (2, 3, 4)] == [800, 800, 800]
     cap.observe([None])
-    other = LaggedCap(1, 1000, 10)
+    other = DelayedCap(1, 1000, 10)
     other.load_state_dict(cap.state_dict())
     other.lag = 2
     assert (other.at(4), other.begun) == (cap.at(4), cap.begun)
