@@ -91,7 +91,7 @@ class Part:
         task: The microbatch.
         index: Position in this rank's minibatch.
         retry: What decides whether it may run again.
-        of: That of which it is a part.
+        of: The microbatch, or the part, of which it is a part.
         is_last_try: It ran out of memory before, and cannot be cut.
 
     Attributes:
