@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_odc._compat import comms_of
 from lightning_odc.bench.devices import Placement, place
@@ -169,11 +170,13 @@ def compare(shape: Shape, device: str = "cuda") -> dict[str, Any]:
     with ExitStack() as stack:
         running = {s: stack.enter_context(s.start()) for s in everything if s not in missing}
         rounds = [_round(number, running, missing) for number in range(ROUNDS + 1)]
+        at_the_end = {}
         for setting, ranks in running.items():
-            with suppress(RankFailedError):  # all of it is measured
-                _call(ranks, finish, setting)
+            with suppress(RankFailedError):  # all times are known
+                at_the_end[setting] = _call(ranks, finish, setting)
     rows = [
         _row(setting, [one[setting] for one in rounds[1:] if setting in one], missing.get(setting, ""))
+        | at_the_end.get(setting, {})
         for setting in everything
     ]
     return {"shape": asdict(shape), "device": device, "rounds": ROUNDS, "rows": rows}
@@ -257,9 +260,12 @@ def time_block(rank: int, world_size: int, setting: Setting) -> dict[str, float]
 
 
 def finish(rank: int, _: int, setting: Setting) -> dict[str, float]:
-    """Close what `time_block` has opened; returns nothing."""
-    _subject(setting, rank).close()
-    return {}
+    """Close what `time_block` has opened; returns ``"gather kernels"``, per unit and microbatch."""
+    subject = _subject(setting, rank)
+    subject.meet(None)
+    kernels = subject.count_gather_kernels()
+    subject.close()
+    return {"gather kernels": kernels}
 
 
 @cache
@@ -281,6 +287,7 @@ class Subject:
 
     def __init__(self, setting: Setting, rank: int) -> None:
         way, shape, world = setting.way, setting.shape, setting.world
+        torch.set_num_threads(1)  # in a rehearsal; on a GPU the host computes nothing
         self._device = setting.placement.devices[rank]
         alone = _pretend(setting) if way in (Way.FAKE, Way.SELF) else None
         single = setting.placement.ranks == 1
@@ -346,6 +353,14 @@ class Subject:
             self._engine.publish()
         seconds = time.perf_counter() - emptied + settled - begin
         return 1e6 * seconds / len(_units(self._model))
+
+    def count_gather_kernels(self) -> float:
+        """Kernels that all-gather, per unit and microbatch; 0 where copy engines do it, or nothing is gathered."""
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
+            self.run()
+        on_device = [event.name for event in record.events() if str(event.device_type).endswith("CUDA")]
+        self.end_minibatch()
+        return sum("AllGather" in name for name in on_device) / self._parts
 
     def close(self) -> None:
         """Give the windows back."""

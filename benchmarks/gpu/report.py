@@ -220,7 +220,15 @@ def host_tables(entry: dict[str, Any]) -> str:
         "host per microbatch",
         "until the device is done",
     ]
-    return f"{text}\n\n{markdown(heads, [_host_row(row, len(heads)) for row in entry['rows']])}"
+    parts = [text, markdown(heads, [_host_row(row, len(heads)) for row in entry["rows"]])]
+    kernels = [
+        f"- {row['way']}: {row['gather kernels']:g} kernels of NCCL gather, per unit and microbatch"
+        for row in entry["rows"]
+        if "NCCL" in row["way"] and "gather kernels" in row and entry["device"] == "cuda"
+    ]
+    if kernels:
+        parts.append("By the profiler (copy engines gather without a kernel):\n\n" + "\n".join(kernels))
+    return "\n\n".join(parts)
 
 
 def _host_row(row: dict[str, Any], columns: int) -> list[str]:

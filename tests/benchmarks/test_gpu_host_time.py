@@ -1,4 +1,4 @@
-"""Host time per unit: which settings a machine gets, and what becomes of one that fails.
+"""Host time per unit: which settings a machine gets, what becomes of one that fails, and the table.
 
 ``test_gpu_process.py`` measures it.
 """
@@ -65,13 +65,13 @@ def test_the_large_shape_has_a_billion_parameters():
     assert 1.0e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.05e9
 
 
-def test_a_setting_that_fails_or_hangs_has_its_reason_in_the_table(capsys):
+def test_settings_that_fail_have_their_reasons_in_the_table(capsys):
     start_server()
     broken = Setting(Way.ALONE, Shape("no width", 1, 0, 1, 1), Placement(1), 1)
-    hangs = Setting(Way.ON_DEMAND, TWO_LAYERS, Placement(2), 3)  # it waits for a third rank
+    lacks = Setting(Way.ON_DEMAND, TWO_LAYERS, Placement(2), 3)  # a third rank
     works = Setting(Way.ALONE, TWO_LAYERS, Placement(1), 1)
     with (
-        patch.object(host_time, "settings", lambda *_: [broken, hangs, works]),
+        patch.object(host_time, "settings", lambda *_: [broken, lacks, works]),
         patch.object(host_time, "ROUNDS", 1),
         patch.object(host_time, "SECONDS", 20.0),
     ):
@@ -82,7 +82,23 @@ def test_a_setting_that_fails_or_hangs_has_its_reason_in_the_table(capsys):
     assert f"| not measured: {first['missing']} |" in text
     assert f"| not measured: {second['missing']} |" in text
     assert "A rehearsal on CPU ranks" in text
+    assert "kernels of NCCL" not in text and third["gather kernels"] == 0
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_whether_copy_engines_gathered_is_said():
+    times = ("host us", "comm us", "minibatch us", "host ms", "device ms")
+    row = {
+        "way": str(Way.COPY_ENGINE),
+        "world": 2,
+        "gather kernels": 0.0,
+        **dict.fromkeys(times, (1.0, 2.0, 3.0)),
+    }
+    shape = {"name": "two layers", "layers": 2, "width": 8, "batch": 1, "length": 2}
+    text = host_tables({"shape": shape, "device": "cuda", "rounds": 3, "rows": [row]})
+    assert "| `fully_shard` over NCCL, gathers by copy engine | 2 | 2.0 us [1.0, 3.0] |" in text
+    assert "gathers by copy engine: 0 kernels of NCCL gather, per unit and microbatch" in text
+    assert "rehearsal" not in text
 
 
 def _sleeps(*_: object) -> None:
