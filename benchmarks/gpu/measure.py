@@ -127,13 +127,14 @@ def _time_size(
 
 
 def _jobs(transport: Transport, units: int, peer_device: torch.device | None) -> dict[str, Callable[[], Any]]:
-    """Every job moves or adds one whole fp32 shard, of another unit in every round; the last one, one per owner."""
+    """Every job moves or adds one whole fp32 shard, of another unit in every round; to all, one for each owner."""
     world, own = transport.world_size, transport.rank
     peer = (own + 1) % world
     like = transport.shard(own, 0)
     here, there = (torch.zeros(units, like.numel(), device=like.device) for _ in range(2))
     narrow = torch.ones_like(there, dtype=torch.bfloat16)
-    rows = torch.ones(world, like.numel(), dtype=torch.bfloat16, device=like.device)
+    rows = torch.ones(world, like.numel(), device=like.device)
+    narrow_rows = rows.to(torch.bfloat16)
     counter = itertools.count()
 
     def each(job: Callable[[int], Any]) -> Callable[[], Any]:
@@ -143,13 +144,9 @@ def _jobs(transport: Transport, units: int, peer_device: torch.device | None) ->
         "copy": each(lambda unit: here[unit].copy_(there[unit])),
         "read from a peer": each(lambda unit: transport.read([transport.shard(peer, unit)], here[unit])),
         "add in place": each(lambda unit: there[unit].add_(here[unit])),
-        "add to a peer": each(lambda unit: transport.add(transport.accumulator(peer, unit), here[unit])),
+        "add to all": each(lambda unit: transport.add_rows(unit, 0, 0, rows)),
         "add bf16 in place": each(lambda unit: there[unit].add_(narrow[unit])),
-        "add bf16 to a peer": each(
-            lambda unit: transport.add(transport.accumulator(peer, unit), narrow[unit])
-        ),
-        "add to own": each(lambda unit: transport.add(transport.accumulator(own, unit), here[unit])),
-        "add bf16 to all": each(lambda unit: transport.add_rows(unit, 0, 0, rows)),
+        "add bf16 to all": each(lambda unit: transport.add_rows(unit, 0, 0, narrow_rows)),
     }
     if peer_device is not None:
         far = torch.zeros_like(there, device=peer_device)

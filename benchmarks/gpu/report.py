@@ -20,9 +20,8 @@ _FRACTIONS = {
     "read / plain copy": "{:.0%}",
     "add GiB/s": "{:.0f}",
     "add / add in place": "{:.0%}",
+    "add bf16 GiB/s": "{:.0f}",
     "add bf16 / add bf16 in place": "{:.0%}",
-    "add bf16 to all GiB/s": "{:.0f}",
-    "kernel / roofline": "{:.0%}",
 }
 _SHARED = (
     "The ranks share a GPU: peers are the same memory. This says what the transport itself costs, and nothing about "
@@ -78,6 +77,8 @@ def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) -> dict[str, float]:
     """What is compared with the targets, from the slowest rank of each job; bytes are those of the sums, in fp32.
 
+    A rank adds to all owners at once, so it is compared with as many additions in place as there are owners.
+
     Args:
         entry: Entry of one size and any rank.
         by_rank: the entries of all ranks for that size.
@@ -85,18 +86,15 @@ def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) ->
     """
     slowest = {name: max(one[how][name] for one in by_rank) for name in entry[how]}
     size, world = entry["mib"] * 2**20, len(by_rank)
-    memory = 2 * size / slowest["copy"]  # bytes read and written per second
     plain = slowest.get("copy over the link", slowest["copy"])
     return {
         "read GiB/s": size / slowest["read from a peer"] / 2**30,
         "plain copy GiB/s": size / plain / 2**30,
         "read / plain copy": plain / slowest["read from a peer"],
-        "add GiB/s": size / slowest["add to a peer"] / 2**30,
-        "add / add in place": slowest["add in place"] / slowest["add to a peer"],
-        "add bf16 / add bf16 in place": slowest["add bf16 in place"] / slowest["add bf16 to a peer"],
-        "add bf16 to all GiB/s": world * size / slowest["add bf16 to all"] / 2**30,
-        # The kernel reads the values, and reads and writes the accumulator.
-        "kernel / roofline": 3 * size / slowest["add to own"] / memory,
+        "add GiB/s": world * size / slowest["add to all"] / 2**30,
+        "add / add in place": world * slowest["add in place"] / slowest["add to all"],
+        "add bf16 GiB/s": world * size / slowest["add bf16 to all"] / 2**30,
+        "add bf16 / add bf16 in place": world * slowest["add bf16 in place"] / slowest["add bf16 to all"],
     }
 
 
