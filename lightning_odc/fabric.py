@@ -24,7 +24,7 @@ from lightning_odc.engine.transports.choice import check_transport
 from lightning_odc.sharding.nodes import gloo_checked, layout_of
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
-from lightning_odc.strategy import arguments
+from lightning_odc.strategy import options
 from lightning_odc.strategy.engines import make_engine
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 
@@ -64,9 +64,9 @@ class ODCFabricStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        arguments.check_choice("communication", communication, ("on_demand", "collective"))
-        arguments.check_choice("state_dict_type", state_dict_type, arguments.STATE_DICT_TYPES)
-        arguments.memory_size(keep_gathered)
+        options.check_choice("communication", communication, ("on_demand", "collective"))
+        options.check_choice("state_dict_type", state_dict_type, options.STATE_DICT_TYPES)
+        options.memory_size(keep_gathered)
         super().__init__(
             self._shard,
             save_distributed_checkpoint=state_dict_type == "sharded",
@@ -117,7 +117,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         with gloo_checked(self):
             super().setup_environment()
         if self._layout is not None:
-            arguments.check_rows(self._layout, replicates=False, communication=self.communication)
+            options.check_rows(self._layout, replicates=False, communication=self.communication)
 
     @property
     def _layout(self) -> Layout | None:

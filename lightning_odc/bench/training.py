@@ -39,7 +39,7 @@ from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
 from lightning_odc.engine.keeping import CudaMemory
 from lightning_odc.strategy.odc import ODCStrategy
-from lightning_odc.strategy.training_data import Wanted
+from lightning_odc.strategy.options import Options
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""
@@ -423,8 +423,10 @@ def _balancing(options: TrainOptions, combination: Combination, placement: Place
     The policy goes by name, because ``"auto"`` leaves samples of equal length alone, which a control compares.
     """
     most = None if options.packing_ratio == 1 else _most_tokens(options)
-    wanted = Wanted("auto", {}, combination.communication, deterministic=False)
-    policy = wanted.policy(len(placement.devices), indexed=True, device_type=placement.devices[0].type)
+    communication: Any = combination.communication
+    policy = Options(communication=communication).policy(
+        len(placement.devices), indexed=True, device_type=placement.devices[0].type
+    )
     return {"balance": policy, "cost": _planned_cost(options, combination), "max_tokens": most}
 
 

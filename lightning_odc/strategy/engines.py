@@ -26,7 +26,7 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.choice import make_transport
 from lightning_odc.sharding.nodes import check_hosts, mesh_of
-from lightning_odc.strategy.arguments import memory_size
+from lightning_odc.strategy.options import memory_size
 
 #: Seconds without any sign of another host, or without progress of a collective over nodes, before that is an error; at
 #: most a quarter and a half of ``timeout``. So the error is not that of a wait for a slow rank, and says who is gone.

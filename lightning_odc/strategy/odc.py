@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -31,28 +32,29 @@ from lightning_odc.engine.transports.choice import check_transport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
-from lightning_odc.strategy import arguments
 from lightning_odc.strategy.agreement import compare_batches, compare_programs
 from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.failing import tell_peers
 from lightning_odc.strategy.launcher import end_scripts_at_exit
-from lightning_odc.strategy.retry import OnOutOfMemory
+from lightning_odc.strategy.options import (
+    DEFAULT_HANG_REPORT_AFTER,
+    Communication,
+    OnOutOfMemory,
+    Options,
+    check_rows,
+    check_unknown,
+)
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
 from lightning_odc.strategy.signals import PendingSignals
 from lightning_odc.strategy.step import Training
-from lightning_odc.strategy.training_data import TrainingData, Wanted
-
-#: How long ranks wait before they say where they are.
-DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
+from lightning_odc.strategy.training_data import TrainingData
 
 _PAD = """Pad to the longest, and cut what was gathered:
     sizes = self.all_gather(len(x))
     padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
     parts = [part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes)]"""
-
-Communication = Literal["on_demand", "collective", "lockstep"]
 
 
 class ODCStrategy(ShardedStrategy):
@@ -160,7 +162,23 @@ class ODCStrategy(ShardedStrategy):
         hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
-        arguments.check_strategy(locals())  # all of them, by name
+        check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
+        self.options = Options(
+            communication=communication,
+            transport=transport,
+            deterministic=deterministic,
+            accumulator_dtype=accumulator_dtype,
+            keep_gathered=keep_gathered,
+            balance=balance,
+            max_tokens=max_tokens,
+            cost=cost,
+            length_fn=length_fn,
+            weighting=weighting,
+            packing=packing,
+            on_out_of_memory=on_out_of_memory,
+            on_nonfinite=on_nonfinite,
+            hang_report_after=hang_report_after,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -187,13 +205,6 @@ class ODCStrategy(ShardedStrategy):
         self.on_out_of_memory = on_out_of_memory
         self.on_nonfinite = on_nonfinite
         self.balance = balance
-        self._balance_options = {
-            "max_tokens": max_tokens,
-            "cost": cost,
-            "length_fn": length_fn,
-            "weighting": weighting,
-            "packing": packing,
-        }
         self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
@@ -235,7 +246,7 @@ class ODCStrategy(ShardedStrategy):
             check_transport(self.transport, self._device_type())
         super().setup_environment()
         if self._layout is not None:
-            arguments.check_rows(self._layout, self._replicates, self.communication)
+            check_rows(self._layout, self._replicates, self.communication)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -477,8 +488,7 @@ class ODCStrategy(ShardedStrategy):
         if module is None or not module.trainer.training:
             return dataloader
         if self._training_data is None:
-            wanted = Wanted(self.balance, self._balance_options, self.communication, self.deterministic)
-            self._training_data = TrainingData(module.trainer, wanted, self._engine)
+            self._training_data = TrainingData(module.trainer, self.options, self._engine)
             self._on_teardown.callback(self._training_data.release)
         self._training_data.engine = self._engine  # there is none if setup() asks for the data
         self._training_data.training = self._training

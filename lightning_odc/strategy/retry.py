@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -45,8 +45,7 @@ from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import ODCError
 from lightning_odc.strategy.contribution import Contribution, CountsNothing
-
-OnOutOfMemory = Literal["split", "skip", "raise"]
+from lightning_odc.strategy.options import OnOutOfMemory
 
 #: What errors of other classes say: of torch's allocator for the CPU, of the driver, of cuBLAS and of cuDNN.
 _WORDS = (

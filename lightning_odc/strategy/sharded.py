@@ -33,7 +33,7 @@ from lightning_odc.sharding import averaging, nodes
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
-from lightning_odc.strategy import arguments
+from lightning_odc.strategy import options
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 from lightning_odc.strategy.precision import ODCPrecision
 
@@ -50,6 +50,9 @@ class ShardedStrategy(FSDPStrategy):
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
         sharding_strategy: One of FSDP's, or its name.
         device_mesh: The layout of ranks under hybrid sharding.
+        mixed_precision: The same as in ``FSDPStrategy``.
+        auto_wrap_policy: The same as in ``FSDPStrategy``.
+        activation_checkpointing_policy: The same as in ``FSDPStrategy``.
         **kwargs: Other arguments of ``FSDPStrategy``.
     """
 
@@ -61,8 +64,17 @@ class ShardedStrategy(FSDPStrategy):
         state_dict_type: Literal["full", "sharded"],
         sharding_strategy: Any,
         device_mesh: Any,
+        mixed_precision: Any,
+        auto_wrap_policy: Any,
+        activation_checkpointing_policy: Any,
         **kwargs: Any,
     ) -> None:
+        options.check_choice("state_dict_type", state_dict_type, options.STATE_DICT_TYPES)
+        options.check_sharding(sharding_strategy, device_mesh)
+        options.check_wrapping("auto_wrap_policy", auto_wrap_policy)
+        options.check_wrapping("activation_checkpointing_policy", activation_checkpointing_policy)
+        options.check_time("timeout", timeout, "datetime.timedelta(minutes=30)")
+        options.check_mixed_precision(mixed_precision)
         name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
         within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
         super().__init__(
@@ -70,6 +82,9 @@ class ShardedStrategy(FSDPStrategy):
             timeout=timeout,
             state_dict_type=state_dict_type,
             sharding_strategy=cast(Any, within_node),
+            mixed_precision=mixed_precision,
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing_policy=activation_checkpointing_policy,
             **kwargs,
         )
         self.sharding_strategy = ShardingStrategy[name]
@@ -134,11 +149,11 @@ class ShardedStrategy(FSDPStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        arguments.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
+        options.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
         if self.cpu_offload.offload_params and self._device_type() != "cpu":
             there = dist.get_backend_config() if dist.is_initialized() else self.process_group_backend
-            _compat.set_process_group_backend(self, arguments.offloading_backend(there))
+            _compat.set_process_group_backend(self, options.offloading_backend(there))
         with nodes.gloo_checked(self):
             super().setup_environment()
         self._mesh = None

@@ -51,10 +51,10 @@ from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.contribution import CountsNothing, Sums, contribution, nothing_of
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, flush, replaced_log
 from lightning_odc.strategy.loss_trial import CollectiveListener, try_loss, untouched
+from lightning_odc.strategy.options import OnOutOfMemory
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.retry import (
     MAKE_ROOM,
-    OnOutOfMemory,
     Part,
     Retry,
     cut_graph,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
@@ -29,11 +28,11 @@ from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.weighting import Rule, Verdict
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy import arguments
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief, note_on_size
 from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
 from lightning_odc.strategy.model_cost import cost_of_model
+from lightning_odc.strategy.options import Options, check_loader
 from lightning_odc.strategy.step import Training
 
 _WORTH_BALANCING = 1.02
@@ -41,51 +40,12 @@ _COMPARED_SAMPLES = 8
 _LOOKED_AT = 256
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the user said about balancing.
-
-    Attributes:
-        balance: A policy, ``"auto"``, or ``None``.
-        options: Arguments of `balanced_from`.
-        communication: The argument of ``ODCStrategy``.
-        deterministic: The argument of ``ODCStrategy``.
-    """
-
-    balance: str | None
-    options: Mapping[str, Any]
-    communication: str
-    deterministic: bool
-
-    def policy(
-        self, world_size: int, indexed: bool, device_type: str, prepared_in_workers: bool = False
-    ) -> str:
-        """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here.
-
-        Stealing makes a GPU's host wait after every microbatch, and times of GPUs hardly differ from the planned ones.
-
-        Args:
-            world_size: The number of ranks.
-            indexed: Whether samples can be read by index.
-            device_type: ``"cpu"`` or ``"cuda"``.
-            prepared_in_workers: Whether a function of the user's prepares the workers that read samples. Stealing
-                reads samples in the training process, which it does not prepare.
-        """
-        if self.balance is not None and self.balance != "auto":
-            return self.balance
-        if self.communication != "on_demand":
-            return "lb_micro"
-        caps_differ = isinstance(self.options.get("max_tokens"), list)
-        is_bound = self.deterministic or not indexed or caps_differ or world_size == 1 or device_type != "cpu"
-        return "lb_mini" if is_bound or prepared_in_workers else "steal"
-
-
 class TrainingData:
     """Makes the training loaders of one fit, and what the trainer counts in them.
 
     Args:
         trainer: The trainer, which fits.
-        wanted: What the user said about balancing.
+        options: The arguments of the strategy.
 
     Attributes:
         accumulation: What is folded into minibatches.
@@ -93,10 +53,10 @@ class TrainingData:
         training: What runs steps; ``None`` before it is set up.
     """
 
-    def __init__(self, trainer: Trainer, wanted: Wanted, engine: Engine | None) -> None:
+    def __init__(self, trainer: Trainer, options: Options, engine: Engine | None) -> None:
         self.accumulation = Accumulation(trainer)
         self._trainer = trainer
-        self._wanted = wanted
+        self._options = options
         self.engine = engine
         self.training: Training | None = None
         self._told = False
@@ -120,15 +80,15 @@ class TrainingData:
             LengthsUnknownError: a policy was asked for by name, and nothing tells how long the samples are.
             ValueError: the strategy cannot run the loader.
         """
-        wanted, trainer = self._wanted, self._trainer
+        options, trainer = self._options, self._trainer
         self.accumulation.put_back()
         self._loader = None
         loader = dataloader
-        if wanted.balance is not None and not yields_minibatches(dataloader):
+        if options.balance is not None and not yields_minibatches(dataloader):
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
             return loader
-        arguments.check_loader(loader.recipe, wanted.communication, wanted.deterministic, trainer.world_size)
+        check_loader(loader.recipe, options.communication, options.deterministic, trainer.world_size)
         self._adapt(loader)
         if loader is not dataloader:
             if self._gains_nothing(loader):
@@ -142,8 +102,8 @@ class TrainingData:
 
     def _gains_nothing(self, loader: BalancedDataLoader) -> bool:
         """Whether ``"auto"`` leaves a loader alone that it can balance; says so once."""
-        options = self._wanted.options
-        if self._wanted.balance != "auto" or options.get("packing") or options.get("max_tokens"):
+        options = self._options
+        if options.balance != "auto" or options.packing or options.max_tokens:
             return False
         gain = loader.planned_gain(self.accumulation.batches)
         if gain is None or gain.factor >= _WORTH_BALANCING:
@@ -171,7 +131,7 @@ class TrainingData:
             rank_zero_info(brief(loader, model, batches, self._policy_reason, rule))
             if note := note_on_size(loader, module, strategy.root_device, strategy.num_processes):
                 rank_zero_info(note)
-            if self.engine is not None and self._wanted.communication == "on_demand":
+            if self.engine is not None and self._options.communication == "on_demand":
                 self._begun = time.monotonic(), sum(self.engine.waits.values())
 
     def end_epoch(self) -> None:
@@ -188,14 +148,14 @@ class TrainingData:
 
     def _adapt(self, loader: BalancedDataLoader) -> None:
         """Give the loader the model's facts."""
-        wanted, trainer = self._wanted, self._trainer
+        options, trainer = self._options, self._trainer
         model = cost_of_model(trainer.lightning_module, trainer.strategy.root_device.type)
         loader.adapt(
             prior=model.cost,
             dense=model.dense,
-            measured=wanted.communication != "collective" and not (wanted.deterministic or loader.unroll),
+            measured=options.communication != "collective" and not (options.deterministic or loader.unroll),
             minibatches_per_step=trainer.accumulate_grad_batches,
-            repeats=wanted.deterministic,
+            repeats=options.deterministic,
             begins=not self._told,
         )
         if loader.packing:
@@ -207,7 +167,7 @@ class TrainingData:
         asked, is_own = loader.asked_weighting, self._converted is None
         is_tried = self._trainer.lightning_module.automatic_optimization and not loader.unroll
         if (
-            self._wanted.balance is None or not is_tried or self.training is None
+            self._options.balance is None or not is_tried or self.training is None
         ):  # None: setup() asked for a stream
             return
         is_new = self._verdict is None
@@ -321,34 +281,38 @@ class TrainingData:
 
     def _balanced(self, dataloader: Any) -> object:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
-        wanted, world_size = self._wanted, self._trainer.world_size
+        options, world_size = self._options, self._trainer.world_size
         indexed = not is_stream(getattr(dataloader, "dataset", ()))
-        if wanted.balance == "auto" and self._converted and self._converted[0] == self._trainer.current_epoch:
+        if (
+            options.balance == "auto"
+            and self._converted
+            and self._converted[0] == self._trainer.current_epoch
+        ):
             _, balanced, original = self._converted
             balanced.stand_aside(original)
             return self._left_alone(dataloader, "one plan cannot cover several loaders.")
         try:
-            if wanted.balance == "auto" and (reason := self._reason_against(dataloader, indexed)):
+            if options.balance == "auto" and (reason := self._reason_against(dataloader, indexed)):
                 return self._left_alone(dataloader, reason)
             balanced = balanced_for_lightning(
                 dataloader,
                 world_size,
                 self._trainer.global_rank,
                 self._policy(dataloader, indexed),
-                wanted.options,
+                options.of_loader,
                 self.accumulation.foldable,
             )
         except ChosenSamplesError as error:
-            if wanted.balance != "auto":
+            if options.balance != "auto":
                 raise
             return self._left_alone(dataloader, str(error))
         except LengthsUnknownError as error:
             tell = 'length_fn=lambda sample: len(sample["tokens"]))'
-            if wanted.balance == "auto":
+            if options.balance == "auto":
                 return self._left_alone(dataloader, f"{error.reason} Write\n    ODCStrategy({tell}")
-            line = f'ODCStrategy(balance="{wanted.balance}", {tell}'
+            line = f'ODCStrategy(balance="{options.balance}", {tell}'
             raise LengthsUnknownError(
-                f'ODCStrategy(balance="{wanted.balance}") needs the length of every sample. {error.reason} Write\n'
+                f'ODCStrategy(balance="{options.balance}") needs the length of every sample. {error.reason} Write\n'
                 f"    {line}\n"
                 'or give the data set an attribute `lengths`; balance="auto" leaves such data as it is.'
             ) from None
@@ -359,8 +323,8 @@ class TrainingData:
         """The policy for a loader; why it is not to steal where only the loader's workers speak against it."""
         device_type = self._trainer.strategy.root_device.type
         known = self._trainer.world_size, indexed, device_type
-        policy = self._wanted.policy(*known, prepares_workers(dataloader))
-        if policy != self._wanted.policy(*known):
+        policy = self._options.policy(*known, prepares_workers(dataloader))
+        if policy != self._options.policy(*known):
             self._policy_reason = "stealing reads samples in this process, where no worker_init_fn has run"
         return policy
 
@@ -379,11 +343,7 @@ class TrainingData:
                 "balancing needs an IterableDataset that can be read twice and yields the same samples on every rank. "
                 'Take the division over ranks out of it, and write ODCStrategy(balance="lb_mini").'
             )
-        if (
-            indexed
-            and not self._wanted.options.get("length_fn")
-            and (count := self._equally_long(dataloader))
-        ):
+        if indexed and not self._options.length_fn and (count := self._equally_long(dataloader)):
             return f"all samples that were looked at ({count}) are equally long."
         return ""
 
@@ -402,7 +362,7 @@ class TrainingData:
         Raises:
             LengthsUnknownError: samples do not tell how long they are.
         """
-        own = beginning(dataset, self._wanted.options.get("length_fn") or measure)
+        own = beginning(dataset, self._options.length_fn or measure)
         if self._trainer.world_size == 1:
             return own is not None
         others = self.engine.exchange("compare the streams of all ranks", own) if self.engine else [None]
@@ -480,7 +440,7 @@ def prepares_workers(dataloader: Any) -> bool:
     return bool(getattr(dataloader, "num_workers", 0)) and function is not None and not of_lightning
 
 
-def beginning(dataset: Any, length_of: Callable[[Any], int]) -> str | None:
+def beginning(dataset: Any, length_of: Callable[[Any], Any]) -> str | None:
     """Text that differs where streams begin with different samples; ``None`` for one that can be read only once.
 
     Args:

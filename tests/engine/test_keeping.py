@@ -16,8 +16,8 @@ from lightning_odc import host_memory
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
-from lightning_odc.strategy.arguments import memory_size
 from lightning_odc.strategy.engines import _memory
+from lightning_odc.strategy.options import memory_size
 from tests.strategy.test_parity import STEPS, assert_same, make_engine, one_process, train
 from tests.support.models import Net, init_gloo
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer

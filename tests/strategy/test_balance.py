@@ -24,7 +24,8 @@ from torch.utils.data import (
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.lengths import LengthsUnknownError, measure
-from lightning_odc.strategy.training_data import Wanted, beginning, prepares_workers
+from lightning_odc.strategy.options import Options
+from lightning_odc.strategy.training_data import beginning, prepares_workers
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters
 from tests.support.modules import said, trainer
@@ -179,14 +180,15 @@ class OpaqueModule(Padded):
     ],
 )
 def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
-    wanted = Wanted("auto", {}, communication, deterministic)
-    assert wanted.policy(world_size, indexed, "cpu") == policy
-    assert wanted.policy(world_size, indexed, "cuda") == policy.replace("steal", "lb_mini")
-    assert wanted.policy(world_size, indexed, "cpu", True) == policy.replace("steal", "lb_mini")
-    unlike = Wanted("auto", {"max_tokens": [9, 5]}, communication, deterministic)
+    given: dict[str, Any] = {"communication": communication, "deterministic": deterministic}
+    options = Options(**given)
+    assert options.policy(world_size, indexed, "cpu") == policy
+    assert options.policy(world_size, indexed, "cuda") == policy.replace("steal", "lb_mini")
+    assert options.policy(world_size, indexed, "cpu", True) == policy.replace("steal", "lb_mini")
+    unlike = Options(max_tokens=[9, 5], **given)
     assert unlike.policy(world_size, indexed, "cpu") == policy.replace("steal", "lb_mini")
     ODCStrategy(balance="auto", communication=communication, deterministic=deterministic)
-    assert Wanted("local_sort", {}, communication, deterministic).policy(2, indexed, "cpu") == "local_sort"
+    assert Options(balance="local_sort", **given).policy(2, indexed, "cpu") == "local_sort"
 
 
 def test_who_prepares_workers():

@@ -1,12 +1,13 @@
-"""Checks of what users write into ``ODCStrategy(...)``: each error shows the line to write instead."""
+"""What users write into ``ODCStrategy(...)``: each error shows the line to write instead."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -16,75 +17,132 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 
 from lightning_odc import _compat
 from lightning_odc.balance import FittedCost
+from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
 from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.data.checks import did_you_mean
+from lightning_odc.data.lengths import LengthFunction
+from lightning_odc.data.loader import Packing
 from lightning_odc.data.plan import Recipe
 from lightning_odc.engine.hybrid.layout import Layout
 from lightning_odc.sharding import nodes
 
+Communication = Literal["on_demand", "collective", "lockstep"]
+OnOutOfMemory = Literal["split", "skip", "raise"]
+
 STATE_DICT_TYPES = ("full", "sharded")
-_CHOICES = {
-    "communication": ("on_demand", "collective", "lockstep"),
-    "transport": ("auto", "shared_memory", "cuda"),
-    "state_dict_type": STATE_DICT_TYPES,
-    "on_out_of_memory": ("split", "skip", "raise"),
-    "on_nonfinite": (None, "skip"),
-}
+#: How long ranks wait before they say where they are.
+DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
-#: Balancing where nothing is said.
-_BALANCE_DEFAULTS = {
-    "max_tokens": None,
-    "cost": "auto",
-    "length_fn": None,
-    "weighting": "auto",
-    "packing": False,
-}
 #: Arguments of FSDP1.
 _FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
 #: Those of them that mean nothing here but do no harm.
 _IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backward_prefetch"}
 
 
-def check_strategy(given: Mapping[str, Any]) -> None:
-    """Refuse what ``ODCStrategy(...)`` cannot work with, and warn of what has no effect.
-
-    Args:
-        given: The arguments, by name.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments that ``ODCStrategy`` has and ``FSDPStrategy`` has not. There they are explained.
 
     Raises:
         ValueError: An invalid value.
-        TypeError: A value of another type, or an unknown argument.
     """
-    balance, communication, deterministic = (
-        given[name] for name in ("balance", "communication", "deterministic")
-    )
-    for argument, choices in _CHOICES.items():
-        check_choice(argument, given[argument], choices)
-    _check_sharding(given["sharding_strategy"], given["device_mesh"])
-    for argument in ("auto_wrap_policy", "activation_checkpointing_policy"):
-        _check_wrapping(argument, given[argument])
-    if balance is not None:
-        check_choice("balance", balance, ("auto", *POLICIES))
-        if balance != "auto":  # which is chosen so that it can run
-            _check_policy("balance", balance, communication, deterministic)
-        _check_cost(given["cost"], communication, deterministic)
-    _check_time("timeout", given["timeout"], "datetime.timedelta(minutes=30)")
-    _check_time(
-        "hang_report_after",
-        given["hang_report_after"],
-        "datetime.timedelta(seconds=60), or None for no reports",
-    )
-    _check_dtypes(given["accumulator_dtype"], given["mixed_precision"])
-    memory_size(given["keep_gathered"])
-    # Refuses options that no loader would take.
-    policy = "lb_mini" if balance in (None, "auto") else balance
-    Recipe(1, given["max_tokens"], policy, given["cost"], given["weighting"])
-    _check_unknown(given["kwargs"], [name for name in given if name not in ("self", "kwargs", "__class__")])
-    if balance is None:
-        _warn_of_idle_options(given)
-    if communication == "collective":
-        _warn_of_no_engine(given)
+
+    communication: Communication = "on_demand"
+    transport: str = "auto"
+    deterministic: bool = False
+    accumulator_dtype: torch.dtype | None = None
+    keep_gathered: int | str = "auto"
+    balance: str | None = "auto"
+    max_tokens: Caps = None
+    cost: Any = "auto"
+    length_fn: LengthFunction | None = None
+    weighting: Any = "auto"
+    packing: Packing = False
+    on_out_of_memory: OnOutOfMemory = "split"
+    on_nonfinite: Literal["skip"] | None = None
+    hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER
+
+    def __post_init__(self) -> None:
+        check_choice("communication", self.communication, get_args(Communication))
+        check_choice("transport", self.transport, ("auto", "shared_memory", "cuda"))
+        check_choice("on_out_of_memory", self.on_out_of_memory, get_args(OnOutOfMemory))
+        check_choice("on_nonfinite", self.on_nonfinite, (None, "skip"))
+        example = "datetime.timedelta(seconds=60), or None for no reports"
+        check_time("hang_report_after", self.hang_report_after, example)
+        memory_size(self.keep_gathered)
+        dtype: Any = self.accumulator_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"ODCStrategy(accumulator_dtype={dtype!r}) cannot hold sums of gradients: write torch.float32, another "
+                "floating-point dtype of torch, or None for fp32."
+            )
+        self._check_balance()
+        if self.communication == "collective":
+            self._warn_of_no_engine()
+
+    def _check_balance(self) -> None:
+        if self.balance is not None:
+            check_choice("balance", self.balance, ("auto", *POLICIES))
+            if self.balance != "auto":  # which is chosen so that it can run
+                _check_policy("balance", self.balance, self.communication, self.deterministic)
+            _check_cost(self.cost, self.communication, self.deterministic)
+        # Refuses options that no loader would take.
+        policy = self.balance if self.balance not in (None, "auto") else "lb_mini"
+        Recipe(1, self.max_tokens, policy, self.cost, self.weighting)
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [name for name, value in self.of_loader.items() if value != defaults[name]]
+        if self.balance is None and given:
+            names = ", ".join(f"{name}=..." for name in given)
+            rank_zero_warn(
+                f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
+                f"ODCStrategy({names}). Pass arguments of your own BalancedDataLoader to the loader."
+            )
+
+    def _warn_of_no_engine(self) -> None:
+        """Say which options of the engine were given although stock collectives do its work."""
+        names = [
+            f"{n}={getattr(self, n)!r}" for n in ("deterministic", "accumulator_dtype") if getattr(self, n)
+        ]
+        names += [f"keep_gathered={self.keep_gathered!r}"] * (self.keep_gathered != "auto")
+        if names:
+            rank_zero_warn(
+                f'ODCStrategy({", ".join(names)}) has no effect under communication="collective", where PyTorch\'s '
+                "collectives do the work."
+            )
+
+    @property
+    def of_loader(self) -> dict[str, Any]:
+        """The arguments of `balanced_from`."""
+        return {
+            "max_tokens": self.max_tokens,
+            "cost": self.cost,
+            "length_fn": self.length_fn,
+            "weighting": self.weighting,
+            "packing": self.packing,
+        }
+
+    def policy(
+        self, world_size: int, indexed: bool, device_type: str, prepared_in_workers: bool = False
+    ) -> str:
+        """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here.
+
+        Stealing makes a GPU's host wait after every microbatch, and times of GPUs hardly differ from the planned ones.
+
+        Args:
+            world_size: The number of ranks.
+            indexed: Whether samples can be read by index.
+            device_type: ``"cpu"`` or ``"cuda"``.
+            prepared_in_workers: Whether a function of the user's prepares the workers that read samples. Stealing
+                reads samples in the training process, which it does not prepare.
+        """
+        if self.balance is not None and self.balance != "auto":
+            return self.balance
+        if self.communication != "on_demand":
+            return "lb_micro"
+        caps_differ = isinstance(self.max_tokens, list)
+        is_bound = self.deterministic or not indexed or caps_differ or world_size == 1 or device_type != "cpu"
+        return "lb_mini" if is_bound or prepared_in_workers else "steal"
 
 
 def check_choice(argument: str, value: Any, choices: tuple[str | None, ...]) -> None:
@@ -212,7 +270,7 @@ def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
         )
 
 
-def _check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
+def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
     """Refuse ways of sharding that are not here."""
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
     if name == "NO_SHARD":
@@ -247,7 +305,7 @@ def _check_mesh(device_mesh: Any) -> None:
         )
 
 
-def _check_wrapping(argument: str, policy: Any) -> None:
+def check_wrapping(argument: str, policy: Any) -> None:
     """Refuse what does not say which modules are meant.
 
     Raises:
@@ -263,20 +321,14 @@ def _check_wrapping(argument: str, policy: Any) -> None:
     )
 
 
-def _check_time(argument: str, value: Any, example: str) -> None:
+def check_time(argument: str, value: Any, example: str) -> None:
     """Reject a value that is not a duration."""
     if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
         raise ValueError(f"ODCStrategy({argument}={value!r}) is not a duration: write {example}.")
 
 
-def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
-    if accumulator_dtype is not None and not (
-        isinstance(accumulator_dtype, torch.dtype) and accumulator_dtype.is_floating_point
-    ):
-        raise ValueError(
-            f"ODCStrategy(accumulator_dtype={accumulator_dtype!r}) cannot hold sums of gradients: write torch.float32, "
-            "another floating-point dtype of torch, or None for fp32."
-        )
+def check_mixed_precision(mixed_precision: Any) -> None:
+    """Refuse what is not a policy of torch."""
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
         raise TypeError(
             f'ODCStrategy(mixed_precision={mixed_precision!r}) is not a policy: write Trainer(precision="bf16-mixed"), '
@@ -284,7 +336,7 @@ def _check_dtypes(accumulator_dtype: Any, mixed_precision: Any) -> None:
         )
 
 
-def _check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse what FSDP1 knows and this does not, and what neither knows.
 
     Args:
@@ -299,25 +351,4 @@ def _check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
         raise TypeError(
             f"ODCStrategy does not know {', '.join(unknown)}: it shards with `fully_shard`, not with FSDP1. Drop the "
             "argument, or shard by hand with `fully_shard(module, ...)` in `configure_model`."
-        )
-
-
-def _warn_of_idle_options(given: Mapping[str, Any]) -> None:
-    """Say which options of balancing were given although nothing is balanced."""
-    names = ", ".join(f"{name}=..." for name, value in _BALANCE_DEFAULTS.items() if given[name] != value)
-    if names:
-        rank_zero_warn(
-            f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
-            f"ODCStrategy({names}). Pass arguments of your own BalancedDataLoader to the loader."
-        )
-
-
-def _warn_of_no_engine(given: Mapping[str, Any]) -> None:
-    """Say which options of the engine were given although stock collectives do its work."""
-    names = [f"{n}={given[n]!r}" for n in ("deterministic", "accumulator_dtype") if given[n]]
-    names += [f"keep_gathered={given['keep_gathered']!r}"] * (given["keep_gathered"] != "auto")
-    if names:
-        rank_zero_warn(
-            f'ODCStrategy({", ".join(names)}) has no effect under communication="collective", where PyTorch\'s '
-            "collectives do the work."
         )
