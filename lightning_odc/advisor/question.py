@@ -15,7 +15,7 @@ from lightning_odc.balance.costs import MICROBATCH, Cost
 from lightning_odc.balance.transformer import shape_of, transformer
 from lightning_odc.bench.configs import ACCEPTED, config_of, one_line
 from lightning_odc.console import OptionError
-from lightning_odc.strategy.model_cost import cost_of_model
+from lightning_odc.strategy.model_facts import cost_of_model
 
 DEVICES_PER_NODE = 8
 """The devices of a node, where nothing says how many."""

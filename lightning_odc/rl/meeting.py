@@ -8,8 +8,7 @@ from typing import Any
 from lightning_odc.rl.ranks import Ranks, strategy_of
 from lightning_odc.rl.rollout import Rollout, from_bytes, to_bytes
 from lightning_odc.rl.rollouts import Rollouts
-from lightning_odc.strategy.causal_lm import causal_model, keeps_apart
-from lightning_odc.strategy.model_cost import cost_of_model
+from lightning_odc.strategy.model_facts import causal_model, cost_of_model, keeps_apart
 
 
 def exchange(

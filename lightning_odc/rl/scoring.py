@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_odc.errors import DisagreementError
 from lightning_odc.rl.microbatch import Microbatch
 from lightning_odc.rl.rollouts import Rollouts, fingerprint
-from lightning_odc.strategy.causal_lm import causal_model, keeps_apart, undisturbed
+from lightning_odc.strategy.model_facts import causal_model, keeps_apart, undisturbed
 
 
 def logprobs(model: nn.Module, microbatch: Microbatch, temperature: float = 1.0) -> Tensor:

@@ -12,7 +12,7 @@ from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.weighting import Rule
-from lightning_odc.strategy.model_cost import ModelCost
+from lightning_odc.strategy.model_facts import ModelCost
 
 #: Floating-point operations of a rank's step below which fixed costs of some 10 ms decide.
 _LITTLE_WORK, _LITTLE_WORK_ON_GPUS = 2e9, 2e12

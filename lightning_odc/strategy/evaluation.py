@@ -31,14 +31,13 @@ from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Counter, Rule
 from lightning_odc.engine.base import Engine
-from lightning_odc.strategy import totals
-from lightning_odc.strategy.causal_lm import causal_model
+from lightning_odc.strategy import logbook
 from lightning_odc.strategy.contribution import counted_weight
-from lightning_odc.strategy.logbook import LogBook, flush, metric_of, ranks_of, replaced_log
+from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, ranks_of, replaced_log
+from lightning_odc.strategy.model_facts import causal_model
 from lightning_odc.strategy.retry import explained
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step
-from lightning_odc.strategy.totals import METRIC, Total
 
 _SMALLER = (
     "Batches are cut in training alone. Make those of this loader smaller: DataLoader(..., batch_size=1), or "
@@ -156,13 +155,13 @@ class Evaluation:
         """Make the values of all ranks those of the epoch."""
         self._changes.close()
         logged = {total.identity: total for total in totals_in(results)}
-        shared = totals.to_message(total for total in logged.values() if total.is_shared)
+        shared = logbook.to_message(total for total in logged.values() if total.is_shared)
         item = {"had_minibatches": self._had_minibatches, "totals": shared}
         by_rank = self._engine.exchange("end of an evaluation", item)
         if not (self._always or any(other["had_minibatches"] for other in by_rank)):
             return
         own = self._module.global_rank
-        for total in totals.merge([totals.from_message(other["totals"]) for other in by_rank], own):
+        for total in logbook.merge([logbook.from_message(other["totals"]) for other in by_rank], own):
             mine = logged.get(total.identity)
             if mine is None or mine.is_shared:
                 self._set(results, total, mine)
@@ -202,7 +201,7 @@ def totals_in(results: Any) -> Iterator[Total]:
             total.reduction, total.value = meta.reduce_fx.__name__, float(item.value)
             total.weight = float(item.cumulated_batch_size) if meta.is_mean_reduction else 0.0
         else:
-            total.metric, total.states = item.value, totals.describe_lists(item.value)
+            total.metric, total.states = item.value, logbook.describe_lists(item.value)
         yield total
 
 

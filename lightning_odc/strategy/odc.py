@@ -32,11 +32,9 @@ from lightning_odc.engine.transports.choice import check_transport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
-from lightning_odc.strategy.agreement import compare_batches, compare_programs
 from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
 from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.failing import tell_peers
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import (
     DEFAULT_HANG_REPORT_AFTER,
@@ -46,8 +44,8 @@ from lightning_odc.strategy.options import (
     check_rows,
     check_unknown,
 )
+from lightning_odc.strategy.ranks import PendingSignals, compare_batches, compare_programs, tell_peers
 from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
-from lightning_odc.strategy.signals import PendingSignals
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData
 

@@ -47,10 +47,10 @@ from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy.causal_lm import causal_model
 from lightning_odc.strategy.contribution import CountsNothing, Sums, contribution, nothing_of
-from lightning_odc.strategy.logbook import LogBook, LoggedNames, flush, replaced_log
+from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
 from lightning_odc.strategy.loss_trial import CollectiveListener, try_loss, untouched
+from lightning_odc.strategy.model_facts import causal_model
 from lightning_odc.strategy.options import OnOutOfMemory
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.retry import (
@@ -63,7 +63,6 @@ from lightning_odc.strategy.retry import (
 )
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.stopwatch import Stopwatch
-from lightning_odc.strategy.totals import Total
 
 
 @dataclass

@@ -30,8 +30,12 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.briefing import brief, note_on_size
-from lightning_odc.strategy.causal_lm import causal_model, packing_trouble, watch_packed_calls
-from lightning_odc.strategy.model_cost import cost_of_model
+from lightning_odc.strategy.model_facts import (
+    causal_model,
+    cost_of_model,
+    packing_trouble,
+    watch_packed_calls,
+)
 from lightning_odc.strategy.options import Options, check_loader
 from lightning_odc.strategy.step import Training
 

@@ -17,7 +17,7 @@ from lightning_odc.engine.base import Ledger
 from lightning_odc.errors import DisagreementError
 from lightning_odc.rl.ranks import Ranks
 from lightning_odc.rl.scoring import _check_same
-from lightning_odc.strategy.causal_lm import keeps_apart
+from lightning_odc.strategy.model_facts import keeps_apart
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out
 from tests.strategy.test_causal_lm import leaky
 from tests.strategy.test_models import causal_lm

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_odc import ODCStrategy
 from lightning_odc.data.packing import PackingCollator, unpack_tokens
-from lightning_odc.strategy.causal_lm import (
+from lightning_odc.strategy.model_facts import (
     _trouble_of,
     causal_model,
     hugging_face_config,

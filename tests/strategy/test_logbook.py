@@ -14,9 +14,8 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy import totals
-from lightning_odc.strategy.logbook import LogBook, flush
-from lightning_odc.strategy.totals import Message, Total
+from lightning_odc.strategy import logbook
+from lightning_odc.strategy.logbook import LogBook, Message, Total, flush
 
 #: How a value is logged that is that of all ranks already.
 DONE = {"sync_dist": True, "rank_zero_only": True}
@@ -176,9 +175,9 @@ def test_subgroups_of_ranks_have_values_of_their_own():
     parts = [
         [Total("x", "mean", {"sync_dist": True}, 2.0 * rank, 1.0, group)] for rank, group in enumerate(groups)
     ]
-    parts = [totals.from_message(sent(totals.to_message(part))) for part in parts]
-    assert [totals.merge(parts, own)[0].result for own in range(3)] == [2.0, 2.0, 2.0]
-    assert totals.merge(parts, 1)[0].weight == 1.0
+    parts = [logbook.from_message(sent(logbook.to_message(part))) for part in parts]
+    assert [logbook.merge(parts, own)[0].result for own in range(3)] == [2.0, 2.0, 2.0]
+    assert logbook.merge(parts, 1)[0].weight == 1.0
 
 
 def test_many_names_are_sent_compactly():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import ODCStrategy
 from lightning_odc.balance.collation import Collation
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy.model_cost import cost_of_model
+from lightning_odc.strategy.model_facts import cost_of_model
 from tests.strategy.test_balance import Padded, plain
 from tests.strategy.test_label_weights import (
     TOLERANCE,

@@ -1,0 +1,241 @@
+"""What ranks tell each other besides gradients: which program they run, that one has failed, and signals.
+
+Note [Signals wait for a meeting]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A signal reaches a rank at any moment, some ranks earlier than others, and some not at all. Lightning's handlers run
+collectives (a broadcast, a checkpoint), which then meet other collectives of the ranks, or none. So a rank that
+gets a signal only says so in its record of the next meeting. All ranks read the same records, so all of them call the
+previous handler at the same place: at the end of the training batch in which they met, where callbacks
+save checkpoints, too.
+
+A meeting may be far away: a validation, a slow loader, a peer that hangs. When SIGTERM has waited for `PATIENCE`
+seconds, the rank that got it raises at once, and the others stop as they do for any failed rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import linecache
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+
+from lightning_odc import _compat
+from lightning_odc._version import __version__
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import is_broken_group
+from lightning_odc.engine.peers import FOLLOWED, Signals
+from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "builtins", "abc", "typing")
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+def compare_batches(engine: Engine, trainer: pl.Trainer) -> None:
+    """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps.
+
+    Args:
+        engine: The engine of the run.
+        trainer: The trainer.
+
+    Raises:
+        DisagreementError: The numbers differ; the message has all of them.
+    """
+    batches = trainer.num_training_batches
+    counts = engine.exchange("begin training", -1 if batches == float("inf") else batches)
+    enough = trainer.max_steps * trainer.accumulate_grad_batches
+    stops_before = trainer.max_steps > 0 and min(counts) >= enough
+    if len(set(counts)) > 1 and not stops_before and -1 not in counts:
+        raise DisagreementError(
+            f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
+            "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
+            "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
+        )
+
+
+def compare_programs(engine: Engine, trainer: pl.Trainer, folded: int = 1) -> None:
+    """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together.
+
+    Args:
+        engine: The engine of the run.
+        trainer: The trainer.
+        folded: Batches of the user's loader in a batch of the trainer, see Note [Folded accumulation].
+
+    Raises:
+        DisagreementError: naming the first difference.
+    """
+    lines = describe(trainer, folded)
+    digests = engine.exchange("compare programs", hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    by_rank = engine.exchange("compare programs line by line", lines)
+    for rank, other in enumerate(by_rank):
+        for first, second in zip(by_rank[0], other, strict=False):
+            if first != second:
+                raise DisagreementError(
+                    f"The ranks do not run the same program. The first difference: rank 0 has\n  {first}\nwhere rank "
+                    f"{rank} has\n  {second}\nRun the same code with the same arguments on every rank."
+                )
+    raise DisagreementError(
+        f"The ranks have {[len(lines) for lines in by_rank]} optimizers and classes, by rank."
+    )
+
+
+def describe(trainer: pl.Trainer, folded: int = 1) -> list[str]:
+    """One line for each thing that must be equal."""
+    lines = [
+        f"versions: lightning-odc {__version__}, lightning {lightning.__version__}, torch {torch.__version__}",
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches * folded}",
+        f"gradient_clip_val={trainer.gradient_clip_val}, algorithm {trainer.gradient_clip_algorithm}",
+        f"precision={trainer.precision}",
+    ]
+    lines += [
+        f"optimizer {number}: {type(optimizer).__name__}({_plain(group)})"
+        for number, optimizer in enumerate(trainer.optimizers)
+        for group in optimizer.param_groups
+    ]
+    return lines + list(_sources(trainer.lightning_module))
+
+
+def _plain(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN))
+
+
+def _sources(module: nn.Module) -> Iterator[str]:
+    """The classes that the model is made of, with a digest of the file they are from."""
+    classes = {base: None for child in module.modules() for base in type(child).__mro__}
+    digests: dict[str, str] = {}
+    for one in classes:
+        if one.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        if one.__module__ not in digests:
+            digests[one.__module__] = _file_digest(one)
+        yield f"class {one.__module__}.{one.__qualname__} in a file with digest {digests[one.__module__]}"
+
+
+def _file_digest(one: type) -> str:
+    """Whole files, since to cut one class out of its file takes Python as long as some steps of training."""
+    try:
+        lines = linecache.getlines(inspect.getfile(one))
+    except (OSError, TypeError):  # made while running, or typed into a console
+        lines = []
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12] if lines else "unknown"
+
+
+def tell_peers(engine: Engine, exception: BaseException) -> None:
+    """Tell them once; the error gets a note if a peer is to blame."""
+    text = "".join(traceback.format_exception(exception))
+    prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
+    trouble = "" if isinstance(exception, ODCError) else _peer_trouble(engine, exception)
+    own = "".join(traceback.format_exception_only(exception)).rstrip()
+    if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
+        exception.add_note(f"This followed from something else. {trouble}")
+        prefix = FOLLOWED
+    engine.fail(prefix + text)
+
+
+def _peer_trouble(engine: Engine, exception: BaseException) -> str:
+    """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
+    patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
+    trouble = engine.peer_trouble()
+    while not trouble and time.monotonic() < patience:
+        time.sleep(0.01)
+        trouble = engine.peer_trouble()
+    return trouble
+
+
+#: Seconds that SIGTERM waits for the end of a training batch. Launchers and schedulers often kill after 30.
+PATIENCE = 8.0
+
+_LOOK_EVERY = 0.5
+
+
+class PendingSignals(Callback):
+    """Replaces Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
+
+    Args:
+        signals: The signals that ranks tell each other at meetings.
+
+    Attributes:
+        patience: The seconds that SIGTERM waits.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self.patience = PATIENCE
+        self._signals = signals
+        self._handlers: dict[int, Callable[[int, Any], Any]] = {}
+        self._delivered: set[int] = set()
+        self._since: float | None = None
+        self._stop = threading.Event()
+
+    @contextmanager
+    def collected(self, trainer: Trainer) -> Iterator[None]:
+        """Take the place of the trainer's handlers, which exist only after the strategy's setup."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.append(self)
+        try:
+            if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
+                with self._before_handlers():
+                    yield
+            else:
+                yield
+        finally:
+            callbacks[:] = [callback for callback in callbacks if callback is not self]
+
+    @contextmanager
+    def _before_handlers(self) -> Iterator[None]:
+        for number, handler in _compat.handlers_of_lightning().items():
+            self._handlers[number] = handler
+            signal.signal(number, self._note)
+        watch = threading.Thread(target=self._press, name="lightning-odc signals", daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            watch.join()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Let the handlers act on what the ranks have agreed on. All ranks together."""
+        for number in sorted(self._signals.agreed - self._delivered):
+            self._delivered.add(number)
+            if number == signal.SIGTERM:
+                self._since = None
+            if number in self._handlers:
+                self._handlers[number](number, None)
+            if number != signal.SIGTERM:  # one may be sent again, and is to be acted on again
+                self._signals.forget(number)
+                self._delivered.discard(number)
+
+    def _note(self, number: int, _: Any) -> None:
+        """Takes no lock and starts nothing: it runs between any two instructions of this rank."""
+        if number == signal.SIGTERM and number not in self._delivered:
+            if self._since is not None and time.monotonic() - self._since >= self.patience:
+                self._since = None
+                raise SIGTERMException
+            if number not in self._signals.raised:
+                self._since = time.monotonic()
+        self._signals.raised.add(number)
+
+    def _press(self) -> None:
+        """Send SIGTERM to the main thread once more where it has waited for too long: it may sleep."""
+        while not self._stop.wait(_LOOK_EVERY):
+            if self._since is not None and time.monotonic() - self._since >= self.patience:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
