@@ -104,7 +104,7 @@ _COMPUTE_DTYPE = {
 _WEIGHT_UNIT = "odc_weight_unit"
 
 
-class Steps(Protocol):
+class TrainingSteps(Protocol):
     """What the plugin needs of `lightning_odc.strategy.step.Training`."""
 
     def loss_divisor(self) -> float: ...
@@ -144,7 +144,7 @@ class ODCPrecision(FSDPPrecision):
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
         self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
         self.device_type = device_type
-        self.training: Steps | None = None
+        self.training: TrainingSteps | None = None
         self.weight_unit: float | None = None
         self.gradient_norm: Tensor | None = None
 

@@ -47,7 +47,7 @@ from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy.contribution import CountsNothing, Sums, contribution, nothing_of
+from lightning_odc.strategy.contribution import Contribution, CountsNothing, Sums, contribution, nothing_of
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
 from lightning_odc.strategy.loss_trial import CollectiveListener, try_loss, untouched
 from lightning_odc.strategy.model_facts import causal_model
@@ -147,9 +147,8 @@ class Training:
         self._retry = Retry(on_out_of_memory, engine, strategy.root_device, self._module.buffers())
         self._batch = _Batch()
         self._part: Part | None = None  # that ran forward last
-        self._pending: tuple[Part, Iterator[Part]] | None = (
-            None  # whose backward pass is Lightning's, and what follows
-        )
+        # The part whose backward pass is Lightning's, and what runs instead if that runs out of memory.
+        self._pending: tuple[Part, Iterator[Part]] | None = None
         self._more = False  # another backward pass of this batch follows
 
     # -- a batch ------------------------------------------------------------------------------------------
@@ -338,17 +337,20 @@ class Training:
         if item is not None and item.counting is Counting.EXACT:
             part.counts_nothing = CountsNothing(weight=counts)
         if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
-            warn_of_drop(part, "has a loss that is not finite")
-            part.counts_nothing = CountsNothing(weight=0.0)
-            self._leave_out(part)
-            # It goes backward, since others may wait for it, and adds zeros.
-            item = replace(item, loss=nothing_of(item.loss), weight=0.0)
+            item = self._dropped(part, item)
             output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
         self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
         if item is not None:
             part.item = item
             self._engine.ledger.add(item.weight / self._accumulated, item.counting)
         return output
+
+    def _dropped(self, part: Part, item: Contribution) -> Contribution:
+        """A contribution that counts nothing. It goes backward, since others may wait for it, and adds zeros."""
+        warn_of_drop(part, "has a loss that is not finite")
+        part.counts_nothing = CountsNothing(weight=0.0)
+        self._leave_out(part)
+        return replace(item, loss=nothing_of(item.loss), weight=0.0)
 
     def _leave_out(self, part: Part) -> None:
         """Let a plain batch, or a part of one, have no part in the mean."""
