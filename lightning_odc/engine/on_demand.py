@@ -180,7 +180,8 @@ class OnDemandEngine(Engine):
         ]
         self._keeping.attach(self._units, comms)
         self._root = RootUnit(self._units, model)
-        self._additions = Additions([unit.name for unit in self._units], self._ran)
+        groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
+        self._additions = Additions([unit.name for unit in self._units], partial(self._ran, groups))
         if not self._lockstep:
             self._on_close.enter_context(generating(model, self.gathered))
 
@@ -472,10 +473,9 @@ class OnDemandEngine(Engine):
 
     # -- internals ----------------------------------------------------------------------------------------
 
-    def _ran(self) -> list[int]:
-        """The numbers of the units in the order in which they ran forward since the last backward pass."""
-        numbers = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
-        return [numbers.get(id(group), -1) for group in _compat.forward_order(cast(FSDPModule, self._model))]
+    def _ran(self, groups: Mapping[int, int]) -> list[int]:
+        """The numbers of the units, by the groups of ``fully_shard``, in the order in which they last ran forward."""
+        return [groups.get(id(group), -1) for group in _compat.forward_order(cast(FSDPModule, self._model))]
 
     def _publish_units(self) -> None:
         """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""
