@@ -195,21 +195,16 @@ class ODCStrategy(ShardedStrategy):
             state_dict_type=state_dict_type,
         )
         self.communication = communication
-        self.transport = transport
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
         self.keep_gathered = keep_gathered
-        self.hang_report_after = hang_report_after
-        self.on_out_of_memory = on_out_of_memory
-        self.on_nonfinite = on_nonfinite
         self.balance = balance
         self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
         self._training_data: TrainingData | None = None
-        self._rule: Rule | None = (
-            None  # what microbatches counted in the last fit, and count in evaluations after it
-        )
+        # What microbatches counted in the last fit, and count in evaluations after it.
+        self._rule: Rule | None = None
         self._failed = False
         self._signals: PendingSignals | None = None
 
@@ -241,7 +236,7 @@ class ODCStrategy(ShardedStrategy):
 
     def setup_environment(self) -> None:
         if self.communication != "collective":
-            check_transport(self.transport, self._device_type())
+            check_transport(self.options.transport, self._device_type())
         super().setup_environment()
         if self._layout is not None:
             check_rows(self._layout, self._replicates, self.communication)
@@ -261,7 +256,7 @@ class ODCStrategy(ShardedStrategy):
             self.model = self._layer_sync.apply(self.model)
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
-            hang_report = hang_report_of(trainer, self.hang_report_after)
+            hang_report = hang_report_of(trainer, self.options.hang_report_after)
             self._engine = make_engine(self, self.timeout, self._layout, self._replicates, hang_report)
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
@@ -276,8 +271,8 @@ class ODCStrategy(ShardedStrategy):
                 self,
                 self._engine,
                 fp16=torch.float16 in computed_in,
-                on_out_of_memory=self.on_out_of_memory,
-                skips_nonfinite=self.on_nonfinite == "skip",
+                on_out_of_memory=self.options.on_out_of_memory,
+                skips_nonfinite=self.options.on_nonfinite == "skip",
             )
             self.setup_optimizers(trainer)
             if self._on_demand:
