@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_odc import Minibatch
-from lightning_odc.strategy import signals
+from lightning_odc.strategy import ranks
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -110,7 +110,7 @@ def test_sigterm_to_one_rank_ends_all_after_the_same_batch(communication):
 
 
 def _terminated_while_a_peer_hangs(rank: int) -> None:
-    signals.PATIENCE = 0.5
+    ranks.PATIENCE = 0.5
     begin = time.monotonic()
     try:
         trainer(2).fit(Signalled(rank, signal.SIGTERM, sleep=4.0), loader(BATCHES))
@@ -141,4 +141,4 @@ def test_handlers_of_the_users_own_are_left_alone():
 
 
 def test_the_patience_is_that_of_a_broken_rank() -> None:
-    assert signals.PATIENCE < 10  # seconds within which every rank raises, whatever breaks
+    assert ranks.PATIENCE < 10  # seconds within which every rank raises, whatever breaks
