@@ -65,7 +65,8 @@ class IdleFraction(Metric):
 
     def compute(self) -> Tensor:
         """A scalar between 0 and 1."""
-        return (self.idle / (self.idle + self.busy)).to(torch.get_default_dtype())
+        value = idle_fraction(float(self.busy), float(self.idle))
+        return self.idle.new_tensor(value).to(torch.get_default_dtype())
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> Any:
         """Torchmetrics' own plot: a point, or a line for a list of values."""
@@ -131,9 +132,27 @@ def load_imbalance(busy: Tensor) -> Tensor:
         busy: Seconds, ``[ranks, steps]``, or ``[steps]`` of the only rank.
     """
     table = busy if busy.ndim == 2 else busy[None]
-    if table.shape[1] == 0:
-        return table.new_tensor(math.nan)
-    return table.amax(dim=0).sum() / table.mean(dim=0).sum()
+    return table.new_tensor(imbalance(float(table.amax(dim=0).sum()), float(table.mean(dim=0).sum())))
+
+
+def imbalance(slowest: float, mean: float) -> float:
+    """The arithmetic of `LoadImbalance`, from seconds that were added up over steps; ``nan`` if no rank was busy.
+
+    Args:
+        slowest: Busy seconds of the slowest rank of every step.
+        mean: Busy seconds of an average rank.
+    """
+    return slowest / mean if mean else math.nan
+
+
+def idle_fraction(busy: float, idle: float) -> float:
+    """The arithmetic of `IdleFraction`, from seconds of all ranks; ``nan`` if no time was counted.
+
+    Args:
+        busy: Seconds of computing, or of moving own bytes.
+        idle: Seconds of waiting.
+    """
+    return idle / (busy + idle) if busy + idle else math.nan
 
 
 def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:

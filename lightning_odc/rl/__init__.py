@@ -22,13 +22,11 @@ A step of GRPO with a reference model, two epochs and four minibatches of update
 Everything here works under every ``communication``, on one rank, and in Fabric.
 """
 
-from lightning_odc.rl.advantages import group_advantages, normalize_advantages
-from lightning_odc.rl.loss import PolicyLoss, policy_loss
-from lightning_odc.rl.meeting import exchange
+from lightning_odc.rl.loss import PolicyLoss, group_advantages, normalize_advantages, policy_loss
 from lightning_odc.rl.microbatch import Microbatch
 from lightning_odc.rl.prompts import claim_prompts
 from lightning_odc.rl.rollout import Rollout
-from lightning_odc.rl.rollouts import Rollouts, Update
+from lightning_odc.rl.rollouts import Rollouts, Update, exchange
 from lightning_odc.rl.scoring import logprobs, score
 
 __all__ = [

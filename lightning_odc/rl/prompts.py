@@ -86,8 +86,15 @@ def claim_prompts(
     strategy = strategy_of(where, "rl.claim_prompts(self, prompts)")
     own = _share(prompts, expected)
     shares = [_Share(*fields) for fields in strategy.engine.exchange("claim prompts", own)]
-    if strategy.communication in _MEETS:
-        _check_equal_counts([len(share.prompts) for share in shares], strategy.communication)
+    counts = [len(share.prompts) for share in shares]
+    if (
+        strategy.communication in _MEETS and len(set(counts)) > 1
+    ):  # all ranks make each call of ``generate`` together
+        raise ValueError(
+            f'communication="{strategy.communication}" makes all ranks generate together, so every rank needs the same '
+            f"number of prompts, but they have {counts} (by rank). Use "
+            'ODCStrategy(communication="on_demand"), or give every rank equally many.'
+        )
     in_order = [[share.costs[place] for place in share.order] for share in shares]
     claimed = strategy.engine.claims(strategy.global_rank, in_order)
     return _sampled(strategy, shares, claimed)
@@ -126,16 +133,6 @@ def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
         )
     order = sorted(range(len(texts)), key=lambda place: -costs[place])
     return _Share(texts, costs, order, int(torch.randint(_SEEDS, ())))
-
-
-def _check_equal_counts(counts: Sequence[int], communication: str) -> None:
-    """Refuse different numbers of calls of ``generate`` where each of them is made by all ranks together."""
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f'communication="{communication}" makes all ranks generate together, so every rank needs the same number '
-            f"of prompts, but they have {list(counts)} (by rank). Use "
-            'ODCStrategy(communication="on_demand"), or give every rank equally many.'
-        )
 
 
 # -- prompts as JSON ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The roll-outs of all ranks, who runs which of them, and the optimizer steps on them."""
+"""The roll-outs of all ranks: their exchange, who runs which of them, and the optimizer steps on them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from lightning_odc.balance import Collation, Plan, epoch_order, on_demand_cost, plan_minibatch
 from lightning_odc.rl.microbatch import Microbatch, Whole
-from lightning_odc.rl.ranks import Ranks
-from lightning_odc.rl.rollout import Rollout
+from lightning_odc.rl.ranks import Ranks, strategy_of
+from lightning_odc.rl.rollout import Rollout, from_bytes, to_bytes
+from lightning_odc.strategy.model_facts import causal_model, cost_of_model, keeps_apart
 
 _PADDED, _PACKED = Collation("padded"), Collation()
 _CLEARLY = 1 - 1e-6  # so that rounding, which differs between processors, decides nothing
@@ -134,12 +135,13 @@ class Rollouts(Sequence[Rollout]):
         packs = self._collation == _PACKED
         for indices in plan[self.ranks.rank]:
             rollouts = [self[index] for index in indices]
-            yield Microbatch(rollouts or [self._filler()], indices, whole, packs, self.ranks.device)
-
-    def _filler(self) -> Rollout:
-        """What a rank runs where ranks meet in every microbatch and it has none left: a prompt without response."""
-        shortest = min(self._rollouts, key=lambda one: one.prompt_length)
-        return Rollout(shortest.tokens[: shortest.prompt_length], shortest.prompt_length, advantage=0.0)
+            if (
+                not rollouts
+            ):  # ranks meet in every microbatch, and this one has none left: a prompt without response
+                shortest = min(self._rollouts, key=lambda one: one.prompt_length)
+                length = shortest.prompt_length
+                rollouts = [Rollout(shortest.tokens[:length], length, advantage=0.0)]
+            yield Microbatch(rollouts, indices, whole, packs, self.ranks.device)
 
     def _whole(self, indices: Sequence[int]) -> Whole:
         tokens = sum(self[index].response_length for index in indices)
@@ -158,25 +160,67 @@ class Rollouts(Sequence[Rollout]):
             One `Update` per optimizer step. With one minibatch its plan is the one of scoring. Without roll-outs on any
             rank there is none.
         """
-        for epoch in range(epochs):
-            for index, part in enumerate(self._parts(epoch, minibatches, seed)):
+        for epoch in range(epochs if len(self) else 0):
+            parts = np.array_split(epoch_order(len(self), seed, epoch), min(minibatches, len(self)))
+            for index, part in enumerate(sorted(one.tolist()) for one in parts):
                 plan = self.plan if len(part) == len(self) else self._planned(part, self._collation)
-                self._note(f"roll-outs, epoch {epoch}, minibatch {index}, plan {fingerprint(plan)}")
+                if (
+                    self.ranks.engine is not None
+                ):  # ranks compare their plans when they meet at the optimizer step
+                    said = f"roll-outs, epoch {epoch}, minibatch {index}, plan {fingerprint(plan)}"
+                    self.ranks.engine.ledger.plans.append(said)
                 yield Update(epoch, index, plan, self._whole(part), self)
-
-    def _note(self, plan: str) -> None:
-        """Let ranks compare their plans when they meet at the optimizer step."""
-        if self.ranks.engine is not None:
-            self.ranks.engine.ledger.plans.append(plan)
-
-    def _parts(self, epoch: int, minibatches: int, seed: int) -> list[list[int]]:
-        """Indices of the roll-outs of every minibatch of an epoch."""
-        if not self._rollouts:
-            return []
-        order = epoch_order(len(self), seed, epoch)
-        return [sorted(part.tolist()) for part in np.array_split(order, min(minibatches, len(self)))]
 
 
 def fingerprint(plan: Plan) -> str:
     """A short text that is equal for equal plans."""
     return hashlib.sha256(repr(plan).encode()).hexdigest()[:12]
+
+
+def exchange(
+    where: Any, own: Sequence[Rollout], *, max_tokens: int | None = None, cost: Any = "auto"
+) -> Rollouts:
+    """The roll-outs of all ranks. All ranks together, inside a step of the module.
+
+    They come in the order of their groups: numbers rise, then texts. Within a group they are in rank order. So the
+    order does not depend on who sampled which group.
+
+    Args:
+        where: The `LightningModule` that trains (``self``), its trainer, or a ``Fabric``.
+        own: The roll-outs that this rank has sampled; an empty list if it had no prompts.
+        max_tokens: The most tokens in a microbatch, padding included. By default, and at least, those of the longest
+            roll-out, which has to fit anyway.
+        cost: The cost of a roll-out, as in `lightning_odc.balance.plan_minibatch`; ``"auto"``: what the model says.
+
+    Returns:
+        The same roll-outs in the same order on every rank, with a plan.
+
+    Raises:
+        TypeError: A strategy of another package, or an item of ``own`` that is not a `Rollout`.
+        PeerFailedError: another rank has failed, for example in its reward function. It names the rank and shows the
+            error.
+    """
+    strategy = strategy_of(where, "rl.exchange(self, rollouts)")
+    items: Sequence[Any] = own
+    if wrong := [type(one).__name__ for one in items if not isinstance(one, Rollout)]:
+        raise TypeError(
+            f"rl.exchange(self, rollouts) takes a list of rl.Rollout, and got a {wrong[0]} in it: "
+            "[rl.Rollout(prompt + response, len(prompt), reward)]."
+        )
+    ranks, model = Ranks.of(strategy), causal_model(strategy.model)
+    packs = model is not None and keeps_apart(model, ranks.device)
+    shares, all_pack = ranks.gather("exchange of roll-outs", to_bytes(own), packs)
+    by_rank = [from_bytes(share) for share in shares]
+    if isinstance(cost, str) and cost == "auto":
+        cost = cost_of_model(strategy.model, ranks.device.type).cost
+    everybody = [one for share in by_rank for one in share]
+    return Rollouts(
+        sorted(
+            everybody, key=lambda one: (isinstance(one.group, str), one.group)
+        ),  # texts do not compare with numbers
+        ranks,
+        max_tokens=max_tokens,
+        cost=cost,
+        keeps_apart=all(all_pack),
+        sampled=[len(share) for share in by_rank],
+    )

@@ -112,14 +112,11 @@ def _in_order(rollouts: Rollouts, flat: Tensor) -> list[Tensor]:
 def _check_frozen(model: nn.Module) -> None:
     """Refuse a reference model that would train. Some versions of PEFT unfreeze copies while adapters are off."""
     trains = next((name for name, parameter in model.named_parameters() if parameter.requires_grad), None)
-    if trains is not None and not _has_adapters_off(model):
+    # Inside of PEFT's ``with model.disable_adapter():``, the policy is its own reference.
+    has_adapters_off = any(getattr(part, "disable_adapters", None) is True for part in model.modules())
+    if trains is not None and not has_adapters_off:
         raise ValueError(
             f'into="ref_logprobs" is for a reference model that stays as it is, and {trains!r} of this one trains. '
             "Write `self.reference = make_model().requires_grad_(False)`; or, for the policy without its adapters, "
             "`with self.model.disable_adapter(): rl.score(self.model, ...)`."
         )
-
-
-def _has_adapters_off(model: nn.Module) -> bool:
-    """Whether this is the body of PEFT's ``with model.disable_adapter():``."""
-    return any(getattr(part, "disable_adapters", None) is True for part in model.modules())

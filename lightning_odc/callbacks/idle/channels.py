@@ -6,7 +6,6 @@ A round is what all ranks sent at the same step. It arrives one step later, or w
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,8 +21,8 @@ Round = list[list[float]]
 """Numbers by rank."""
 
 
-class Channel(ABC):
-    """One rank's end of a channel between all ranks.
+class Channel:
+    """One rank's end of a channel between all ranks. This one is that of a world of one.
 
     Attributes:
         capacity: the most numbers to send at once.
@@ -31,48 +30,28 @@ class Channel(ABC):
 
     capacity: int = sys.maxsize
 
-    @abstractmethod
-    def send(self, numbers: Sequence[float]) -> None:
-        """Send an item. All ranks call it once at the end of a step. Does not wait."""
-
-    @abstractmethod
-    def receive(self) -> list[Round]:
-        """The rounds that have arrived since the last call, oldest first. Does not wait."""
-
-    @abstractmethod
-    def finish(self) -> list[Round]:
-        """All rounds that were sent. Waits; all ranks together, off the training path."""
-
-    @abstractmethod
-    def agree(self, item: Any) -> list[Any]:
-        """Every rank's JSON-serialisable item, in rank order. Waits; all ranks together, off the training path."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what was acquired. Idempotent."""
-
-
-class LocalChannel(Channel):
-    """The channel of a world of one."""
-
     def __init__(self) -> None:
         self._rounds: list[Round] = []
 
     def send(self, numbers: Sequence[float]) -> None:
+        """Send an item. All ranks call it once at the end of a step. Does not wait."""
         self._rounds.append([list(numbers)])
 
     def receive(self) -> list[Round]:
+        """The rounds that have arrived since the last call, oldest first. Does not wait."""
         rounds, self._rounds = self._rounds, []
         return rounds
 
     def finish(self) -> list[Round]:
+        """All rounds that were sent. Waits; all ranks together, off the training path."""
         return self.receive()
 
     def agree(self, item: Any) -> list[Any]:
+        """Every rank's JSON-serialisable item, in rank order. Waits; all ranks together, off the training path."""
         return [item]
 
     def close(self) -> None:
-        self._rounds.clear()
+        """Release what was acquired. Idempotent."""
 
 
 class NoteChannel(Channel):
@@ -83,6 +62,7 @@ class NoteChannel(Channel):
     """
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self._engine = engine
         self._sent = self._received = 0
 
@@ -129,6 +109,7 @@ class SideChannel(Channel):
     """
 
     def __init__(self, capacity: int, timeout: timedelta) -> None:
+        super().__init__()
         self.capacity = capacity
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._pending: deque[_Pending] = deque()

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.callbacks.idle.channels import Channel, LocalChannel, NoteChannel, Round, SideChannel
+from lightning_odc.callbacks.idle.channels import Channel, NoteChannel, Round, SideChannel
 from lightning_odc.callbacks.idle.sources import CollectiveWatch, DataClock, ShardedWatch, watch_for
 from lightning_odc.callbacks.idle.stream_waits import StreamWaits, compute_stream
 from lightning_odc.callbacks.idle.summary import (
@@ -287,7 +287,7 @@ def _check_comparable(trainer: pl.Trainer) -> None:
 
 def _channel_for(trainer: pl.Trainer, watch: Watch) -> Channel:
     if trainer.world_size == 1:
-        return LocalChannel()
+        return Channel()
     if isinstance(trainer.strategy, ODCStrategy) and trainer.strategy.communication != "collective":
         return NoteChannel(trainer.strategy.engine)
     every_collective = isinstance(watch, CollectiveWatch | ShardedWatch)

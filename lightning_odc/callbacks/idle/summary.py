@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from lightning_odc.callbacks.timeline.clocks import Passage
 from lightning_odc.engine.waiting import Cause
+from lightning_odc.metrics import idle_fraction, imbalance
 
 UNKNOWN = math.nan
 
@@ -73,6 +74,11 @@ class StepNumbers:
     def busy(self) -> float:
         """The rest of the step: computing, moving own bytes, and whatever was not measured."""
         return max(self.seconds - self.idle, 0.0)
+
+    @property
+    def idle_fraction(self) -> float:
+        """The part of this rank's time in which it waited; ``nan`` without time."""
+        return idle_fraction(self.busy, self.idle)
 
     def to_floats(self) -> list[float]:
         """Convert to numbers to send; `from_floats` is the inverse."""
@@ -217,15 +223,14 @@ class _Totals:
     def balance(self) -> dict[str, float]:
         """Waiting as a part of the time, and how uneven the work was."""
         idle, busy = sum(rank.idle for rank in self.ranks), sum(rank.busy for rank in self.ranks)
-        fractions = [_fraction(rank) for rank in self.ranks]
+        fractions = [rank.idle_fraction if rank.seconds else 0.0 for rank in self.ranks]
         worst = max(range(len(fractions)), key=fractions.__getitem__)
         return {
-            "idle/fraction": idle / (idle + busy),
+            "idle/fraction": idle_fraction(busy, idle),
             "idle/worst_fraction": fractions[worst],
             "idle/worst_rank": worst,
             "busy_seconds": self._per_rank_and_step([rank.busy for rank in self.ranks]),
-            # `lightning_odc.metrics.load_imbalance`, from sums: no step is kept.
-            "imbalance": self._busiest * len(self.ranks) / busy if busy else math.nan,
+            "imbalance": imbalance(self._busiest, busy / len(self.ranks)),
         }
 
     def work_of(self, index: int) -> dict[str, float]:
@@ -240,8 +245,7 @@ class _Totals:
     def balance_of(self, index: int) -> dict[str, float]:
         """`balance` of one rank."""
         rank = self.ranks[index]
-        fraction = _fraction(rank) if rank.seconds else math.nan
-        return {"busy_seconds": rank.busy / self.steps, "idle/fraction": fraction}
+        return {"busy_seconds": rank.busy / self.steps, "idle/fraction": rank.idle_fraction}
 
     def parts_of(self, index: int) -> dict[str, float]:
         """What the device of one rank did."""
@@ -251,10 +255,6 @@ class _Totals:
 
     def _per_rank_and_step(self, by_rank: Sequence[float]) -> float:
         return sum(by_rank) / len(by_rank) / self.steps
-
-
-def _fraction(rank: StepNumbers) -> float:
-    return rank.idle / rank.seconds if rank.seconds else 0.0
 
 
 class IdleSummary:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lightning_odc.engine.tracing import Span
+from lightning_odc.metrics import idle_fraction
 
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "exchange"})
 """Kinds of spans in which all ranks meet."""
@@ -58,7 +59,8 @@ class RankTimeline:
     @property
     def idle_fraction(self) -> float:
         """``idle_seconds / covered_seconds``, and 0 for an empty timeline."""
-        return self.idle_seconds / self.covered_seconds if self.spans else 0.0
+        busy = self.covered_seconds - self.idle_seconds
+        return idle_fraction(busy, self.idle_seconds) if self.spans else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class Timeline:
     @property
     def idle_fraction(self) -> float:
         """Idle time of all ranks over the time of all ranks."""
-        covered = sum(rank.covered_seconds for rank in self.ranks)
-        return sum(rank.idle_seconds for rank in self.ranks) / covered if covered else 0.0
+        known = sum(rank.covered_seconds for rank in self.ranks)
+        idle = sum(rank.idle_seconds for rank in self.ranks)
+        return idle_fraction(known - idle, idle) if known else 0.0
 
 
 def merge(timelines: Sequence[Timeline]) -> Timeline:
