@@ -63,7 +63,10 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [f"{title:<{_TITLE}}{text}" for title, text in self._rows()]
-        parts = [self._verdict(), indent(self.line, "    "), self._untried(), "\n".join(rows), self._limits()]
+        untried = ""
+        if "lightning_odc" in self.line and not self.facts.question.place.is_cpu:
+            untried = "Lightning-ODC's code for GPUs has not run on a GPU yet."
+        parts = [self._verdict(), indent(self.line, "    "), untried, "\n".join(rows), self._limits()]
         return "\n\n".join(filter(None, parts))
 
     __repr__ = __str__
@@ -112,10 +115,6 @@ class Advice:
         if idle < _LITTLE:
             return f"batches take equally long on all ranks, so they would wait {idle:.0%} of the time for each other."
         return f"ranks would wait {idle:.0%} of the time for each other, and no plan leaves much less."
-
-    def _untried(self) -> str:
-        is_untried = not self.facts.question.place.is_cpu and "lightning_odc" in self.line
-        return "Lightning-ODC's code for GPUs has not run on a GPU yet." if is_untried else ""
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         """Titles and lines; a line that goes on has no title."""

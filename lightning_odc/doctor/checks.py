@@ -236,11 +236,7 @@ def _no_gpus(machine: Machine) -> Finding:
 
 
 def check_reach(devices: Sequence[DeviceFacts]) -> Iterable[Finding]:
-    """Check what the CUDA transport would refuse, with its messages; each GPU stands for a rank of the same number.
-
-    Args:
-        devices: Facts of all GPUs.
-    """
+    """Check what the CUDA transport would refuse, with its messages; each GPU stands for a rank of the same number."""
     from lightning_odc.engine.transports import preflight
     from lightning_odc.engine.transports.base import WindowSpec
     from lightning_odc.errors import WindowError

@@ -32,12 +32,7 @@ def _doctor(_: dict[str, Any], form: Form) -> int:
 
 
 def show(findings: list[Finding], form: Form) -> None:
-    """Print findings.
-
-    Args:
-        findings: All of them.
-        form: Text, text with problems only, or JSON.
-    """
+    """Print findings."""
     if form.json:
         is_ok = all(finding.level != "error" for finding in findings)
         print(json.dumps({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}, indent=2))

@@ -85,7 +85,12 @@ def score(
         "exchange of scores", flat.view(torch.uint8), fingerprint(rollouts.plan)
     )
     _check_same(plans)
-    scores = _in_order(rollouts, torch.cat([part.view(torch.float32) for part in by_rank]))
+    planned = [index for rank in rollouts.plan for microbatch in rank for index in microbatch]
+    scored = torch.cat([part.view(torch.float32) for part in by_rank])  # one rank after another, as planned
+    pieces = scored.split([rollouts[index].response_length for index in planned])
+    scores = [
+        piece.clone() for _, piece in sorted(zip(planned, pieces, strict=True), key=lambda pair: pair[0])
+    ]
     if into is not None:
         for one, values in zip(rollouts, scores, strict=True):
             setattr(one, into, values)
@@ -99,14 +104,6 @@ def _check_same(plans: list[str]) -> None:
             f"Rank {other} planned the roll-outs differently from rank 0. Give the same values to rl.exchange(self, "
             "own, max_tokens=..., cost=...) on all ranks."
         )
-
-
-def _in_order(rollouts: Rollouts, flat: Tensor) -> list[Tensor]:
-    """Scores of all ranks, one rank after another as planned, in the order of the roll-outs."""
-    planned = [index for rank in rollouts.plan for microbatch in rank for index in microbatch]
-    pieces = flat.split([rollouts[index].response_length for index in planned])
-    by_index = dict(zip(planned, pieces, strict=True))
-    return [by_index[index].clone() for index in range(len(rollouts))]
 
 
 def _check_frozen(model: nn.Module) -> None:

@@ -55,11 +55,7 @@ class Channel:
 
 
 class NoteChannel(Channel):
-    """Sends numbers in the record that ranks exchange anyway when they settle, without further messages.
-
-    Args:
-        engine: The engine whose `Engine.note` and `Engine.notes` carry the numbers.
-    """
+    """Sends numbers in the record that ranks exchange anyway when they settle, without further messages."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()

@@ -33,9 +33,6 @@ from lightning_odc.strategy.odc import ODCStrategy
 class StepMeter:
     """Measures from one optimizer step to the next by the monotonic clock. Stands still at first.
 
-    Args:
-        waits: Returns the seconds of waiting so far, by cause.
-
     Attributes:
         running: Whether time counts.
     """
@@ -80,10 +77,6 @@ class CallCounter:
     """Reports every outermost call of a module, with its first argument, or ``None`` if it has keywords alone.
 
     Outermost: a ``training_step`` that calls ``self(batch)`` is still one microbatch.
-
-    Args:
-        module: The module whose calls are counted.
-        seen: Called with the first argument of each.
     """
 
     def __init__(self, module: nn.Module, seen: Callable[[Any], None]) -> None:
@@ -122,10 +115,6 @@ _PATIENCE = timedelta(minutes=30)
 class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together.
 
-    Args:
-        trainer: The trainer, at the beginning of training.
-        module: The module that it trains.
-
     Attributes:
         recent: The steps since `take_recent`.
         epoch: The steps since `take_epoch`.
@@ -135,7 +124,9 @@ class IdleMeasurement:
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        _check_comparable(trainer)
+        gloo = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, ODCStrategy) and not gloo:
+            raise RuntimeError("its ranks have no process group with gloo to compare their times through")
         stream = compute_stream(trainer.strategy.root_device)
         self._stream_waits = None if stream is None else StreamWaits(stream)
         self.watch = watch_for(trainer, module, self._stream_waits)
@@ -279,26 +270,15 @@ class IdleMeasurement:
         return waits
 
 
-def _check_comparable(trainer: pl.Trainer) -> None:
-    gloo = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
-    if trainer.world_size > 1 and not isinstance(trainer.strategy, ODCStrategy) and not gloo:
-        raise RuntimeError("its ranks have no process group with gloo to compare their times through")
-
-
 def _channel_for(trainer: pl.Trainer, watch: Watch) -> Channel:
     if trainer.world_size == 1:
         return Channel()
     if isinstance(trainer.strategy, ODCStrategy) and trainer.strategy.communication != "collective":
         return NoteChannel(trainer.strategy.engine)
-    every_collective = isinstance(watch, CollectiveWatch | ShardedWatch)
-    capacity = (_MANY if every_collective else _FEW) + _PER_BATCH * _most_batches(trainer)
-    return SideChannel(capacity, _PATIENCE)
-
-
-def _most_batches(trainer: pl.Trainer) -> int:
-    """Lightning batches of an optimizer step, at most."""
     schedulers = [
         one for one in cast(Any, trainer).callbacks if isinstance(one, GradientAccumulationScheduler)
     ]
     planned = [int(batches) for one in schedulers for batches in one.scheduling.values()]
-    return max([trainer.accumulate_grad_batches, *planned])
+    most_batches = max([trainer.accumulate_grad_batches, *planned])
+    every_collective = isinstance(watch, CollectiveWatch | ShardedWatch)
+    return SideChannel((_MANY if every_collective else _FEW) + _PER_BATCH * most_batches, _PATIENCE)

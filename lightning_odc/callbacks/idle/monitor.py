@@ -103,8 +103,13 @@ class DeviceIdleMonitor(Callback):
             return
         with self._harmless(trainer):
             measurement.between_steps()
-            if self._log_steps(trainer, measurement, measurement.receive()) and self.progress_bar:
-                self._show(pl_module)
+            logged = self._log_steps(trainer, measurement, measurement.receive())
+            name = "idle/fraction" if self.complete else "idle/data_seconds"
+            value = self.last_step.get(name)
+            if logged and self.progress_bar and value is not None:
+                pl_module.log(
+                    name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1
+                )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._measurement is not None:
@@ -146,12 +151,6 @@ class DeviceIdleMonitor(Callback):
                 self._write(trainer, self.last_step, step)
                 logged = True
         return logged
-
-    def _show(self, module: pl.LightningModule) -> None:
-        name = "idle/fraction" if self.complete else "idle/data_seconds"
-        value = self.last_step.get(name)
-        if value is not None:
-            module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
     def _write(self, trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
         """Hand the values to every logger; one that fails is reported once and gets no more."""

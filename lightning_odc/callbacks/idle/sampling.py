@@ -71,12 +71,7 @@ class DeviceProfile(Protocol):
 
 
 class CudaProfile:
-    """``torch.profiler`` on the activity of a device alone.
-
-    Args:
-        device: A CUDA device.
-        mark: Marks a moment on its compute stream.
-    """
+    """``torch.profiler`` on the activity of a device alone."""
 
     def __init__(self, device: torch.device, mark: Callable[[], Moment]) -> None:
         self._device = device
@@ -234,13 +229,7 @@ def _attempt(act: Callable[[], Any]) -> str:
 
 
 class SampledWatch(Watch):
-    """Any strategy on GPUs whose collectives show in the records of kernels alone.
-
-    Args:
-        sampler: Profiles single steps.
-        waits: What the host has waited for, on the same stream.
-        channel: Channel over which the sampler's ranks agree. It is closed with this object.
-    """
+    """Any strategy on GPUs whose collectives show in the records of kernels alone."""
 
     samples = True
 
@@ -275,13 +264,7 @@ class SampledWatch(Watch):
 
 
 def sampled_watch(device: torch.device, waits: StreamWaits, comparable: bool) -> SampledWatch:
-    """All ranks together.
-
-    Args:
-        device: A CUDA device.
-        waits: What the host waits for, on the stream on which the model computes.
-        comparable: Every collective is one of all ranks.
-    """
+    """All ranks together."""
     channel, mark = SideChannel(capacity=1, timeout=_TIMEOUT), waits.stream.mark
     sampler = StepSampler(mark, CudaProfile(device, mark), channel.agree, comparable)
     return SampledWatch(sampler, waits, channel)

@@ -38,10 +38,6 @@ class GradientWatch(Watch):
 
     On CUDA devices moments are events on the compute stream, read when they have passed, without waiting for them;
     as events of different devices have no common clock, meetings are given as ``(-duration, 0)``.
-
-    Args:
-        module: The module whose gradients are watched.
-        device: The device of this rank.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -88,11 +84,7 @@ class _HostStamps:
 
 
 class _CudaStamps(_HostStamps):
-    """Moments of the device's current stream.
-
-    Args:
-        new_event: Makes an event that measures time.
-    """
+    """Moments of the device's current stream."""
 
     def __init__(self, new_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:
         super().__init__()
@@ -139,11 +131,7 @@ class MeetingTracer(Tracer):
 
 
 class CollectiveWatch(Watch):
-    """``ODCStrategy(communication="collective")``: the engine traces every collective of its own.
-
-    Args:
-        engine: The engine that traces.
-    """
+    """``ODCStrategy(communication="collective")``: the engine traces every collective of its own."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(complete=True)
@@ -159,12 +147,7 @@ class CollectiveWatch(Watch):
 
 
 class TimedComm:
-    """A comm object of ``fully_shard`` with its calls timed; what it does is untouched.
-
-    Args:
-        comm: The object that does the work.
-        meet: Called with the begin and the end of every call, and its process group.
-    """
+    """A comm object of ``fully_shard`` with its calls timed; what it does is untouched."""
 
     def __init__(self, comm: Any, meet: Callable[[int, int, Any], None]) -> None:
         self.comm = comm
@@ -186,9 +169,6 @@ class ShardedWatch(Watch):
 
     Each is put behind a `TimedComm` by the public setter and put back by `release`. A collective among some ranks
     only (tensor parallel, hybrid sharding) cannot be compared over all: then ``complete`` turns false.
-
-    Args:
-        model: The model with the sharded modules.
     """
 
     def __init__(self, model: Any) -> None:
@@ -222,13 +202,7 @@ class ShardedWatch(Watch):
 
 
 def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWaits | None) -> Watch:
-    """What can be seen under the trainer's strategy, on its devices. All ranks together.
-
-    Args:
-        trainer: The trainer, at the beginning of training.
-        module: The module that it trains.
-        waits: Receives the host's waits, on GPUs, which run ahead of the host.
-    """
+    """What can be seen under the trainer's strategy, on its devices. All ranks together."""
     strategy = trainer.strategy
     if trainer.world_size == 1:
         return Watch(complete=True)  # one device waits for nothing but data

@@ -42,11 +42,7 @@ class Moment(Protocol):
 
 
 class ComputeStream:
-    """The stream on which the model of this rank computes, to mark moments on.
-
-    Args:
-        device: A CUDA device.
-    """
+    """The stream on which the model of this rank computes, to mark moments on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,11 +73,8 @@ class _StreamWait(NamedTuple):
 class StreamWaits:
     """Seconds in which a stream had nothing to do because its host waited. See Note [Idle on a stream].
 
-    Args:
-        stream: The stream on which the model computes.
-
     Attributes:
-        stream: The same.
+        stream: The stream on which the model computes.
         counting: Whether waits that begin now count.
         causes: What can be waited for here. A cause without a wait is zero, not unknown.
     """
@@ -120,11 +113,7 @@ class StreamWaits:
 
 
 class WaitTracer(Tracer):
-    """Reports the waits of an engine, and nothing else.
-
-    Args:
-        waits: Receives the waits.
-    """
+    """Reports the waits of an engine, and nothing else."""
 
     def __init__(self, waits: StreamWaits) -> None:
         super().__init__(capacity=0)
@@ -139,12 +128,7 @@ class WaitTracer(Tracer):
 
 
 class StreamWatch(Watch):
-    """``ODCStrategy`` on demand and in lockstep on GPUs, where ranks wait for each other on the host.
-
-    Args:
-        engine: The engine that waits.
-        waits: Receives the engine's waits.
-    """
+    """``ODCStrategy`` on demand and in lockstep on GPUs, where ranks wait for each other on the host."""
 
     def __init__(self, engine: Engine, waits: StreamWaits) -> None:
         super().__init__(complete=True)

@@ -136,11 +136,7 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) 
 
 
 def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | None:
-    """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock.
-
-    Args:
-        by_rank: Records of every rank, see `waits_in_meetings`.
-    """
+    """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock."""
     if len({len(broadcasts) for broadcasts in by_rank}) > 1:
         return None
     return [

@@ -59,11 +59,7 @@ class Watch:
         return taken
 
     def end_step(self, numbers: StepNumbers) -> None:
-        """An optimizer step has ended, and the next one has not begun: the time now counts in neither.
-
-        Args:
-            numbers: Those of the step, to be completed.
-        """
+        """An optimizer step has ended, and the next one has not begun: the time now counts in neither."""
 
     def interrupt(self) -> None:
         """What comes now is not training: a step that is being looked at will not be a step like others."""

@@ -19,13 +19,7 @@ from lightning_odc.engine.tracing import Span
 
 
 class TimelineFiles:
-    """One file per rank in a directory, each a trace of its own, until one file has all of them.
-
-    Args:
-        directory: The directory of the files.
-        run: The name of the run; files of other runs are not looked at.
-        world_size: The number of ranks.
-    """
+    """One file per rank in a directory, each a trace of its own, until one file has all of them."""
 
     def __init__(self, directory: Path, run: str, world_size: int) -> None:
         self._directory = directory

@@ -23,9 +23,6 @@ class MicrobatchTracer(Tracer):
 
     A backward pass belongs to the forward pass before it, once; one without (the loss of an empty share) stays
     without a number.
-
-    Args:
-        capacity: The most spans to keep; later ones are counted and dropped.
     """
 
     def __init__(self, capacity: int) -> None:

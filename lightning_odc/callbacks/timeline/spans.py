@@ -107,11 +107,7 @@ class Timeline:
 
 
 def merge(timelines: Sequence[Timeline]) -> Timeline:
-    """One timeline from those of single ranks, with the waits inside collectives as spans of their own.
-
-    Args:
-        timelines: One or more timelines of the same run.
-    """
+    """One timeline from those of single ranks, with the waits inside collectives as spans of their own."""
     ranks = sorted((rank for one in timelines for rank in one.ranks), key=lambda rank: rank.rank)
     notes = list(dict.fromkeys(note for one in timelines for note in one.notes))
     first = timelines[0]
