@@ -13,25 +13,24 @@ import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports import preflight
-from lightning_odc.engine.transports.base import Lock, Rendezvous, Transport, UnitSpec, WindowSpec, together
+from lightning_odc.engine.transports.base import Rendezvous, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.window import RangeLock
 from lightning_odc.errors import WindowError
 
-_Answer = TypeVar("_Answer")
 _PATIENCE = 10.0  # seconds that the end waits for a device that hangs
 #: Additions by which every opening sees that none is lost, and the bytes of every window that they go to.
 _TRIES, _TRIED_BYTES = 16, 4096
 
 
-class CudaTransport(Transport):
-    """One rank's view of all windows in device memory.
+class CudaTransport(SharedMemoryTransport):
+    """One rank's view of all windows in device memory; their control plane is in host memory.
 
     Args:
         rank: this rank.
@@ -52,13 +51,9 @@ class CudaTransport(Transport):
         device: Device,
         job_ranks: Sequence[int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._rendezvous = rendezvous
+        super().__init__(rank, world_size, rendezvous, job_ranks)
         self._device = device
-        self._job_ranks = job_ranks or range(world_size)
-        self._spec = WindowSpec(units=(), words=0)
-        self._control = SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
+        self._layout = WindowSpec(units=(), words=0)
         self._announcer: Announcer | None = None
         self._facts: list[DeviceFacts] = []
         self._shards: list[list[Tensor]] = []
@@ -83,28 +78,25 @@ class CudaTransport(Transport):
         return found[0] if found else over_links
 
     def open(self, spec: WindowSpec) -> None:
-        self._spec = spec
+        super().open(replace(spec, units=(), sources=1))
+        self._layout = spec
         self._first_sums = [offset - spec.control_bytes for offset in spec.grad_offsets()]
-        self._control.open(replace(spec, units=(), sources=1))
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts, spec))
-        self._together(lambda: self._create(spec.data_bytes + _TRIED_BYTES))
-        self._together(self._attach)
+        self._together(lambda: self._create_on_device(spec.data_bytes + _TRIED_BYTES))
+        self._together(self._attach_on_device)
         if spec.sources == 1 and any(unit.grad_numel for unit in spec.units):
             self._together(self._add_ones)
             self._together(self._check_ones)
-        self._announcer = Announcer(self._control.store, self._device.enter_thread)
+        self._announcer = Announcer(self.store, self._device.enter_thread)
 
-    def _together(self, stage: Callable[[], _Answer]) -> list[_Answer]:
-        return together(self._rendezvous, stage, self.close, self._job_ranks)
-
-    def _create(self, size: int) -> None:
+    def _create_on_device(self, size: int) -> None:
         try:
             self._device.create(size)
         except RuntimeError as error:
             raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
 
-    def _attach(self) -> None:
+    def _attach_on_device(self) -> None:
         try:
             windows = self._device.attach()
         except WindowError:
@@ -113,14 +105,14 @@ class CudaTransport(Transport):
             raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
         for window in windows:
             self._map_units(window)
-        self._tried = windows[self.rank][self._spec.data_bytes :].view(torch.float32)
+        self._tried = windows[self.rank][self._layout.data_bytes :].view(torch.float32)
 
     def _add_ones(self) -> None:
         """Add 1 to the end of all windows, which training does not use, while the other ranks do the same."""
         assert self._tried is not None, "the windows are not attached"
         rows = torch.ones(self.world_size, self._tried.numel(), device=self._tried.device)
         for _ in range(_TRIES):
-            self._device.add_rows(self._spec.data_bytes, torch.float32, rows)
+            self._device.add_rows(self._layout.data_bytes, torch.float32, rows)
         self._device.mark().synchronize()
 
     def _check_ones(self) -> None:
@@ -129,7 +121,7 @@ class CudaTransport(Transport):
         preflight.check_sums(sums, _TRIES * self.world_size, self._facts[self.rank])
 
     def _map_units(self, window: Tensor) -> None:
-        spec, shards, accumulators = self._spec, [], []
+        spec, shards, accumulators = self._layout, [], []
         for index, (unit, shard, first) in enumerate(
             zip(spec.units, spec.shard_offsets(), self._first_sums, strict=True)
         ):
@@ -151,7 +143,7 @@ class CudaTransport(Transport):
         try:
             self._device.close()
         finally:
-            self._control.close()
+            super().close()
 
     # -- data plane ---------------------------------------------------------------------------------------
 
@@ -161,11 +153,8 @@ class CudaTransport(Transport):
     def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
         return self._accumulators[owner][unit][source]
 
-    def lock(self, owner: int, unit: int) -> Lock:
-        return self._control.lock(owner, unit)
-
-    def claim_lock(self, owner: int) -> Lock:
-        return self._control.lock(owner, len(self._spec.units))
+    def claim_lock(self, owner: int) -> RangeLock:
+        return self.lock(owner, len(self._layout.units))
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
         for target, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
@@ -173,8 +162,8 @@ class CudaTransport(Transport):
         self._streams.add(self._device.stream())
 
     def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
-        dtype = self._spec.units[unit].grad_dtype
-        first = self._first_sums[unit] + source * self._spec.grad_stride(unit)
+        dtype = self._layout.units[unit].grad_dtype
+        first = self._first_sums[unit] + source * self._layout.grad_stride(unit)
         self._device.add_rows(first + start * dtype.itemsize, dtype, rows)
         self._streams.add(self._device.stream())
 
@@ -185,46 +174,9 @@ class CudaTransport(Transport):
             self._device.wait_for(self._streams.pop())
         return self._device.mark().query
 
-    # -- control plane ------------------------------------------------------------------------------------
-
-    def load(self, owner: int, word: int) -> int:
-        return self._control.load(owner, word)
-
-    def watch(self, owner: int, word: int) -> Callable[[], int]:
-        return self._control.watch(owner, word)
-
-    def store(self, word: int, value: int) -> None:
-        self._control.store(word, value)
-
     def announce(self, word: int, value: int) -> None:
         assert self._announcer is not None, "the transport is not open"
         self._announcer.announce(self._device.mark(), word, value)
-
-    def load_claim(self, owner: int) -> int:
-        return self._control.load_claim(owner)
-
-    def store_claim(self, owner: int, value: int) -> None:
-        self._control.store_claim(owner, value)
-
-    def post(self, box: int, message: bytes) -> None:
-        self._control.post(box, message)
-
-    def fetch(self, owner: int, box: int) -> bytes:
-        return self._control.fetch(owner, box)
-
-    # -- peers --------------------------------------------------------------------------------------------
-
-    def dead_peers(self) -> list[int]:
-        return self._control.dead_peers()
-
-    def how_ended(self, peer: int) -> str:
-        return self._control.how_ended(peer)
-
-    def job_rank(self, peer: int) -> int:
-        return self._job_ranks[peer]
-
-    def describe(self, peer: int) -> str:
-        return self._control.describe(peer)
 
 
 class Announcer:
