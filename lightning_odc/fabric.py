@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine
-from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.engine.transports.choice import check_transport
 from lightning_odc.sharding.nodes import gloo_checked, layout_of
 from lightning_odc.sharding.optimizers import ParameterNames

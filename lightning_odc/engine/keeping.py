@@ -34,6 +34,10 @@ again in every pass, because a cache of keys and values grows. If memory becomes
     token          1           2    3           4           5
     is read        b0 b1 b2    -    -           b0          b0
     stays          b0 b1 b2    all  b1 b2       b1 b2       b1 b2
+
+``generate`` is such a loop. For sharded models, Hugging Face goes on until the longest answer of all ranks has ended.
+On demand each rank ends with its own. Meanwhile a module has its ``generate`` as an attribute, like torch's
+``register_fsdp_forward_method``. So its class and other models of that class do not change.
 """
 
 from __future__ import annotations
@@ -42,9 +46,9 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -375,3 +379,47 @@ class Keeping:
             return self._budget
         self._usable = self._memory.usable()
         return max(int(self._memory.share * (self._usable - self._needed)), 0)
+
+
+@contextmanager
+def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered.
+
+    Args:
+        model: The root module.
+        gathered: Makes a context in which units stay gathered.
+    """
+    found = [module for module in model.modules() if _can_generate(module)]
+    with ExitStack() as stack:
+        stack.enter_context(_compat.generating_alone(found))
+        for module in found:
+            stack.enter_context(_generating_within(module, gathered))
+        yield
+
+
+def _can_generate(module: nn.Module) -> bool:
+    """Looks at the class and at what was set on the module, so that no property runs and no wrapper passes it on."""
+    return callable(vars(module).get("generate", getattr(type(module), "generate", None)))
+
+
+@contextmanager
+def _generating_within(
+    module: nn.Module, gathered: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """A context in which ``module.generate`` runs in the context ``gathered``."""
+    owner: Any = module
+    before, method = vars(module).get("generate"), owner.generate
+
+    @wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with gathered():
+            return method(*args, **kwargs)
+
+    owner.generate = generate
+    try:
+        yield
+    finally:
+        if vars(module).get("generate") is generate:  # else other code has replaced it
+            del owner.generate
+            if before is not None:
+                owner.generate = before

@@ -37,11 +37,9 @@ from lightning_odc.engine.comm import (
     reset_units,
     set_comms,
 )
-from lightning_odc.engine.dropping import Dropping
-from lightning_odc.engine.generation import generating
 from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.keeping import HostMemory, Keeping
-from lightning_odc.engine.late_gradients import LateHooks, Placeholders
+from lightning_odc.engine.keeping import HostMemory, Keeping, generating
+from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.probe import probe
 from lightning_odc.engine.protocol import Protocol

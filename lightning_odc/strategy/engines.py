@@ -14,12 +14,10 @@ import torch.distributed as dist
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.hybrid.column import ColumnGroup
+from lightning_odc.engine.hybrid.column import ColumnGroup, Layout
 from lightning_odc.engine.hybrid.copies import CopiesEngine
-from lightning_odc.engine.hybrid.engine import HybridEngine
-from lightning_odc.engine.hybrid.layout import Layout
-from lightning_odc.engine.hybrid.replica_link import ReplicaLink
-from lightning_odc.engine.hybrid.replicas import Replicas
+from lightning_odc.engine.hybrid.link import ReplicaLink
+from lightning_odc.engine.hybrid.replicas import HybridEngine, Replicas
 from lightning_odc.engine.hybrid.spanning import SpanningEngine
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine

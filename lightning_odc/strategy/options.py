@@ -24,7 +24,7 @@ from lightning_odc.data.checks import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import Packing
 from lightning_odc.data.plan import Recipe
-from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.sharding import nodes
 
 Communication = Literal["on_demand", "collective", "lockstep"]

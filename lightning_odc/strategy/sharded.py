@@ -28,7 +28,7 @@ from lightning_odc.checkpoints import full as checkpoints
 from lightning_odc.checkpoints import sharded as sharded_checkpoint
 from lightning_odc.checkpoints.checks import reopen_epoch
 from lightning_odc.checkpoints.full import WholeCheckpointIO
-from lightning_odc.engine.hybrid.layout import Layout
+from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.sharding import averaging, nodes
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup

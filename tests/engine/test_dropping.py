@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_odc.engine.dropping import Dropping
+from lightning_odc.engine.late_gradients import Dropping
 from lightning_odc.engine.protocol import DISCARD
 from lightning_odc.errors import DisagreementError
 

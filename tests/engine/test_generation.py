@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_odc.engine.generation import generating
+from lightning_odc.engine.keeping import generating
 
 
 class Generates(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.hybrid.column import ColumnGroup
 from lightning_odc.engine.hybrid.copies import CopiesEngine
-from lightning_odc.engine.hybrid.replica_link import ReplicaLink
+from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.nodes import layout_of, mesh_of
 

@@ -1,15 +1,34 @@
-"""The copies of one rank's shards on other nodes: kept equal by collectives over a column, one per minibatch."""
+"""Hybrid sharding: on demand inside a node, one sum over nodes per minibatch.
+
+Every node holds a whole replica of the model, sharded over its own ranks. They run the protocol among themselves as if
+there were no other nodes. Gradients leave a node only after a meeting that ends a version (see Note [Two levels]).
+Every rank then sums over its column, unit by unit, the sums that its row has made for its shards. It uses the sum of a
+unit while those of later units are under way. After that all replicas take the same optimizer step, so parameters need
+not be sent. Four ranks on two nodes, a unit of 4 numbers, 2 per rank::
+
+    rank                      0            1            2            3
+    has added up, shape [2]   [1, 1]       [5, 5]       [2, 2]       [7, 7]       of the microbatches of its row
+    sum over the column       [3, 3]       [12, 12]     [3, 3]       [12, 12]     of all microbatches
+    optimizer step on         numbers 0, 1 numbers 2, 3 numbers 0, 1 numbers 2, 3
+
+Replicas begin equal, because the first node sends its values to the others when the engine attaches. When parameters
+are published outside a step, ranks compare checksums of them.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_odc.engine.hybrid.column import ColumnGroup
+from lightning_odc.engine.hybrid.spanning import SpanningEngine, SpanningProtocol
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -64,3 +83,79 @@ def checksums(shards: Mapping[str, Tensor]) -> dict[str, int]:
         name: int(shard.contiguous().view(-1).view(_WIDTHS[shard.element_size()]).sum(dtype=torch.int64))
         for name, shard in shards.items()
     }
+
+
+class HybridProtocol(SpanningProtocol):
+    """`SpanningProtocol` that sums gradients over replicas.
+
+    Args:
+        transport: Transport, see `SpanningProtocol`.
+        units: Units, see `Protocol`.
+        group: Process group of this rank's column, opened.
+        **options: Options of `SpanningProtocol`.
+    """
+
+    def __init__(
+        self, transport: Transport, units: Sequence[UnitSpec], *, group: Replicas, **options: Any
+    ) -> None:
+        super().__init__(transport, units, group=group, **options)
+        self._replicas = group
+        self._sums: dict[int, Callable[[], Tensor]] = {}
+
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        items = super().end_version(kind, item)
+        with self.traced("begin_sum_over_nodes"):
+            for index, spec in enumerate(self._units):
+                if spec.grad_numel:  # a 1-D tensor of so many numbers; [1, 1] on rank 0 of the example
+                    self._sums[index] = self._replicas.begin_sum(self.windows[index].summed())
+                    self.traffic.bytes_reduced += spec.grad_bytes
+        return items
+
+    def total(self, unit: int) -> Tensor:
+        if unit not in self._sums:
+            return super().total(unit)
+        with self.traced("sum_over_nodes", unit=self._units[unit].name):
+            return self.await_nodes(unit, self._sums.pop(unit))  # [3, 3] on rank 0 of the example
+
+
+class HybridEngine(SpanningEngine):
+    """`SpanningEngine` of nodes with a replica of the model each.
+
+    Args:
+        make_transport: See `SpanningEngine`.
+        rendezvous: See `SpanningEngine`.
+        group: Process group of this rank's column, not yet opened.
+        **options: Options of `SpanningEngine`.
+    """
+
+    def __init__(
+        self,
+        make_transport: Callable[[], Transport],
+        rendezvous: Rendezvous,
+        *,
+        group: Replicas,
+        **options: Any,
+    ) -> None:
+        super().__init__(make_transport, rendezvous, group=group, **options)
+        self._replicas = group
+
+    def refresh(self) -> None:
+        self.reshard()
+        shards = self._shards()
+        sums = self.exchange("publish parameters", checksums(shards))
+        self._replicas.level_where_different(shards, sums)
+        self.publish()
+
+    def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
+        link = self._make_link()
+        return HybridProtocol(
+            transport, units, layout=self._layout, link=link, group=self._replicas, **options
+        )
+
+    @torch.no_grad()
+    def _before_publishing(self) -> None:
+        super()._before_publishing()
+        self._replicas.level(self._shards())
+
+    def _shards(self) -> dict[str, Tensor]:
+        return {slot.name: slot.local for unit in self._units for slot in unit.slots}

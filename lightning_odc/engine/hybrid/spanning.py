@@ -27,9 +27,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.engine.hybrid.column import ColumnGroup
-from lightning_odc.engine.hybrid.layout import Layout
-from lightning_odc.engine.hybrid.replica_link import ReplicaLink
+from lightning_odc.engine.hybrid.column import ColumnGroup, Layout
+from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Activity
 from lightning_odc.engine.protocol import Protocol

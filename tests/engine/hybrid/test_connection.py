@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_odc.engine.hybrid import replica_link as link_module
-from lightning_odc.engine.hybrid.connection import Connection, Kind
-from lightning_odc.engine.hybrid.replica_link import ReplicaLink
+from lightning_odc.engine.hybrid import link as link_module
+from lightning_odc.engine.hybrid.link import Connection, Kind, ReplicaLink
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 from notebooks.support.threads import ThreadHub
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.hybrid.engine import HybridProtocol
-from lightning_odc.engine.hybrid.layout import Layout
-from lightning_odc.engine.hybrid.replicas import Replicas
+from lightning_odc.engine.hybrid.column import Layout
+from lightning_odc.engine.hybrid.replicas import HybridProtocol, Replicas
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding.nodes import layout_of
 from notebooks.support.threads import ThreadHub
