@@ -28,7 +28,7 @@ demo: $(STAMP) ## train a small language model with collectives, on demand and b
 test: $(STAMP) ## run the tests, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
-bench: $(STAMP) ## run an experiment of benchmarks/: NAME=planner, simulate, idle, hybrid, memory, rl, traffic, generate, robustness.faults ...; ARGS="--help"
+bench: $(STAMP) ## run an experiment of benchmarks/: NAME=comm, engine, emulate, sweep, planner, simulate, idle, hybrid, memory, rl, traffic, generate, robustness.faults ...; ARGS="--help"
 	$(if $(NAME),,$(error make bench NAME=planner, simulate, idle, hybrid, memory, rl, traffic, generate, robustness.faults, .endurance, .resume_trials or .stalls))
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 

@@ -1,7 +1,7 @@
 """Records one optimizer step of the demo with collectives, on demand and balanced, for the picture of three timelines.
 
-``python -m benchmarks.hero`` trains the demo in a shuffling loader's order on two ranks, with a timeline recorder. It
-writes the last minibatch, which has the same samples in all three, to ``docs/data/hero.json``. ``python -m
+``python -m benchmarks.hero`` trains the demo's model in a shuffling loader's order on two ranks, with a timeline
+recorder. It writes the last minibatch, which has the same samples in all three, to ``docs/data/hero.json``. ``python -m
 benchmarks.pictures`` draws it.
 """
 
@@ -13,15 +13,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.callbacks import load_timeline
+from lightning_odc.bench.options import MODES as COMPARED
+from lightning_odc.bench.options import SHUFFLED, TrainOptions
+from lightning_odc.bench.report import Outcome
+from lightning_odc.bench.results import WARM_UP
+from lightning_odc.bench.train import run_train
+from lightning_odc.bench.workload import Workload
+from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.demo.options import DemoOptions, Mode
-from lightning_odc.demo.result import timeline_folder
-from lightning_odc.demo.run import run_demo
 from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_json
 
-MODES: tuple[Mode, ...] = ("collective", "on_demand", "balanced")
+MODES = {
+    "collective": COMPARED["collective"]._replace(policy=SHUFFLED),
+    "on_demand": COMPARED["on_demand"]._replace(policy=SHUFFLED),
+    "balanced": COMPARED["balanced"],
+}
 KINDS = ("forward", "backward", "optimizer", "wait")
 """What is drawn of a rank, the later ones over the earlier ones."""
 OUTPUT = Path(__file__).parents[1] / "docs" / "data" / "hero.json"
@@ -40,20 +47,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", default=OUTPUT, help="where to write")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        options = DemoOptions(
+        options = TrainOptions(
             output=Path(folder),
-            communication=MODES,
+            runs=tuple(MODES.values()),
             minibatches=chosen.minibatches,
             max_length=chosen.max_length,
             repetitions=1,
-            order="shuffled",
         )
-        if run_demo(options):
-            raise SystemExit("the losses of the modes differ: nothing is written")
+        last, outcome = WARM_UP + chosen.minibatches - 1, Outcome(Workload(options))
+        code = run_train(outcome, lambda run, _: [TimelineRecorder(Path(folder, str(run)), (last, last))])
+        if code or not outcome.losses_agree:
+            raise SystemExit("a rank failed, or the losses of the modes differ: nothing is written")
         timelines = {
-            mode: load_timeline(timeline_folder(Path(folder), mode) / "timeline.json") for mode in MODES
+            mode: load_timeline(Path(folder, str(run)) / "timeline.json") for mode, run in MODES.items()
         }
-    told = {"minibatch": chosen.minibatches, "max_length": chosen.max_length, "order": options.order}
+    told = {"minibatch": chosen.minibatches, "max_length": chosen.max_length, "order": "shuffled"}
     modes = {mode: summary(timeline) for mode, timeline in timelines.items()}
     write_json(chosen.json, {"options": told, "modes": modes})
     for mode, one in modes.items():

@@ -14,7 +14,7 @@ from lightning_odc.bench.options import AUTO, SHUFFLED, Combination, TrainOption
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import WARM_UP
 from lightning_odc.bench.train import check, train_all
-from lightning_odc.bench.training import cached_samples
+from lightning_odc.bench.workload import Workload
 from lightning_odc.console import OptionError
 from lightning_odc.files import write_json
 
@@ -62,12 +62,13 @@ def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int
         minibatches=steps - WARM_UP,
         repetitions=1,
         max_length=max_length,
-    ).filled()
-    most = len(cached_samples(options)) // SAMPLES
+    )
+    workload = Workload(options)
+    most = len(workload.samples) // SAMPLES
     if steps > most:
         raise OptionError(f"--steps {steps}: texts of at most {max_length} tokens suffice for {most}")
-    outcome = Outcome(options)
-    check(options)
+    outcome = Outcome(workload)
+    check(workload)
     train_all(outcome)
     names = {combination: name for name, combination in modes.items()}
     return {names[run.combination]: [run.loss(step) for step in range(run.count)] for run in outcome.runs}

@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -54,7 +54,7 @@ def option(
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Add a flag for each field of a dataclass: a switch for a ``bool``, several values for a ``tuple``."""
     hints = get_type_hints(options)
-    for one in fields(options):
+    for one in _fields(options):
         inner = (hints[one.name], *get_args(hints[one.name]))
         text = one.metadata["help"]
         if bool in inner:
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
 
 def read_options(options: type[Options], parsed: Mapping[str, Any]) -> Options:
     """The dataclass of a parsed command line, which may hold more."""
-    values = {one.name: parsed[one.name] for one in fields(options)}  # type: ignore[arg-type]
+    values = {one.name: parsed[one.name] for one in _fields(options)}
     return options(
         **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     )
@@ -88,13 +88,18 @@ def check_options(options: Any) -> None:
     Raises:
         OptionError: an option cannot work.
     """
-    for one in fields(options):
+    for one in _fields(options):
         value, least, choices = getattr(options, one.name), one.metadata["least"], one.metadata["choices"]
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             if least is not None and item < least:
                 raise OptionError(f"{flag(one.name)} {item:g}: use {least:g} or more")
             if choices and item not in choices:
                 raise OptionError(f"{flag(one.name)} {item!r} is unknown: choose from {', '.join(choices)}")
+
+
+def _fields(options: Any) -> list[Field[Any]]:
+    """Those made by `option`; a dataclass may have others."""
+    return [one for one in fields(options) if "help" in one.metadata]
 
 
 def flag(name: str) -> str:

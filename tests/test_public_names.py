@@ -84,19 +84,14 @@ COMMANDS = {
         *("--nodes", "--seed", "--tokenizer", *FORM),
     },
     "demo": {
-        *("--communication", "--devices", "--equal-lengths", "--hidden-size", "--layers", "--max-length"),
-        *("--minibatches", "--order", "--output", "--precision", "--repetitions", "--samples-per-microbatch"),
-        *("--samples-per-rank", "--seed", "--device", *FORM),
+        *("--communication", "--device", "--devices", "--equal-lengths", "--max-length", "--minibatches"),
+        *("--model", "--output", "--repetitions", "--samples-per-rank", "--seed", *FORM),
     },
-    "bench": set(),
-    "bench train": {
-        *("--cost", "--emulate", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
-        *("--packing-ratio", "--precision", "--ranks", "--repetitions", "--runs", "--samples-per-microbatch"),
-        *("--samples-per-rank", "--seconds-per-minibatch", "--seed", "--slow-rank", "--device", *FORM),
+    "bench": {
+        *("train", "--cost", "--device", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
+        *("--precision", "--ranks", "--repetitions", "--runs", "--samples-per-microbatch"),
+        *("--samples-per-rank", "--seed", *FORM),
     },
-    "bench sweep": {"--minibatches", "--most-ranks", "--output", "--seconds-per-minibatch", "sweeps", *FORM},
-    "bench comm": {"--output", "--ranks", "--rounds", "--sizes", "--skew", *FORM},
-    "bench engine": {"--mib", "--output", "--peers", "--rounds", *FORM},
 }
 
 

@@ -23,6 +23,7 @@ from lightning_odc.bench.processes import run_ranks
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, quartiles
 from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.training import fit
+from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 
 VARIANTS = ("nothing", "monitor", "recorder off", "recorder on")
@@ -65,7 +66,7 @@ def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[st
     One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
     """
     asked = {name: options[name] for name in ("max_length", "minibatches", "samples_per_rank")}
-    trained = TrainOptions(ranks=world_size, **asked).filled()
+    trained = TrainOptions(ranks=world_size, **asked)
     run_one = partial(_fit, rank, world_size, trained)
     count = WARM_UP + trained.minibatches
     records: list[dict[str, Any]] = []
@@ -92,7 +93,7 @@ def _fit(
     combination = Combination(communication, "local_sort")
     with tempfile.TemporaryDirectory() as scratch:
         callbacks = [observer, *_extra(variant, Path(scratch))]
-        fit(rank, world_size, options, combination, 1.0, callbacks, tell=records.append)
+        fit(rank, world_size, Workload(options), combination, callbacks, tell=records.append)
     return [one.seconds for one in records]
 
 

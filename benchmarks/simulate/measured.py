@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import sweep as sweeps
+from benchmarks.emulate import EmulatedOptions, EmulatedWorkload, emulated_cost
 from benchmarks.one_line import LONGEST, PER_STEP, SAMPLES, Texts
 from benchmarks.simulate import (
     Cluster,
@@ -35,15 +37,22 @@ from benchmarks.simulate import (
 )
 from benchmarks.simulate.hosts import copies_predictions, hosts_predictions
 from benchmarks.simulate.prediction import FREE, Prediction, read
+from benchmarks.slow_rank import SlowOptions
+from benchmarks.sweep import SweepOptions
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import Collation, Planner, with_speeds
-from lightning_odc.bench import sweeps
-from lightning_odc.bench.models import byte_llama, emulated_cost, find_config
-from lightning_odc.bench.options import AUTO, Combination, SweepOptions, TrainOptions
+from lightning_odc.bench.models import byte_llama, find_config
+from lightning_odc.bench.options import (
+    AUTO,
+    MODES,
+    SHUFFLED,
+    Combination,
+    DemoOptions,
+    TrainOptions,
+    combinations,
+)
 from lightning_odc.bench.results import WARM_UP
-from lightning_odc.bench.training import cached_samples, make_loader
-from lightning_odc.demo.options import DemoOptions
-from lightning_odc.demo.run import preset
+from lightning_odc.bench.workload import Workload
 
 WINDOW_SPEED = 12.0
 """How many times as fast as gloo reading and adding is."""
@@ -54,15 +63,27 @@ WINDOW_SPEED = 12.0
 
 def options_of(raw: dict[str, Any]) -> TrainOptions:
     """The options of a run, as its file has them."""
-    names = {one.name for one in fields(TrainOptions)} - {"output", "runs"}
-    runs = tuple(Combination.parse(text) for text in raw["runs"])
-    return TrainOptions(output=None, runs=runs, **{k: v for k, v in raw.items() if k in names}).filled()
+    is_emulated = raw.get("emulate", "seconds_per_cost" in raw)
+    kind: type[TrainOptions] = SlowOptions if "slow_rank" in raw else TrainOptions
+    kind = EmulatedOptions if is_emulated else kind
+    names = {one.name for one in fields(kind)} - {"output", "runs"}
+    given = {k: v for k, v in raw.items() if k in names}
+    return kind(output=None, runs=combinations(*raw["runs"]), **given)
+
+
+def slowness_of(options: TrainOptions) -> float:
+    """How many times slower the last rank is."""
+    return options.slow_rank if isinstance(options, EmulatedOptions | SlowOptions) else 1.0
+
+
+def workload_of(options: TrainOptions) -> Workload:
+    """What a benchmark with these options trains."""
+    return EmulatedWorkload(options) if isinstance(options, EmulatedOptions) else Workload(options)
 
 
 def model_of(options: TrainOptions) -> Model:
     """A model whose seconds are FLOPs, or the unit of the paper's fit."""
-    assert options.model is not None
-    if options.emulate:
+    if isinstance(options, EmulatedOptions):
         return Model(emulated_cost(options.model), (Unit(1.0, 1.0),))
     config = find_config(options.model, 2048)
     return Model.from_config(config, FREE, precision="32-true", checkpointing=False, dense=True)
@@ -70,14 +91,13 @@ def model_of(options: TrainOptions) -> Model:
 
 def work_for(options: TrainOptions, combination: Combination, cluster: Cluster) -> Work:
     """The very minibatches and plans that a benchmark runs; of what learns, plans for what it should learn."""
-    assert options.ranks is not None
-    lengths, model = cached_samples(options).lengths, model_of(options)
+    lengths, model = workload_of(options).samples.lengths, model_of(options)
     learns = options.cost_of(combination) in ("fitted", "auto")
     known = replace(options, cost="model")
     plain = combination._replace(cost="" if learns else combination.cost)
     if combination.policy == AUTO:
         plain = plain._replace(policy="steal")
-    loader = make_loader(known, plain, options.ranks, 0)
+    loader = workload_of(known).loader(plain, 0)
     steps = range(WARM_UP, WARM_UP + options.minibatches)
     plans = [loader.plan(step % len(loader), epoch=step // len(loader)).microbatches for step in steps]
     if learns and cluster.factors.max() > 1:
@@ -96,8 +116,7 @@ def _for_speeds(plans: Sequence[Any], lengths: Any, model: Model, cluster: Clust
 
 def run(options: TrainOptions, combination: Combination, device: Device) -> Simulation:
     """Simulate one combination of a benchmark."""
-    assert options.ranks is not None
-    slowness = [1.0] * (options.ranks - 1) + [options.slow_rank]
+    slowness = [1.0] * (options.ranks - 1) + [slowness_of(options)]
     cluster = Cluster(device, options.ranks, slowness=slowness)
     work = work_for(options, combination, cluster)
     return simulate_work(work, model_of(options), cluster, communication=combination.communication)
@@ -171,9 +190,8 @@ def train_predictions() -> list[Prediction]:
         base = run(options, Combination.parse(raw["baseline"]), device).total_seconds
         for row in raw["rows"]:
             combination = Combination.parse(row["combination"])
-            steals = (
-                combination.policy == "steal" and options.slow_rank > 1
-            )  # which the simulator does not know
+            # The simulator does not know stealing.
+            steals = combination.policy == "steal" and slowness_of(options) > 1
             if row["combination"] == raw["baseline"] or steals:
                 continue
             ratio = base / run(options, combination, device).total_seconds
@@ -190,7 +208,6 @@ def demo_predictions() -> list[Prediction]:
     found = []
     for name in ("demo-sorted", "demo-shuffled", "demo-equal"):
         raw, (speeds, options) = read(name), _demo(name)
-        assert options.runs is not None
         seconds = {
             mode: run(options, combination, device).total_seconds
             for mode, combination in zip(speeds, options.runs, strict=True)
@@ -209,9 +226,16 @@ def demo_predictions() -> list[Prediction]:
 def _demo(name: str) -> tuple[dict[str, float], TrainOptions]:
     """Measured samples per second by mode, and the options of a demo."""
     raw = read(name)
+    config = raw["config"]
     names = {one.name for one in fields(DemoOptions)} - {"output", "communication"}
-    config = {k: v for k, v in raw["config"].items() if k in names}
-    options = preset(DemoOptions(communication=tuple(raw["runs"]), **config)).filled()
+    given = {k: v for k, v in config.items() if k in names}
+    options = DemoOptions(communication=tuple(raw["runs"]), **given).training
+    if config.get("order") == "shuffled":
+        plain = [
+            MODES[mode]._replace(policy=SHUFFLED) if mode != "balanced" else MODES[mode]
+            for mode in raw["runs"]
+        ]
+        options = replace(options, runs=tuple(plain))
     return {mode: one["samples_per_second"] for mode, one in raw["runs"].items()}, options
 
 

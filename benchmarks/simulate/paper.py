@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.emulate import FITTED
 from benchmarks.simulate import Cluster, Model, plan_work, simulate_work
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import Planner
 from lightning_odc.bench.lengths import draw
-from lightning_odc.bench.models import FITTED
 
 MINIBATCHES = 100
 MICRO, MINI = "on demand, LB-Micro", "on demand, LB-Mini"

@@ -24,11 +24,9 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lightning_odc.balance import PolynomialCost, transformer
-from lightning_odc.balance.costs import Cost, resolve_cost
+from lightning_odc.balance import transformer
 from lightning_odc.bench.configs import one_line, read_config
 from lightning_odc.bench.corpus import VOCABULARY
-from lightning_odc.bench.options import HEAD_SIZE
 from lightning_odc.console import OptionError
 from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
 
@@ -37,15 +35,10 @@ if TYPE_CHECKING:
 
     from lightning_odc.callbacks.idle.watch import Watch
 
+HEAD_SIZE = 64
 _CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 SIZES = {"tiny": (2, 64), "demo": (4, 256), "small": (6, 384), "wide": (2, 768)}
 """Decoder layers and width of our own models: Llamas that read bytes."""
-
-FITTED = {
-    "1.5b": PolynomialCost(quadratic=1.982122 / 32_000**2, linear=2.611821 / 32_000),
-    "7b": PolynomialCost(quadratic=4.348357 / 32_000**2, linear=8.768377 / 32_000),
-}
-"""What the paper's code fitted to its models' microbatches, arXiv 2601.19362."""
 
 
 def find_config(name: str, max_length: int) -> PretrainedConfig:
@@ -67,7 +60,7 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
         if width % HEAD_SIZE:
             raise OptionError(f"--model {name}: the width {width} is not a multiple of {HEAD_SIZE}")
         return byte_llama(layers, width, max_length)
-    config = _configuration(name, SIZES)
+    config = configuration(name, SIZES)
     if not _is_causal(config):
         raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")
     config.use_cache = False
@@ -104,7 +97,7 @@ def _is_causal(config: PretrainedConfig) -> bool:
     return getattr(config, "is_decoder", False) or not any(type(config) in mapping for mapping in others)
 
 
-def _configuration(name: str, own: Iterable[str]) -> PretrainedConfig:
+def configuration(name: str, own: Iterable[str]) -> PretrainedConfig:
     """Read a configuration from a file, or take the default of a type; ``own`` are further names for the message."""
     if Path(name).is_file():
         return _read_config(Path(name))
@@ -160,21 +153,6 @@ def planned_cost(name: str, config: PretrainedConfig) -> Any:
     with suppress(ValueError):
         return transformer(config, dense=True)
     return "quadratic_dense"
-
-
-def emulated_cost(name: str) -> Cost:
-    """What a microbatch of an emulated model costs, by a fit of the paper or by the FLOPs of a configuration.
-
-    Raises:
-        OptionError: there is no such configuration, or FLOPs of such a model are not known.
-    """
-    if name in FITTED:
-        return FITTED[name]
-    config = _configuration(name, FITTED)
-    try:
-        return resolve_cost(transformer(config))
-    except ValueError as error:
-        raise OptionError(f"--model {name}: {' '.join(str(error).split())}") from error
 
 
 class BenchModule(LightningModule):

@@ -1,9 +1,9 @@
-"""Pictures of benchmarks: a bar for each combination, a line for each sweep."""
+"""Pictures of benchmarks: a bar for each combination."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -13,16 +13,16 @@ from lightning_odc.callbacks.timeline.palette import GREY, MODES
 from lightning_odc.files import write_whole
 
 
-def rows_picture(rows: Sequence[Row], caption: str = "") -> Figure:
+def rows_picture(rows: Mapping[str, Row], caption: str = "") -> Figure:
     """Seconds per minibatch with intervals; the hatched part is waiting, where that is known.
 
     Args:
-        rows: One bar each.
+        rows: One bar each, by name.
         caption: What is to be said about all of them, if anything.
     """
     figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    for place, row in enumerate(rows):
+    for place, row in enumerate(rows.values()):
         low, middle, high = row.seconds
         idle = row.idle or 0.0
         colour = MODES.get(row.combination.communication, GREY)
@@ -38,7 +38,7 @@ def rows_picture(rows: Sequence[Row], caption: str = "") -> Figure:
         axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
         if row.speed_up is not None and not row.doubt:
             axes.annotate(f" x{row.speed_up[1]:.2f}", (high, place), va="center")
-    axes.set_yticks(range(len(rows)), [str(row.combination) for row in rows])
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlabel("seconds per minibatch (median, 95 % interval; hatched: waiting for others)")
     axes.set_title(caption, fontsize=11)

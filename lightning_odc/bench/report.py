@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -15,10 +14,13 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import ArrayLike
+from rich.console import Console
 
 from lightning_odc._version import __version__
 from lightning_odc.bench.devices import Placement, place
-from lightning_odc.bench.options import TrainOptions, available_cores
+from lightning_odc.bench.options import Combination, TrainOptions, available_cores
+from lightning_odc.bench.pictures import rows_picture, write_picture
+from lightning_odc.bench.processes import CutShort
 from lightning_odc.bench.results import (
     Interval,
     Row,
@@ -30,8 +32,8 @@ from lightning_odc.bench.results import (
     splits,
     summarize,
 )
-from lightning_odc.bench.tables import markdown
-from lightning_odc.bench.training import cached_samples
+from lightning_odc.bench.tables import markdown, table
+from lightning_odc.bench.workload import Workload
 from lightning_odc.files import write_json, write_whole
 
 MIB = 2**20
@@ -45,50 +47,34 @@ bf16 the two orders differ by 1e-5, because a last bit of a parameter decides ab
 """
 BUSY_LOAD = 0.5
 """Load average per core, before the run, above which its times are not to be trusted."""
-
-
-def introduction(options: TrainOptions) -> str:
-    """What is about to be measured."""
-    samples = cached_samples(options)
-    facts = ", ".join(f"{name} {value:,.0f}" for name, value in length_facts(samples.lengths).items())
-    devices = f"{options.ranks} {'emulated devices' if options.emulate else 'ranks'}"
-    if options.device == "cuda":
-        devices += " on GPUs"
-    return (
-        f"model {options.model} on {devices}, {options.samples_per_rank} samples per rank and minibatch; "
-        f"{samples.source} (tokens: {facts}); {options.repetitions} repetitions of {options.minibatches} "
-        f"minibatches, the combinations in turns"
-    )
+_STYLES = {"losses agree": "green", "LOSSES": "bold red", "The machine": "yellow", "Cut short": "yellow"}
 
 
 class Outcome:
-    """Everything that a benchmark of trainings has to say, also when it was cut short.
+    """What a benchmark of trainings measures and says, also if it is cut short.
 
     Args:
-        options: The options of the benchmark, filled in.
+        workload: What is trained.
 
     Attributes:
         runs: The runs, as far as they came.
-        code: The exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
-        failure: One line, if it was cut short.
-        details: The traceback of the rank that failed.
-        overhead: Seconds of a minibatch in which no rank sleeps; emulated devices only.
-        seconds_per_cost: The unit of time of emulated devices.
+        cut: Whether, and by what, it was cut short.
+        load: The load average before.
     """
 
-    def __init__(self, options: TrainOptions) -> None:
-        self.options = options
+    document = "bench"
+    """The name of its files."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.options: TrainOptions = workload.options
         self.runs: list[Run] = []
-        self.code = 0
-        self.failure = self.details = ""
-        self.overhead = 0.0
-        self.seconds_per_cost = 1.0
+        self.cut = CutShort()
         self.load = os.getloadavg()[0]
 
     @cached_property
     def placement(self) -> Placement:
         """Where the ranks run."""
-        assert self.options.ranks is not None
         return place(self.options.device, self.options.ranks)
 
     @property
@@ -97,41 +83,125 @@ class Outcome:
         return summarize(self.runs, available_cores())
 
     @property
-    def text(self) -> str:
-        """Table and sentences, as Markdown."""
-        rows = self.rows
-        if not rows:
-            return "Nothing was measured."
-        caption = [f"**{self.placement.caption}**", ""] if self.placement.caption else []
-        parts = [*caption, table(rows, self.options), "", *(sentence(split) for split in splits(self.runs))]
-        difference = loss_difference(self.runs)
-        verdict = "losses agree" if self.losses_agree else "LOSSES DIFFER"
-        reason = "" if math.isfinite(difference) else " (a loss is NaN or infinite)"
-        parts.append(f"{verdict}: largest relative difference {difference:.1e}{reason}")
-        if self.options.emulate:
-            parts.append(self._emulation(rows))
-        if self.load > BUSY_LOAD * available_cores():
-            parts.append(f"The machine was busy before (load {self.load:.1f}): expect uneven times.")
-        if self.failure:
-            parts.append(f"Cut short: {self.failure}")
-        return "\n".join(parts)
-
-    @property
     def losses_agree(self) -> bool:
         """Whether all combinations and repetitions computed the same losses, up to rounding."""
         return loss_difference(self.runs) <= LOSS_TOLERANCE[self.options.precision]
 
-    def _emulation(self, rows: Sequence[Row]) -> str:
-        slowest = max(row.seconds[1] for row in rows)
+    def name_of(self, combination: Combination) -> str:
+        """What people read of a combination."""
+        return str(combination)
+
+    # -- for people ----------------------------------------------------------------------------------------------
+
+    @property
+    def introduction(self) -> str:
+        """What is about to be measured."""
+        options, samples = self.options, self.workload.samples
+        facts = ", ".join(f"{name} {value:,.0f}" for name, value in length_facts(samples.lengths).items())
         return (
-            f"Without any sleep a minibatch takes up to {self.overhead:.3f} s, {100 * self.overhead / slowest:.1f} % "
-            f"of one with it; cores were busy for at most {100 * max(row.processor for row in rows):.0f} % of the time."
+            f"model {options.model} on {self.devices}, {options.samples_per_rank} samples per rank and minibatch; "
+            f"{samples.source} (tokens: {facts}); {options.repetitions} repetitions of {options.minibatches} "
+            f"minibatches, the combinations in turns"
         )
 
+    @property
+    def devices(self) -> str:
+        """How many devices of which kind."""
+        return f"{self.options.ranks} ranks{' on GPUs' if self.options.device == 'cuda' else ''}"
+
+    def cells(self, row: Row) -> dict[str, str]:
+        """All that is known of a row, by head."""
+        low, middle, high = row.seconds
+        communication, policy, _ = row.combination
+        cells = {
+            "communication": communication,
+            "policy": policy,
+            "cost": self.options.cost_of(row.combination),
+        }
+        if len({self.options.cost_of(run) for run in self.options.runs}) < 2:
+            del cells["cost"]  # the same in all rows
+        return cells | {
+            "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",
+            "speed-up [95 %]": "-" if row.speed_up is None else show_ratio(row.speed_up, row.doubt),
+            "idle": show_percent(row.idle),
+            "idle, estimated": show_percent(row.estimated_idle),
+            "over bound": show_percent(row.over_bound),
+            "settle + publish": show_percent(row.settling, 2),
+            "peak memory": _show_mib(row.peak_bytes),
+            "window": _show_mib(row.window_bytes),
+            "read / minibatch": _show_mib(row.bytes_read),
+        }
+
+    def _short_cells(self, row: Row) -> dict[str, str]:
+        """What fits into 80 columns."""
+        ratio = "-" if row.speed_up is None else show_ratio(row.speed_up, row.doubt, "?", digits=2)
+        return {
+            "": self.name_of(row.combination),
+            "tokens\n/s": f"{row.tokens / row.total:,.0f}",
+            "s/mini-\nbatch": f"{row.seconds[1]:.3f}",
+            "speed-up [95 %]": ratio,
+            "idle": show_percent(row.idle),
+            "over\nbound": show_percent(row.over_bound),
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """What follows from the table."""
+        lines = [f"- {self.sentence(split)}" for split in splits(self.runs)]
+        difference = loss_difference(self.runs)
+        verdict = "losses agree" if self.losses_agree else "LOSSES DIFFER"
+        reason = "" if math.isfinite(difference) else " (a loss is NaN or infinite)"
+        lines.append(f"{verdict}: largest relative difference {difference:.1e}{reason}")
+        if self.load > BUSY_LOAD * available_cores():
+            lines.append(f"The machine was busy before (load {self.load:.1f}): expect uneven times.")
+        if self.cut.failure:
+            lines.append(f"Cut short: {self.cut.failure}")
+        return lines
+
+    def sentence(self, split: Split) -> str:
+        """A split for people."""
+        start = f"{self.name_of(split.fast)} over {self.name_of(split.slow)}: "
+        if split.doubt:
+            return f"{start}not measurable on this machine: {split.doubt}"
+        start += show_ratio(split.total)
+        if len(split.factors) < 2:
+            return start
+        return f"{start} = " + ", times ".join(f"{name} {show_ratio(one)}" for name, one in split.factors)
+
+    @property
+    def text(self) -> str:
+        """Table and sentences, as Markdown."""
+        if not self.rows:
+            return "Nothing was measured."
+        caption = [f"**{self.placement.caption}**", ""] if self.placement.caption else []
+        cells = [self.cells(row) for row in self.rows]
+        table = markdown(list(cells[0]), [list(one.values()) for one in cells])
+        return "\n".join([*caption, table, "", *self.lines])
+
+    def introduce(self) -> None:
+        """Print the introduction."""
+        print(self.introduction, flush=True)
+
+    def show(self) -> None:
+        """Print a table and sentences."""
+        console = Console(highlight=False, soft_wrap=True)
+        if not self.rows:
+            console.print("Nothing was measured.")
+            return
+        if self.placement.caption:
+            console.print(self.placement.caption, style="yellow")
+        cells = [self._short_cells(row) for row in self.rows]
+        console.print(table(list(cells[0]), [list(one.values()) for one in cells]))
+        for line in self.lines:
+            style = next((_STYLES[word] for word in _STYLES if line.startswith(word)), "")
+            console.print(line, style=style, markup=False)
+
+    # -- for programs --------------------------------------------------------------------------------------------
+
     def as_dict(self) -> dict[str, Any]:
-        """The content of ``bench.json``."""
-        given, samples = asdict(self.options), cached_samples(self.options)
-        given |= {"runs": [str(run) for run in self.options.runs or ()], "output": None}
+        """The content of the JSON file."""
+        given, samples = asdict(self.options), self.workload.samples
+        given |= {"runs": [str(run) for run in self.options.runs], "output": None}
         return {
             "options": given,
             "caption": self.placement.caption or None,
@@ -140,35 +210,32 @@ class Outcome:
             "rows": [row.record() for row in self.rows],
             "splits": [split.record() for split in splits(self.runs)],
             "loss_difference": loss_difference(self.runs),
-            "overhead_seconds": self.overhead,
-            "seconds_per_cost": self.seconds_per_cost,
-            "cut_short": self.failure or None,
-            "error": self.details or None,
+            "cut_short": self.cut.failure or None,
+            "error": self.cut.details or None,
             "runs": [_run_record(run) for run in self.runs if run.count],
             "machine": machine(self.load, self.placement.gpus),
         }
 
     def write_files(self) -> None:
-        """Write ``bench.json``, ``bench.md`` and ``bench.png`` into the output folder, if there is one.
+        """Write JSON, Markdown and a picture into the output folder, if there is one.
 
         Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said why it
         failed.
         """
-        folder = self.options.output
+        folder, name, told = self.options.output, self.document, f"{self.document}-error.txt"
         if folder is None:
             return
         if not self.rows:
-            if self.details:
-                write_whole(folder / "bench-error.txt", self.details.encode())
-                print(f"files in {folder}/: bench-error.txt")
+            if self.cut.details:
+                write_whole(folder / told, self.cut.details.encode())
+                print(f"files in {folder}/: {told}")
             return
-        (folder / "bench-error.txt").unlink(missing_ok=True)
-        write_json(folder / "bench.json", self.as_dict())
-        write_whole(folder / "bench.md", f"{introduction(self.options)}\n\n{self.text}\n".encode())
-        from lightning_odc.bench.pictures import rows_picture, write_picture
-
-        write_picture(folder / "bench.png", rows_picture(self.rows, self.placement.caption))
-        print(f"files in {folder}/: bench.json, bench.md, bench.png")
+        (folder / told).unlink(missing_ok=True)
+        write_json(folder / f"{name}.json", self.as_dict())
+        write_whole(folder / f"{name}.md", f"{self.introduction}\n\n{self.text}\n".encode())
+        names = {self.name_of(row.combination): row for row in self.rows}
+        write_picture(folder / f"{name}.png", rows_picture(names, self.placement.caption))
+        print(f"files in {folder}/: {name}.json, {name}.md (the whole table), {name}.png")
 
 
 def length_facts(lengths: ArrayLike) -> dict[str, float]:
@@ -209,39 +276,8 @@ def _run_record(run: Run) -> dict[str, Any]:
         "seconds": [run.seconds(index) for index in range(run.count)],
         "idle": [[one.idle for one in run.of(index)] for index in range(run.count)],
         "losses": [run.loss(index) for index in range(run.count)],
-        "bounds": run.bounds,
         "estimated_idle": run.estimates,
         "totals": [asdict(one) for one in run.totals],
-    }
-
-
-def table(rows: Sequence[Row], options: TrainOptions) -> str:
-    """The rows as Markdown."""
-    found = [_cells(row, options) for row in rows]
-    return markdown(list(found[0]), [list(cells.values()) for cells in found])
-
-
-def _cells(row: Row, options: TrainOptions) -> dict[str, str]:
-    """Cells of a row, by head. Emulated runs have no memory, but may have bounds."""
-    low, middle, high = row.seconds
-    communication, policy, _ = row.combination
-    cells = {"communication": communication, "policy": policy, "cost": options.cost_of(row.combination)}
-    if len({options.cost_of(run) for run in options.runs or ()}) < 2:
-        del cells["cost"]  # the same in all rows
-    cells |= {
-        "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",
-        "speed-up [95 %]": "-" if row.speed_up is None else show_ratio(row.speed_up, row.doubt),
-        "idle": show_percent(row.idle),
-        "idle, estimated": show_percent(row.estimated_idle),
-        "over bound": show_percent(row.over_bound),
-    }
-    if options.emulate:
-        return cells | {"bound / measured": show_percent(row.efficiency)}
-    return cells | {
-        "settle + publish": show_percent(row.settling, 2),
-        "peak memory": _show_mib(row.peak_bytes),
-        "window": _show_mib(row.window_bytes),
-        "read / minibatch": _show_mib(row.bytes_read),
     }
 
 
@@ -254,20 +290,7 @@ def _show_mib(size: int) -> str:
     return f"{size / MIB:.0f} MiB" if size else "-"
 
 
-def show_ratio(ratio: Interval, doubt: str = "") -> str:
+def show_ratio(ratio: Interval, doubt: str = "", instead: str = "not measurable", digits: int = 3) -> str:
     """A ratio with its interval; the interval alone where there is a reason to doubt the ratio."""
-    low, middle, high = ratio
-    return f"{'not measurable' if doubt else f'x{middle:.3f}'} [{low:.3f}, {high:.3f}]"
-
-
-def sentence(split: Split) -> str:
-    """A split for people."""
-    start = f"- {split.fast} over {split.slow}: "
-    if split.doubt:
-        return f"{start}not measurable on this machine: {split.doubt}"
-    start += show_ratio(split.total)
-    if len(split.factors) < 2:
-        return start
-    return f"{start} = " + ", times ".join(
-        f"{name} x{factor[1]:.3f} [{factor[0]:.3f}, {factor[2]:.3f}]" for name, factor in split.factors
-    )
+    low, middle, high = (f"{one:.{digits}f}" for one in ratio)
+    return f"{instead if doubt else f'x{middle}'} [{low}, {high}]"

@@ -102,8 +102,6 @@ class Run:
     Attributes:
         ranks: Records of every rank, by rank.
         totals: Totals of every rank; empty if the run did not end.
-        bounds: Seconds of each minibatch without any communication, if they are known: of emulated devices, and of
-            plans that are run as they were made, so not under ``steal``, where ranks take from each other.
         estimates: Idle fraction of each minibatch by the planner's cost, if the plan is run as it was made.
         common_clock: Whether the moments of meetings are of one clock for all ranks, as they are on processors.
     """
@@ -112,7 +110,6 @@ class Run:
     repetition: int
     ranks: list[list[MinibatchRecord]]
     totals: list[Totals] = field(default_factory=list)
-    bounds: list[float] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)
     common_clock: bool = True
 
@@ -165,9 +162,9 @@ class Row:
         peak_bytes: Memory of the rank that took most, its window left out.
         window_bytes: Size of its window.
         bytes_read: Bytes of shards that a rank read from peers in a minibatch, on average.
-        efficiency: Time without any communication, by the cost model, over time; ``None`` where `Run.bounds` are empty.
         stolen: Microbatches per minibatch that another rank ran than was planned.
         minibatches: Number of timed ones.
+        tokens: Tokens predicted in all of them, on all ranks.
         total: Seconds of all of them.
     """
 
@@ -183,9 +180,9 @@ class Row:
     peak_bytes: int
     window_bytes: int
     bytes_read: int
-    efficiency: float | None
     stolen: float
     minibatches: int
+    tokens: int
     total: float
 
     def record(self) -> dict[str, Any]:
@@ -292,9 +289,17 @@ def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
 
 
 def baseline_of(combinations: Sequence[Combination]) -> Combination:
-    """What speed-ups are over: the paper's baseline if it is there, then ours, else the first."""
-    wanted = [("collective", policy) for policy in (PAPERS_OWN, "lb_micro")]
-    return next((one for pair in wanted for one in combinations if one[:2] == pair), combinations[0])
+    """What speed-ups are over: the paper's baseline if it is there, then ours, any collectives, else the first."""
+    preferred = [
+        *(
+            one
+            for policy in (PAPERS_OWN, "lb_micro")
+            for one in combinations
+            if one[:2] == ("collective", policy)
+        ),
+        *(one for one in combinations if one.communication == "collective"),
+    ]
+    return (preferred or combinations)[0]
 
 
 def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
@@ -313,38 +318,31 @@ def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
 def _row(
     combination: Combination, runs: list[Run], slow: dict[Key, float], own: dict[Key, float], cores: int
 ) -> Row:
-    span = idle = busiest = settling = processor = bound = read = 0.0
-    world_size = len(runs[0].ranks)
-    for run in runs:
-        for index in run.timed:
-            of_ranks = run.of(index)
-            span += run.seconds(index)
-            idle += sum(one.idle for one in of_ranks)
-            busiest += max(one.seconds - one.idle for one in of_ranks)
-            settling += sum(one.settling for one in of_ranks)
-            processor += sum(one.processor for one in of_ranks)
-            read += sum(one.bytes_read for one in of_ranks)
-            bound += run.bounds[index] if run.bounds else 0.0
-    seen = all(one.sees_waits for run in runs for one in run.totals)
-    ended = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
-    stolen = [sum(one.stolen for one in run.totals) / run.count for run in runs if run.totals]
+    minibatches = [run.of(index) for run in runs for index in run.timed]
+    records = [one for of_ranks in minibatches for one in of_ranks]
+    busiest = sum(max(one.seconds - one.idle for one in of_ranks) for of_ranks in minibatches)
+    span = sum(own.values())
+    of_all_ranks = span * len(runs[0].ranks)
+    totals = [one for run in runs for one in run.totals]
+    largest = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
+    sees_waits = all(one.sees_waits for one in totals)
     estimates = [run.estimates[index] for run in runs if run.estimates for index in run.timed]
     return Row(
         combination=combination,
         seconds=median_interval(list(own.values())),
         speed_up=ratio_interval(slow, own),
         doubt=doubt(slow, own),
-        idle=idle / (world_size * span) if seen else None,
+        idle=sum(one.idle for one in records) / of_all_ranks if sees_waits else None,
         estimated_idle=statistics.fmean(estimates) if estimates else None,
-        over_bound=span / busiest - 1 if seen else None,
-        settling=settling / (world_size * span),
-        processor=processor / (cores * span),
-        peak_bytes=int(statistics.median(one.peak_bytes for one in ended)) if ended else 0,
-        window_bytes=ended[0].window_bytes if ended else 0,
-        bytes_read=int(read / (world_size * len(own))),
-        efficiency=bound / span if bound else None,
-        stolen=statistics.fmean(stolen) if stolen else 0.0,
+        over_bound=span / busiest - 1 if sees_waits else None,
+        settling=sum(one.settling for one in records) / of_all_ranks,
+        processor=sum(one.processor for one in records) / (cores * span),
+        peak_bytes=int(statistics.median(one.peak_bytes for one in largest)) if largest else 0,
+        window_bytes=largest[0].window_bytes if largest else 0,
+        bytes_read=sum(one.bytes_read for one in records) // len(records),
+        stolen=sum(one.stolen for one in totals) / max(sum(run.count for run in runs if run.totals), 1),
         minibatches=len(own),
+        tokens=sum(one.tokens for one in records),
         total=span,
     )
 
@@ -355,7 +353,11 @@ def splits(runs: Sequence[Run]) -> list[Split]:
     if not order:
         return []
     slow = baseline_of(order)
-    found = [_split(runs, order, slow, fast) for fast in order if fast.communication == "on_demand"]
+    found = [
+        _split(runs, order, slow, fast)
+        for fast in order
+        if fast.communication == "on_demand" and fast != slow
+    ]
     return [split for split in found if split is not None]
 
 
@@ -363,26 +365,27 @@ def _split(
     runs: Sequence[Run], order: list[Combination], slow: Combination, fast: Combination
 ) -> Split | None:
     """The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured."""
-    lockstep, on_demand = (slow._replace(communication=one) for one in ("lockstep", "on_demand"))
-    chain = [(slow, "")]
-    if lockstep in order and slow.communication == "collective":
-        chain.append((lockstep, "cheaper bytes"))
-    if on_demand in order and on_demand != fast:
-        chain.append((on_demand, "fewer waits" if len(chain) > 1 else "communication"))
-        chain.append((fast, "balancing"))
-    elif on_demand == fast:
-        chain.append((fast, "fewer waits" if len(chain) > 1 else "communication"))
-    else:
-        chain.append((fast, "fewer waits and balancing" if len(chain) > 1 else "communication and balancing"))
-    total = ratio_interval(times(runs, slow), times(runs, fast))
-    links = [
-        (name, ratio_interval(times(runs, one), times(runs, other)))
-        for (one, _), (other, name) in itertools.pairwise(chain)
-    ]
-    if total is None or len(chain) < 2 or slow == fast:
+    between = [slow._replace(communication=one) for one in ("lockstep", "on_demand")]
+    if slow.communication != "collective":
+        del between[0]
+    chain = [slow, *(one for one in between if one in order and one not in (slow, fast)), fast]
+    own = {one: times(runs, one) for one in chain}
+    total = ratio_interval(own[slow], own[fast])
+    if total is None:
         return None
+    links = [
+        (_cause(one, other), ratio_interval(own[one], own[other])) for one, other in itertools.pairwise(chain)
+    ]
     factors = [(name, factor) for name, factor in links if factor is not None]
-    return Split(slow, fast, total, doubt(times(runs, slow), times(runs, fast)), factors)
+    return Split(slow, fast, total, doubt(own[slow], own[fast]), factors)
+
+
+def _cause(slow: Combination, fast: Combination) -> str:
+    """Why one link of the chain is faster than the one before it."""
+    if fast.communication == "lockstep":
+        return "cheaper bytes"
+    moving = {"on_demand": "", "lockstep": "fewer waits"}.get(slow.communication, "communication")
+    return " and ".join(filter(None, [moving, "balancing" if slow[1:] != fast[1:] else ""]))
 
 
 def loss_difference(runs: Sequence[Run]) -> float:

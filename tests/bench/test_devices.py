@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,17 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from rich.console import Console
-
 from lightning_odc import ODCStrategy, cli
 from lightning_odc.bench import training
+from lightning_odc.bench.demo import DemoOutcome
 from lightning_odc.bench.devices import Placement, place
-from lightning_odc.bench.options import Combination, TrainOptions
+from lightning_odc.bench.options import Combination, DemoOptions, TrainOptions
 from lightning_odc.bench.processes import Ranks
-from lightning_odc.bench.report import Outcome, introduction
+from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
+from lightning_odc.bench.workload import Workload
 from lightning_odc.console import OptionError
-from lightning_odc.demo.options import DemoOptions
-from lightning_odc.demo.pictures import minibatches_picture
-from lightning_odc.demo.result import Result
-from lightning_odc.demo.run import preset, show_results
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
-from tests.demo.test_result import CORPUS
 
 CAPTION = "2 ranks on one GPU: shows that it works, not how fast"
 
@@ -90,8 +84,6 @@ def test_what_to_write_where_there_is_no_gpu(gpus: Any, monkeypatch: pytest.Monk
         ("bench train --device cuda", 'There is no GPU for device "cuda": torch finds none'),
         ("demo --device gpu", "--device 'gpu' is unknown: choose from cpu, cuda"),
         ("bench train --device gpu", "--device 'gpu' is unknown: choose from cpu, cuda"),
-        ("bench train --device cuda --emulate", "leave out --device cuda"),
-        ("bench train --device cuda --slow-rank 2", "--slow-rank slows down processors, not GPUs"),
     ],
 )
 def test_options_that_cannot_work_get_one_line(
@@ -131,8 +123,8 @@ def test_the_trainer_gets_these_devices(
     gpus(there_are)
     given: dict[str, Any] = {}
     monkeypatch.setattr(training, "Trainer", lambda **options: given.update(options))
-    options = TrainOptions(device="cuda").filled()
-    training.make_trainer(options, Combination(communication, "lb_micro"), place("cuda", 2), [])
+    options = TrainOptions(device="cuda")
+    training.make_trainer(Workload(options), Combination(communication, "lb_micro"), place("cuda", 2), [])
     strategy = given["strategy"]
     assert given["accelerator"] == "gpu"
     assert "devices" not in given  # or Lightning would count GPUs
@@ -142,7 +134,7 @@ def test_the_trainer_gets_these_devices(
 
 def measured(options: TrainOptions, sees_waits: bool = True) -> Outcome:
     """What two ranks told of one timed minibatch of every combination."""
-    outcome = Outcome(options)
+    outcome = Outcome(Workload(options))
     for combination in outcome.options.runs or ():
         ranks = [[MinibatchRecord(1.0, {"settle": 0.1}, 3.0, 3) for _ in range(2)] for _ in range(2)]
         totals = [Totals(traffic={"reads": 1}, sees_waits=sees_waits) for _ in range(2)]
@@ -152,9 +144,9 @@ def measured(options: TrainOptions, sees_waits: bool = True) -> Outcome:
 
 def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus: Any, tmp_path: Path) -> None:
     gpus(1)
-    options = TrainOptions(device="cuda", lengths="aime", output=tmp_path).filled()
+    options = TrainOptions(device="cuda", lengths="aime", output=tmp_path)
     outcome = measured(options)
-    assert "on 2 ranks on GPUs, " in introduction(options)
+    assert "on 2 ranks on GPUs, " in outcome.introduction
     assert outcome.text.startswith(f"**{CAPTION}**\n\n| ")
     outcome.write_files()
     assert CAPTION in (tmp_path / "bench.md").read_text()
@@ -165,26 +157,23 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus: Any, tmp_path: Pat
     assert measured(options).as_dict()["caption"] is None
 
 
-def test_the_demo_on_a_shared_gpu_says_so_everywhere(gpus: Any) -> None:
+def test_the_demo_on_a_shared_gpu_says_so_everywhere(
+    gpus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gpus(1)
-    options = DemoOptions(device="cuda", minibatches=1, repetitions=1)
-    result = Result(options, CORPUS, measured(preset(options)))
-    record = result.as_dict()
+    options = DemoOptions(device="cuda", minibatches=1, repetitions=1, output=tmp_path)
+    outcome = DemoOutcome(options)
+    outcome.runs = measured(options.training).runs
+    record = outcome.as_dict()
     assert (record["caption"], record["config"]["device"]) == (CAPTION, "cuda")
     assert record["machine"]["gpus"] == ["GPU number 0"]
-    assert "gpus" not in record["versions"]
-    console = Console(width=80, file=io.StringIO())
-    show_results(console, result)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert lines[0] == CAPTION
-    (axes,) = minibatches_picture(result.seconds, result.outcome.placement.caption).axes
-    assert axes.get_title().endswith(f"\n{CAPTION}")
+    outcome.show()
+    assert capsys.readouterr().out.splitlines()[0] == CAPTION
 
 
 def test_waits_that_the_host_does_not_see_are_not_zero(gpus: Any) -> None:
     gpus(2)
-    (row, *_) = measured(TrainOptions(device="cuda", lengths="aime").filled(), sees_waits=False).rows
+    (row, *_) = measured(TrainOptions(device="cuda", lengths="aime"), sees_waits=False).rows
     assert (row.idle, row.over_bound) == (None, None)
-    (row, *_) = measured(TrainOptions(lengths="aime").filled()).rows
+    (row, *_) = measured(TrainOptions(lengths="aime")).rows
     assert row.idle == pytest.approx(0.1)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +11,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from lightning_odc.balance import transformer
-from lightning_odc.balance.costs import resolve_cost
 from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
-from lightning_odc.bench import comm, models, sweeps, training
-from lightning_odc.bench.emulation import seconds_per_cost
+from lightning_odc.bench import models, workload
 from lightning_odc.bench.lengths import PUBLISHED, draw, find_samples
-from lightning_odc.bench.options import Combination, SweepOptions, TrainOptions, parse_size
-from lightning_odc.bench.report import sentence, table
+from lightning_odc.bench.options import Combination, TrainOptions
+from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import (
     MinibatchRecord,
     Run,
@@ -34,6 +28,7 @@ from lightning_odc.bench.results import (
     splits,
     summarize,
 )
+from lightning_odc.bench.workload import Workload
 from lightning_odc.data.convert import balanced_from
 
 COLLECTIVE = Combination("collective", "lb_micro")
@@ -49,6 +44,14 @@ def run(combination: Combination, seconds: list[float], *, waits: float = 0.0, r
         for rank in (0, 1)
     ]
     return Run(combination, repetition, ranks)
+
+
+def outcome_of(runs: list[Run]) -> Outcome:
+    """A benchmark that measured them."""
+    options = TrainOptions(runs=tuple(dict.fromkeys(run.combination for run in runs)))
+    outcome = Outcome(Workload(options))
+    outcome.runs = runs
+    return outcome
 
 
 def test_a_speed_up_is_a_product_of_its_causes() -> None:
@@ -96,7 +99,7 @@ def test_a_speed_up_that_means_nothing_is_not_printed(
     assert row.doubt.startswith(reason)
     assert bool(row.doubt) == bool(reason)
     assert row.record()["doubt"] == row.doubt
-    printed = table([row], TrainOptions(runs=(COLLECTIVE, BALANCED))) + sentence(split)
+    printed = outcome_of(runs).text.splitlines()[3] + outcome_of(runs).sentence(split)
     assert ("not measurable" in printed) == bool(reason)
     assert row.speed_up is not None
     assert (f"x{row.speed_up[1]:.3f}" in printed) != bool(reason)
@@ -126,32 +129,29 @@ def test_runs_are_told_by_their_costs_too() -> None:
         ("communication", 2.0),
         ("balancing", 2.0),
     ]
-    rows = summarize(runs, cores=2)
-    lines = table(rows, TrainOptions(runs=tuple(one.combination for one in runs))).splitlines()
+    lines = outcome_of(runs).text.splitlines()[:6]
     assert lines[0].startswith("| communication | policy | cost | s/minibatch")
     assert [line.split(" | ")[2] for line in lines[2:]] == ["model", "quadratic", "model", "fitted"]
     assert [line.split(" | ")[6] for line in lines[2:]] == ["-", "-", "-", "25.0 %"]
-    assert " cost " not in table(rows[:1], TrainOptions(runs=(COLLECTIVE,)))
+    assert " cost " not in outcome_of(runs[:1]).text
 
 
 def test_what_the_planner_would_estimate() -> None:
     plan, lengths = [[[0], [1]], [[2], [3]]], [3, 1, 1, 2]
-    assert training.idle_of_plan(plan, lengths, "tokens", collective_cost) == pytest.approx(1 - 7 / 10)
-    assert training.idle_of_plan(plan, lengths, "tokens", on_demand_cost) == pytest.approx(1 - 7 / 8)
-    options = TrainOptions(lengths="equal", cost="tokens").filled()
-    assert training.estimated_idle(options, COLLECTIVE, 2) == [0, 0]
-    assert training.estimated_idle(options, BALANCED._replace(cost="fitted"), 2) == []
-    assert training.estimated_idle(options, BALANCED._replace(cost="auto"), 2) == []
+    assert workload.idle_of_plan(plan, lengths, "tokens", collective_cost) == pytest.approx(1 - 7 / 10)
+    assert workload.idle_of_plan(plan, lengths, "tokens", on_demand_cost) == pytest.approx(1 - 7 / 8)
+    options = TrainOptions(lengths="equal", cost="tokens")
+    assert Workload(options).estimated_idle(COLLECTIVE, 2) == [0, 0]
+    assert Workload(options).estimated_idle(BALANCED._replace(cost="fitted"), 2) == []
+    assert Workload(options).estimated_idle(BALANCED._replace(cost="auto"), 2) == []
     for policy in ("steal", "auto"):
-        assert training.estimated_idle(options, BALANCED._replace(policy=policy), 2) == []
+        assert Workload(options).estimated_idle(BALANCED._replace(policy=policy), 2) == []
 
 
 def test_the_plain_loader_has_the_same_minibatches() -> None:
-    options = TrainOptions(
-        lengths="stdlib", max_length=128, samples_per_rank=3, model="tiny", seed=5
-    ).filled()
-    planned = training.make_loader(options, BALANCED, 2, 0)
-    balanced = balanced_from(training.plain_loader(options), num_replicas=2, rank=0)
+    options = TrainOptions(lengths="stdlib", max_length=128, samples_per_rank=3, model="tiny", seed=5)
+    planned = Workload(options).loader(BALANCED, 0)
+    balanced = balanced_from(Workload(options).plain_loader(), num_replicas=2, rank=0)
     for loader in (planned, balanced):
         assert loader.recipe.shuffle
     for epoch, step in ((0, 0), (0, len(planned) - 1), (1, 0)):
@@ -232,54 +232,11 @@ def test_named_lengths_have_the_published_mean_and_shrink_in_proportion(name: st
     assert np.abs(short - lengths / 16).max() <= 1
 
 
-def test_a_shuffle_with_the_same_seed_does_not_sort_what_was_drawn() -> None:
-    options = TrainOptions(emulate=True).filled()
-    loader = training.make_loader(options, BALANCED, 8, 0)
-    lengths = training.cached_samples(options).lengths
-    samples = [i for rank in loader.plan(0, epoch=0).microbatches for part in rank for i in part]
-    assert lengths[samples].max() > 3 * lengths[samples].min()
-
-
-def test_the_papers_plans_give_the_papers_idealised_gain() -> None:
-    """A simulation without communication, of another source, has 1.25 for this setting, give or take 0.03."""
-    options = replace(sweeps.GOLDEN.filled(), seed=3)
-    slow, own, fast = (
-        training.mean_bound(options, one, 60) for one in (sweeps.BASELINE, sweeps.OWN_BASELINE, sweeps.BEST)
-    )
-    assert slow / fast == pytest.approx(1.25, abs=0.05)
-    assert fast < own < slow  # packing along the other ranks is worth something by itself
-
-
-def test_sweeps_vary_one_thing() -> None:
-    found = sweeps.settings(SweepOptions(most_ranks=8))
-    assert [value for sweep, value, _ in found if sweep == "devices"] == [2, 4, 8]
-    packed = [setting for sweep, _, setting in found if sweep == "packing"]
-    assert [one.packing_ratio for one in packed] == [1, 2, 4, 8]
-    assert {(one.ranks, one.samples_per_rank, one.lengths) for one in packed} == {(8, 4, "longalign")}
-    assert {setting.lengths for sweep, _, setting in found if sweep == "balanced"} == {"equal"}
-
-
-def test_the_unit_of_time_makes_sleeping_dominate() -> None:
-    assert seconds_per_cost(0.1, 10.0, None) * 10 == pytest.approx(5.0)  # 2 % of 5 s
-    assert seconds_per_cost(0.001, 10.0, None) * 10 == pytest.approx(1.0)
-    assert seconds_per_cost(9.0, 10.0, None) * 10 == pytest.approx(20.0)
-    assert seconds_per_cost(0.1, 10.0, 3.0) * 10 == pytest.approx(3.0)
-
-
 def test_a_type_of_model_is_its_default_configuration() -> None:
     config = models.find_config("gpt2", 64)
     assert (config.vocab_size, config.max_position_embeddings, config.use_cache) == (50257, 1024, False)
     # Published: 124 million parameters, with the head tied to the embedding.
     assert models.count_parameters("gpt2", config) == 124_439_808
-    qwen = models.emulated_cost("qwen2")
-    assert qwen == resolve_cost(transformer(models.find_config("qwen2", 64)))
-
-
-def test_quartiles_of_few_rounds_lie_between_them() -> None:
-    names = {name for operation in comm.OPERATIONS for name in operation}
-    found = comm.summarize([{name: [1.0, 10.0] for name in names}] * 2, 4096, 0.0)
-    assert {one.ours for one in found} == {(3.25, 5.5, 7.75)}
-    assert {one.faster for one in found} == {(1.0, 1.0, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -295,10 +252,6 @@ def test_quartiles_of_few_rounds_lie_between_them() -> None:
 def test_lengths_from_a_file(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert find_samples(str(tmp_path / name), None, 0).lengths.tolist() == [3, 2]
-
-
-def test_sizes() -> None:
-    assert [parse_size(text) for text in ("4K", "1m", "256M", "7")] == [4096, 2**20, 2**28, 7]
 
 
 @pytest.mark.parametrize(
@@ -317,18 +270,6 @@ def test_samples_are_dealt_in_turns(
     options = TrainOptions(
         lengths=str(tmp_path / "lengths.txt"), samples_per_microbatch=together, model="tiny"
     )
-    loader = training.make_loader(options.filled(), Combination("collective", policy), 2, 0)
+    loader = Workload(options).loader(Combination("collective", policy), 0)
     planner = loader.recipe.planner(2, 9)
     assert planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0] == plan
-
-
-def test_emulated_devices_tell_their_cost_to_auto() -> None:
-    options = TrainOptions(emulate=True, lengths="equal", max_length=64).filled()
-    loader = training.make_loader(options, BALANCED._replace(policy="auto", cost="auto"), 2, 0)
-    trainer: Any = SimpleNamespace(
-        train_dataloader=loader, strategy=SimpleNamespace(communication="on_demand")
-    )
-    cost = models.emulated_cost("1.5b")
-    training.KnownCost(cost).on_train_start(trainer, None)  # type: ignore[arg-type]
-    assert loader.cost == cost
-    assert loader.learns

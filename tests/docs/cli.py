@@ -17,12 +17,7 @@ COMMANDS = {
     "doctor": "Checking a machine",
     "advise": "Planning the gain",
     "demo": "The demo",
-}
-MEASURES = {
-    "train": "Training under every communication and policy",
-    "sweep": "The paper's parametric study on emulated devices",
-    "comm": "Gather, accumulate and settle, beside the process group",
-    "engine": "The engine's own Python, and a busy owner",
+    "bench": "Training under every communication and policy",
 }
 
 _HEAD = """---
@@ -35,7 +30,7 @@ description: Every command of lightning-odc and its options, as the program itse
 For a misspelt word, the error suggests the closest one. Every command takes `--json` and `--quiet`.
 
 The experiments behind other figures of this documentation are in `benchmarks/` of the repository, not in the package:
-`make bench NAME=planner ARGS="--help"`.
+`make bench NAME=comm ARGS="--help"`.
 """
 
 
@@ -44,8 +39,6 @@ def page() -> str:
     parts = [_HEAD]
     for name, title in COMMANDS.items():
         parts.append(_section(f"lightning-odc {name}".strip(), title, "lightning_odc.cli", name.split()))
-    for name, title in MEASURES.items():
-        parts.append(_section(f"lightning-odc bench {name}", title, "lightning_odc.cli", ["bench", name]))
     return "\n".join(parts)
 
 

@@ -23,8 +23,8 @@ from tests.docs.blocks import PAGES, ROOT, Block, blocks, fragments, programs
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-BENCH = re.compile(r"python -m ((?:lightning_odc\.bench|benchmarks)\.[\w.]+)(.*)")
-MEASURE = re.compile(r"lightning-odc (bench \w+)( .*|$)")
+BENCH = re.compile(r"python -m (benchmarks\.[\w.]+)(.*)")
+MEASURE = re.compile(r"lightning-odc (bench)( .*|$)")
 
 
 def run(arguments: list[str], cwd: Path) -> str:
@@ -92,7 +92,7 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
         if command:
             asked.setdefault(command, set()).update(w for w in shlex.split(line) if w.startswith("--"))
     assert len(asked) >= 5
-    assert {"bench train", "bench sweep", "bench comm"} <= asked.keys()
+    assert {"bench", "benchmarks.sweep", "benchmarks.comm"} <= asked.keys()
     for command, options in asked.items():
         is_module = "." in command
         main = main_of(command) if is_module else cli.main

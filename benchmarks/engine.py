@@ -1,4 +1,4 @@
-"""``lightning-odc bench engine``: the time of the engine's Python, and how much adding slows down a busy owner.
+"""Time the engine's own Python, and the work of an owner while peers add gradients into its accumulator.
 
 *The engine's own Python.* A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in
 every unit (two gathers and one accumulate) and the context of the backward pass are timed one by one, between all
@@ -21,6 +21,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +30,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from benchmarks import command
 from lightning_odc._compat import comms_of
-from lightning_odc.bench.options import EngineOptions
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.report import machine
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
 from lightning_odc.bench.tables import markdown
-from lightning_odc.console import prepare_output
+from lightning_odc.console import OptionError, check_options, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import WithinContext, set_comms
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -54,6 +57,25 @@ WORK = ("alone", "peers add elsewhere", "peers add into it")
 
 Spent = tuple[float, float]
 """Seconds by the clock, and of processor time."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to time.
+
+    Raises:
+        OptionError: Raised at construction, if a value cannot work.
+    """
+
+    output: Path = option(Path("odc-bench"), "folder for JSON", letter="DIR")
+    peers: tuple[int, ...] = option((1, 3, 7), "numbers of peers that add into the owner", least=1)
+    mib: int = option(16, "MiB of the gradients they add", least=1)
+    rounds: int = option(15, "timed rounds", least=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if max(self.peers) > 15 or self.mib > 1024:
+            raise OptionError("--peers goes up to 15, --mib up to 1024")
 
 
 class Scales(nn.Module):
@@ -241,26 +263,23 @@ def run_engine(options: EngineOptions) -> int:
     # On every rank a window with a shard and an accumulator, and two tensors of the same size.
     needed = (peers + 1) * (4 * mib * 2**20 + PROCESS_BYTES)
     check_memory(needed, f"{peers} peers that add {mib} MiB", "fewer --peers or a smaller --mib")
-    if options.output is not None:
-        prepare_output(options.output)
+    prepare_output(options.output)
     load = os.getloadavg()[0]
     found: dict[str, Any] = {"python": []}
     with CutShort() as cut:
         for world_size in _RANKS:
-            with Ranks(world_size, ["lightning_odc.bench.engine_costs"]) as ranks:
+            with Ranks(world_size, ["benchmarks.engine"]) as ranks:
                 for parameters in _PARAMETERS:
                     taken = ranks.call(engine_python, parameters, options.rounds)
                     found["python"].append(_python_row(world_size, parameters, taken))
         print(f"The engine's own Python:\n{python_table(found['python'])}\n", flush=True)
         found["busy owner"] = []
         for peers in options.peers:
-            with Ranks(peers + 1, ["lightning_odc.bench.engine_costs"]) as ranks:
+            with Ranks(peers + 1, ["benchmarks.engine"]) as ranks:
                 seconds = ranks.call(busy_owner, options.mib, options.rounds)[0]
             found["busy owner"].append({"peers": peers, **_slower(seconds)})
     print(table(found.get("busy owner", [])))
-    if options.output is not None and any(found.values()):
-        from lightning_odc.bench.report import machine
-
+    if any(found.values()):
         write_json(options.output / "engine.json", {**found, "machine": machine(load)})
         print(f"files in {options.output}/: engine.json")
     return cut.code
@@ -319,3 +338,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         [row["peers"], *("x{1:.2f} [{0:.2f}, {2:.2f}]".format(*row[name]) for name in ratios)] for row in rows
     ]
     return markdown(["peers", "peers add elsewhere", "peers add into it", "the same by the clock"], found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks.engine``."""
+    return command.run("engine", __doc__, EngineOptions, run_engine, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

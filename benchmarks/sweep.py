@@ -1,19 +1,21 @@
-"""``lightning-odc bench sweep``: the paper's parametric study on emulated devices, beside what the paper published."""
+"""The paper's parametric study on emulated devices, beside what the paper published: ``make bench NAME=sweep``."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from lightning_odc.bench import training
-from lightning_odc.bench.options import PAPERS_OWN, Combination, SweepOptions, TrainOptions
-from lightning_odc.bench.report import Outcome, machine, show_percent, show_ratio
-from lightning_odc.bench.results import Interval, Row, loss_difference, ratio_interval, times
+from benchmarks import command
+from benchmarks.emulate import EmulatedOptions, EmulatedOutcome, EmulatedWorkload, measure
+from lightning_odc.bench.options import PAPERS_OWN, Combination
+from lightning_odc.bench.report import machine, show_percent, show_ratio
+from lightning_odc.bench.results import Interval, loss_difference, ratio_interval, times
 from lightning_odc.bench.tables import markdown
-from lightning_odc.bench.train import check, measure
-from lightning_odc.console import prepare_output
+from lightning_odc.bench.train import check
+from lightning_odc.console import check_options, option, prepare_output
 from lightning_odc.files import write_json, write_whole
 
 # Lockstep meets as collectives do. On a few cores gloo's own time is not what a real machine's collectives take, and
@@ -23,16 +25,7 @@ OWN_BASELINE = Combination("lockstep", "lb_micro")
 BEST = Combination("on_demand", "lb_mini")
 RUNS = (BASELINE, OWN_BASELINE, BEST)
 ARITHMETIC = 100
-GOLDEN = TrainOptions(
-    output=None,
-    runs=RUNS,
-    emulate=True,
-    model="1.5b",
-    lengths="longalign",
-    ranks=8,
-    samples_per_rank=4,
-    repetitions=1,
-)
+GOLDEN = EmulatedOptions(output=None, runs=RUNS, repetitions=1)
 """The paper's setting: 1.5B, LongAlign 64K, 8 devices, 4 samples per device, packing ratio 1."""
 
 VALUES: dict[str, tuple[str, Sequence[Any]]] = {
@@ -57,6 +50,26 @@ PUBLISHED: dict[tuple[str, Any], str] = {
 }
 """Speed-up of ODC LB-Mini over Collective LB-Micro in the paper (arXiv 2601.19362): numbers from its text and tables,
 "about" where they are read off a plot, within 5 points."""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What to vary.
+
+    Raises:
+        OptionError: Raised at construction, if a value cannot work.
+    """
+
+    output: Path | None = option(Path("odc-bench"), "folder for JSON and Markdown", letter="DIR")
+    sweeps: tuple[str, ...] = option(tuple(VALUES), "what to vary", letter="S", choices=tuple(VALUES))
+    minibatches: int = option(5, "timed minibatches per setting", least=1)
+    most_ranks: int = option(32, "leave out settings with more ranks", least=2)
+    seconds_per_minibatch: float | None = option(
+        None, "emulated time of a minibatch; by default so long that sleeping dominates", letter="X", least=0
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass
@@ -99,13 +112,13 @@ def run_sweep(options: SweepOptions) -> int:
         prepare_output(options.output)
     code = 0
     cells: list[Cell] = []
-    measured: dict[TrainOptions, Cell] = {}
+    measured: dict[EmulatedOptions, Cell] = {}
     load = os.getloadavg()[0]
     for sweep, value, setting in settings(options):
         if setting not in measured:  # the golden one is in every sweep
-            check(setting)
+            check(EmulatedWorkload(setting))
             outcome = measure(setting)
-            code = outcome.code
+            code = outcome.cut.code
             if code:
                 break
             measured[setting] = cell(sweep, value, outcome)
@@ -122,7 +135,7 @@ def run_sweep(options: SweepOptions) -> int:
     return code
 
 
-def settings(options: SweepOptions) -> list[tuple[str, Any, TrainOptions]]:
+def settings(options: SweepOptions) -> list[tuple[str, Any, EmulatedOptions]]:
     """Sweep, value and options of every cell."""
     golden = replace(
         GOLDEN, minibatches=options.minibatches, seconds_per_minibatch=options.seconds_per_minibatch
@@ -132,28 +145,29 @@ def settings(options: SweepOptions) -> list[tuple[str, Any, TrainOptions]]:
         name, values = VALUES[sweep]
         base = replace(golden, lengths="equal", max_length=2048) if sweep == "balanced" else golden
         found += [
-            (sweep, value, replace(base, **{name: value}).filled())
+            (sweep, value, replace(base, **{name: value}))
             for value in values
             if name != "ranks" or value <= options.most_ranks
         ]
     return found
 
 
-def cell(sweep: str, value: Any, outcome: Outcome) -> Cell:
+def cell(sweep: str, value: Any, outcome: EmulatedOutcome) -> Cell:
     """What one setting measured."""
     rows = {row.combination: row for row in outcome.rows}
     best, slow = rows[BEST], rows[BASELINE]
     assert best.speed_up is not None
-    long = [training.mean_bound(outcome.options, one, ARITHMETIC) for one in (BASELINE, BEST)]
+    workload, own = outcome.workload, outcome.efficiency
+    long = [sum(workload.bounds(one, ARITHMETIC)) for one in (BASELINE, BEST)]
     return Cell(
         sweep=sweep,
         value=value,
         speed_up=best.speed_up,
         doubt=best.doubt,
         over_own=_over(outcome, OWN_BASELINE),
-        bound=_bound(slow) / _bound(best),
+        bound=(own(slow) or 0.0) * slow.total / ((own(best) or 1.0) * best.total),
         long_bound=long[0] / long[1],
-        efficiency={str(one): row.efficiency or 0.0 for one, row in rows.items()},
+        efficiency={str(one): own(row) or 0.0 for one, row in rows.items()},
         idle={str(one): row.idle or 0.0 for one, row in rows.items()},
         overhead_seconds=outcome.overhead,
         seconds_per_minibatch=best.seconds[1],
@@ -163,16 +177,10 @@ def cell(sweep: str, value: Any, outcome: Outcome) -> Cell:
     )
 
 
-def _over(outcome: Outcome, slow: Combination) -> Interval:
+def _over(outcome: EmulatedOutcome, slow: Combination) -> Interval:
     ratio = ratio_interval(times(outcome.runs, slow), times(outcome.runs, BEST))
     assert ratio is not None
     return ratio
-
-
-def _bound(row: Row) -> float:
-    """Seconds without communication over all minibatches of a row."""
-    assert row.efficiency is not None
-    return row.efficiency * row.total
 
 
 def tables(cells: Sequence[Cell]) -> str:
@@ -206,3 +214,12 @@ def table(cells: Sequence[Cell]) -> str:
         for one in cells
     ]
     return markdown(head, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks.sweep``."""
+    return command.run("sweep", __doc__, SweepOptions, run_sweep, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

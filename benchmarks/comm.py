@@ -1,4 +1,4 @@
-"""``lightning-odc bench comm``: reading, adding and settling, the process group's collectives, and a plain copy.
+"""Time gather, accumulate and settle, the process group's collectives, and a plain copy of the same bytes.
 
 Every round does each exchange once, right after a barrier and in changing order, on all ranks at once, for one fp32
 unit of the given size. Without skew a round's time is that of its slowest rank. With skew, rank ``r`` of ``W`` arrives
@@ -7,7 +7,8 @@ leaving, as the mean over ranks. So a rank that does not wait for late ranks is 
 
 *Settle* is the meeting, taking the sums out, zeroing, writing the new shard and publishing it; beside it stands an
 all-reduce of the whole unit, which is what data parallel training without sharding does once per step. The plain
-operations run inside each process at the same time as its peers', so they share the memory's bandwidth, too.
+operations run inside each process at the same time as its peers', so they share the memory's bandwidth, too. ``make
+bench NAME=comm``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +26,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 
-from lightning_odc.bench.options import CommOptions
+from benchmarks import command
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.report import machine
 from lightning_odc.bench.results import quartiles
 from lightning_odc.bench.tables import markdown
-from lightning_odc.console import prepare_output
+from lightning_odc.console import OptionError, check_options, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol
@@ -42,12 +45,63 @@ OPERATIONS = (
     ("settle", "all-reduce", "copy_"),
 )
 """Ours, the process group's, and the plain operation on the same bytes."""
+KIB = 1024
 _WARM_UP = 2
 _BUFFERS = 3
 
 Seconds = dict[str, list[float]]
 Quartiles = tuple[float, float, float]
 """First quartile, median, third quartile."""
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """What to time.
+
+    Raises:
+        OptionError: Raised at construction, if a value cannot work.
+    """
+
+    output: Path = option(Path("odc-bench"), "folder for JSON and Markdown", letter="DIR")
+    ranks: tuple[int, ...] = option((2, 4), "processes, 1 to 16", least=1)
+    sizes: tuple[str, ...] = option(
+        ("4K", "64K", "1M", "16M", "64M"), "sizes of the whole fp32 unit, 4K to 256M", letter="S"
+    )
+    rounds: int = option(20, "timed rounds", least=1)
+    skew: float = option(
+        0.0,
+        "seconds by which the last rank is later than the first one; the others are spread evenly between",
+        letter="S",
+        least=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if max(self.ranks) > 16:
+            raise OptionError(f"--ranks {max(self.ranks)}: use 1 to 16")
+        if self.skew > 10:
+            raise OptionError(f"--skew {self.skew:g}: use 0 to 10 seconds")
+        for size, text in zip(self.unit_bytes, self.sizes, strict=True):
+            if not KIB <= size <= KIB**3:
+                raise OptionError(f"--sizes {text}: use 1K to 1G, for example 4K 1M 256M")
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        """The sizes in bytes."""
+        return [parse_size(text) for text in self.sizes]
+
+
+def parse_size(text: str) -> int:
+    """Bytes, from ``"4K"``, ``"16M"``, ``"1G"`` or a plain number.
+
+    Raises:
+        OptionError: the text is not a size.
+    """
+    units = {"K": KIB, "M": KIB**2, "G": KIB**3}
+    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
+    if not number.isdecimal():
+        raise OptionError(f"--sizes {text!r} is not a size: write 4K, 1M or 256M")
+    return int(number) * unit
 
 
 def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: float) -> Seconds:
@@ -205,29 +259,37 @@ def run_comm(options: CommOptions) -> int:
         OptionError: the output folder cannot be written to, or memory does not suffice.
     """
     for ranks in options.ranks:
-        size = max(options.sizes)
+        size = max(options.unit_bytes)
         # Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit.
         needed = ranks * (_BUFFERS * size + PROCESS_BYTES) + 2 * size
         what = f"{ranks} ranks and a unit of {show_size(size)}"
         check_memory(needed, what, "fewer --ranks or smaller --sizes")
-    if options.output is not None:
-        prepare_output(options.output)
+    prepare_output(options.output)
     results: list[Result] = []
     load = os.getloadavg()[0]
     with CutShort() as cut:
         for world_size in options.ranks:
-            with Ranks(world_size, ["lightning_odc.bench.comm"]) as processes:
+            with Ranks(world_size, ["benchmarks.comm"]) as processes:
                 title, errors = f"{world_size} rank(s)", Console(stderr=True)
-                for size in track(options.sizes, title, console=errors, transient=True, auto_refresh=False):
+                for size in track(
+                    options.unit_bytes, title, console=errors, transient=True, auto_refresh=False
+                ):
                     by_rank = processes.call(time_unit, size, options.rounds, options.skew)
                     results += summarize(by_rank, size, options.skew)
     print(table(results) if results else "Nothing was measured.")
-    if options.output is not None and results:
-        from lightning_odc.bench.report import machine
-
+    if results:
         given = asdict(options) | {"output": None}
         record = {"options": given, "results": [asdict(one) for one in results], "machine": machine(load)}
         write_json(options.output / "comm.json", record)
         write_whole(options.output / "comm.md", f"{table(results)}\n".encode())
         print(f"files in {options.output}/: comm.json, comm.md")
     return cut.code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``python -m benchmarks.comm``."""
+    return command.run("comm", __doc__, CommOptions, run_comm, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

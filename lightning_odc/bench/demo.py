@@ -1,0 +1,190 @@
+"""The demo: the same text and model, with collectives, on demand, and balanced. A preset of ``lightning-odc bench``.
+
+It adds what a first look needs: the lengths before the run, a timeline of every mode, and the names of the modes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_odc.bench.corpus import read_samples
+from lightning_odc.bench.options import AUTO, MODES, Combination, DemoOptions, available_cores
+from lightning_odc.bench.report import Outcome, length_facts
+from lightning_odc.bench.results import WARM_UP, Row, Split, splits
+from lightning_odc.bench.train import run_train
+from lightning_odc.bench.workload import Workload
+from lightning_odc.callbacks import TimelineRecorder, draw_timelines, load_timeline
+
+BINS = 10
+NAMES = {combination: mode for mode, combination in MODES.items()}
+TITLES = {"on_demand": "on demand", "balanced": "on demand, balanced"}
+"""What pictures call modes whose names are not words."""
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Train, print, write.
+
+    Returns:
+        The exit code: 0; 1 if the losses of the modes differ by more than rounding explains, or a rank failed; 130
+        after Ctrl-C.
+
+    Raises:
+        OptionError: the output folder cannot be written to, or text, memory or GPUs do not suffice for the options.
+    """
+    outcome = DemoOutcome(options)
+    code = run_train(outcome, partial(timeline_recorders, options))
+    return code or (0 if outcome.losses_agree else 1)
+
+
+def timeline_recorders(
+    options: DemoOptions, combination: Combination, repetition: int
+) -> list[TimelineRecorder]:
+    """What records the last minibatch of the last repetition, the same one under every mode."""
+    if repetition < options.repetitions - 1:
+        return []
+    last = WARM_UP + options.minibatches - 1
+    return [TimelineRecorder(timeline_folder(options.output, NAMES[combination]), (last, last))]
+
+
+def timeline_folder(output: Path, mode: str) -> Path:
+    """Where the timeline of a mode lies."""
+    return output / "timelines" / mode
+
+
+class DemoOutcome(Outcome):
+    """What the demo has found out.
+
+    Args:
+        options: The options of the demo.
+    """
+
+    document = "result"
+
+    def __init__(self, options: DemoOptions) -> None:
+        super().__init__(Workload(options.training))
+        self.demo = options
+
+    def name_of(self, combination: Combination) -> str:
+        return NAMES.get(combination, str(combination))
+
+    @property
+    def introduction(self) -> str:
+        """What is trained on, and how ranks share it."""
+        options, cores = self.options, available_cores()
+        corpus = read_samples(self.demo.max_length, equal=self.demo.equal_lengths)
+        facts = ", ".join(f"{name} {value:,.0f}" for name, value in length_facts(corpus.lengths).items())
+        lines = [
+            f"{len(corpus.samples):,} functions and classes of Python {platform.python_version()}'s standard library; "
+            f"{corpus.dropped:,} longer than {corpus.max_length:,} tokens left out",
+            f"tokens: {facts}",
+            histogram_text(corpus.lengths, corpus.max_length),
+            f"minibatch: {self.devices} x {options.samples_per_rank} samples, one per microbatch, the longest first "
+            "(balanced: as it chooses)",
+        ]
+        if options.ranks > cores and not self.placement.gpus:
+            lines.append(
+                f"{options.ranks} ranks share {cores} cores: a waiting rank lends its core to a busy one, so the times "
+                "say little about the modes"
+            )
+        return "\n".join(lines)
+
+    @property
+    def lines(self) -> list[str]:
+        lines = super().lines
+        policies = [
+            run.totals[0].policy for run in self.runs if run.combination.policy == AUTO and run.totals
+        ]
+        if policies:
+            lines.append(f'balanced is Trainer(strategy="odc"); it chose policy "{policies[-1]}"')
+        return lines
+
+    @property
+    def gain(self) -> Split | None:
+        """The speed-up of the last mode on demand over collectives; None if one of them was not run."""
+        found = [split for split in splits(self.runs) if split.slow == MODES["collective"]]
+        best = [split for split in found if split.fast == MODES["balanced"]]
+        return next(iter(best or found), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of ``result.json``: that of a benchmark, with figures by mode and the gain."""
+        return super().as_dict() | {
+            "config": asdict(self.demo) | {"output": str(self.demo.output)},
+            "runs": {self.name_of(row.combination): self._figures(row) for row in self.rows},
+            "gain": None if self.gain is None else self.gain.record(),
+            "timelines": {
+                mode: {
+                    "trace": str(timeline_folder(Path(), mode) / "timeline.json"),
+                    "idle_share": one.idle_fraction,
+                }
+                for mode, one in self._timelines().items()
+            },
+        }
+
+    def _figures(self, row: Row) -> dict[str, Any]:
+        """Of all timed minibatches of a mode on all ranks; losses of the last repetition, the untimed one included."""
+        runs = [run for run in self.runs if run.combination == row.combination]
+        totals = [one for run in runs for one in run.totals]
+        minibatches = sum(run.count for run in runs)
+        kinds = totals[0].traffic if totals else {}
+        return {
+            "samples_per_second": self.options.ranks
+            * self.options.samples_per_rank
+            * row.minibatches
+            / row.total,
+            "tokens_per_second": row.tokens / row.total,
+            "seconds_per_minibatch": [run.seconds(index) for run in runs for index in run.timed],
+            "loss": [runs[-1].loss(index) for index in range(runs[-1].count)],
+            "traffic_per_minibatch": {
+                kind: sum(one.traffic[kind] for one in totals) / minibatches for kind in kinds
+            },
+            "idle_share": row.idle,
+            "over_bound": row.over_bound,
+            "policy": totals[-1].policy if totals else None,
+        }
+
+    def _timelines(self) -> dict[str, Any]:
+        """Of the modes that came so far."""
+        traces = {
+            mode: timeline_folder(self.demo.output, mode) / "timeline.json"
+            for mode in self.demo.communication
+        }
+        return {mode: load_timeline(trace) for mode, trace in traces.items() if trace.exists()}
+
+    def write_files(self) -> None:
+        """Write those of a benchmark, and the timelines in one picture."""
+        super().write_files()
+        timelines = self._timelines()
+        if not (self.rows and timelines):
+            return
+        of_ranks = f" ({self.placement.caption})" if self.placement.caption else ""
+        titled = {f"{TITLES.get(mode, mode)}{of_ranks}": one for mode, one in timelines.items()}
+        draw_timelines(titled, self.demo.output / "timelines.png")
+        print(
+            f"  timelines.png       every rank in minibatch {self.options.minibatches}, all modes; grey is waiting\n"
+            "  timelines/<mode>/   the same as traces: open timeline.json in https://ui.perfetto.dev"
+        )
+
+
+def histogram(lengths: Sequence[int], longest: int) -> list[tuple[int, int, int]]:
+    """``(from, to, count)`` of `BINS` equal bins over ``1..longest``, both ends included."""
+    edges = [round(longest * step / BINS) for step in range(BINS + 1)]
+    pairs = itertools.pairwise(edges)
+    return [(low + 1, high, sum(low < length <= high for length in lengths)) for low, high in pairs]
+
+
+def histogram_text(lengths: Sequence[int], longest: int, width: int = 40) -> str:
+    """The histogram as lines of blocks, the fullest bin ``width`` blocks wide."""
+    bins = histogram(lengths, longest)
+    fullest = max(count for *_, count in bins)
+    digits = len(f"{longest:,}")
+    lines = []
+    for low, high, count in bins:
+        bar = "█" * round(width * count / fullest) or ("▏" if count else "")
+        lines.append(f"{low:>{digits},} - {high:>{digits},}  {bar} {count:,}")
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""Figures of gather, accumulate and settle, and of the engine's own Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+
+from benchmarks import comm, engine
+from benchmarks.comm import parse_size
+from lightning_odc import host_memory
+from lightning_odc.bench.processes import RankFailedError, Ranks
+
+Main = Callable[[Sequence[str]], int]
+
+
+def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--ranks 1 2 --sizes 4K --rounds 2 --skew 0.01 --output {tmp_path}"
+    assert comm.main(line.split()) == 0
+    results = json.loads((tmp_path / "comm.json").read_text())["results"]
+    assert [(one["ranks"], one["operation"]) for one in results] == [
+        (ranks, operation) for ranks in (1, 2) for operation in ("gather", "accumulate", "settle")
+    ]
+    for one in results:
+        for low, middle, high in (one["ours"], one["theirs"], one["plain"], one["faster"]):
+            assert 0 < low <= middle <= high
+    assert "faster than the group [quartiles]" in (tmp_path / "comm.md").read_text()
+    late = {one["operation"]: one for one in results if one["ranks"] == 2}
+    # The second rank comes 10 ms late: a collective keeps the first one waiting, 5 ms on average; a gather does not.
+    assert late["gather"]["theirs"][1] > 0.0045 > late["gather"]["ours"][1]
+    assert late["settle"]["ours"][1] > 0.0045  # it is a meeting
+    assert engine.main(f"--peers 1 --mib 1 --rounds 2 --output {tmp_path}".split()) == 0
+    found = json.loads((tmp_path / "engine.json").read_text())
+    measured = [(row["ranks"], row["parameters"]) for row in found["python"]]
+    assert measured == [(2, 1), (2, 12), (4, 1), (4, 12)]
+    assert all(row["all"] > 0 < row["minibatch"] for row in found["python"])
+    assert [row["peers"] for row in found["busy owner"]] == [1]
+    out = capsys.readouterr().out
+    assert "faster than the group [quartiles] |" in out  # brackets are no markup
+    assert "The engine's own Python" in out
+
+
+def test_quartiles_of_few_rounds_lie_between_them() -> None:
+    names = {name for operation in comm.OPERATIONS for name in operation}
+    found = comm.summarize([{name: [1.0, 10.0] for name in names}] * 2, 4096, 0.0)
+    assert {one.ours for one in found} == {(3.25, 5.5, 7.75)}
+    assert {one.faster for one in found} == {(1.0, 1.0, 1.0)}
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("4K", "1m", "256M", "7")] == [4096, 2**20, 2**28, 7]
+
+
+@pytest.mark.parametrize("main", [comm.main, engine.main])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed")])
+def test_nothing_measured_leaves_earlier_results(
+    main: Main, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Ranks, "__init__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "__enter__", lambda self: self)
+    monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "call", call)
+    names = ["comm.json", "comm.md", "engine.json"]
+    for name in names:
+        (tmp_path / name).write_text("earlier")
+    assert main(["--output", str(tmp_path)]) == (1 if isinstance(error, RankFailedError) else 130)
+    assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * 3
+
+
+@pytest.mark.parametrize(
+    ("main", "line", "message"),
+    [
+        (comm.main, "--sizes many", "'many' is not a size: write 4K"),
+        (comm.main, "--ranks 17", "--ranks 17: use 1 to 16"),
+        (comm.main, "--ranks 16 --sizes 1G --rounds 1", "or use fewer --ranks or smaller --sizes"),
+        (engine.main, "--peers 0", "--peers 0: use 1 or more"),
+        (engine.main, "--mib 1024 --peers 1 15", "or use fewer --peers or a smaller --mib"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    main: Main,
+    line: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "rooms", lambda: [host_memory.Room(16 * 2**30, "a test", "allow more")])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([*line.split(), "--output", str(tmp_path)])
+    assert message in capsys.readouterr().err
