@@ -46,7 +46,7 @@ from lightning_odc.bench.options import (
 from lightning_odc.bench.report import Outcome, show_percent
 from lightning_odc.bench.results import WARM_UP, Row
 from lightning_odc.bench.train import check, train_all
-from lightning_odc.bench.workload import Workload, cost_under
+from lightning_odc.bench.workload import Workload, cost_under, plans_of
 from lightning_odc.console import OptionError, option, prepare_output
 from notebooks.support.sleeping import SleepingLayer, SleepingModel
 
@@ -161,7 +161,8 @@ class EmulatedWorkload(Workload):
         """
         speeds = [1.0] * (self.options.ranks - 1) + [1 / self.options.slow_rank]
         cost, evaluate = with_speeds(self.cost, speeds), cost_under(combination)
-        return [evaluate(plan, self.samples.lengths, cost) for plan in self.plans(combination, count)]
+        plans, lengths = plans_of(self.loader(combination, 0), count), self.samples.lengths
+        return [evaluate(plan, lengths, cost) for plan in plans]
 
 
 def emulated_cost(name: str) -> Cost:

@@ -22,10 +22,10 @@ def rows_picture(rows: Mapping[str, Row], caption: str = "") -> Figure:
     """
     figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    for place, row in enumerate(rows.values()):
+    for place, (name, row) in enumerate(rows.items()):
         low, middle, high = row.seconds
         idle = row.idle or 0.0
-        colour = MODES.get(row.combination.communication, GREY)
+        colour = MODES.get(name, MODES.get(row.combination.communication, GREY))
         axes.barh(place, middle, color=colour, alpha=0.6)
         axes.barh(
             place,

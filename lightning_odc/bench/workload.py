@@ -150,12 +150,6 @@ class Workload:
             generator=torch.Generator().manual_seed(self.options.seed),
         )
 
-    def plans(self, combination: Combination, count: int) -> Iterator[Plan]:
-        """The plans of the first ``count`` minibatches."""
-        loader = self.loader(combination, 0)
-        for step in range(count):
-            yield loader.plan(step % len(loader), epoch=step // len(loader)).microbatches
-
     def estimated_idle(self, combination: Combination, count: int) -> list[float]:
         """The idle part of all ranks' time in the first ``count`` minibatches, estimated from the planner's cost.
 
@@ -163,9 +157,14 @@ class Workload:
         """
         if combination.changes_plans or self.options.cost_of(combination) in ("fitted", "auto"):
             return []
-        cost, evaluate = self.loader(combination, 0).recipe.cost, cost_under(combination)
-        lengths = self.samples.lengths
-        return [idle_of_plan(plan, lengths, cost, evaluate) for plan in self.plans(combination, count)]
+        loader, lengths, evaluate = self.loader(combination, 0), self.samples.lengths, cost_under(combination)
+        return [idle_of_plan(plan, lengths, loader.recipe.cost, evaluate) for plan in plans_of(loader, count)]
+
+
+def plans_of(loader: BalancedDataLoader, count: int) -> Iterator[Plan]:
+    """The plans of the first ``count`` minibatches."""
+    for step in range(count):
+        yield loader.plan(step % len(loader), epoch=step // len(loader)).microbatches
 
 
 @functools.lru_cache(maxsize=1)
