@@ -16,6 +16,7 @@ from benchmarks.emulate import FITTED
 from benchmarks.simulate import Cluster, Model, plan_work, simulate_work
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import Planner
+from lightning_odc.bench.configs import PRESETS
 from lightning_odc.bench.lengths import draw
 
 MINIBATCHES = 100
@@ -24,18 +25,7 @@ OWN = "own "
 """Begins the names of ratios to collectives with this package's LB-Micro, whose microbatches line up over ranks."""
 BODY, REVIEW, PLOT, REPLICATION = "body", "review of its appendix", "plot, +-5 points", "its write-up"
 
-_QWEN: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151_936, "tie_word_embeddings": False}
-CONFIGS = {
-    "1.5b": _QWEN
-    | {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2}
-    | {"intermediate_size": 8960},
-    "7b": _QWEN
-    | {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-    | {"intermediate_size": 18_944, "vocab_size": 152_064},
-    "14b": _QWEN
-    | {"hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8}
-    | {"intermediate_size": 13_824, "vocab_size": 152_064},
-}
+CONFIGS = {name: {**PRESETS[name], "tie_word_embeddings": False} for name in ("1.5b", "7b", "14b")}
 """DeepSeek-R1-Distill-Qwen."""
 
 

@@ -90,8 +90,8 @@ class Advice:
             return "This would not help: one device has no other to wait for."
         if self.helps:
             return (
-                f"This would help: ranks would wait {demand:.0%} of the time for each other, instead of {idle:.0%}. By "
-                f"plan, that is {plans.on_demand.factor:.2f} times as fast as batches as they come, and "
+                f"This would help: ranks would wait {demand:.0%} of the time for each other, instead of {idle:.0%}. A "
+                f"planned step is {plans.on_demand.factor:.2f} times as fast as with batches as they come, and "
                 f"{plans.over_collectives:.2f} times as fast as the best plan for collectives."
             )
         if plans.over_collectives >= WORTH:
@@ -103,8 +103,8 @@ class Advice:
         else:
             return f"This would not help: {self._why_not()}"
         return (
-            f"On-demand communication would not help: {why}. Balancing would: by plan, it is "
-            f"{plans.collective.factor:.2f} times as fast as batches as they come."
+            f"On-demand communication would not help: {why}. Balancing would: a planned step is "
+            f"{plans.collective.factor:.2f} times as fast as with batches as they come."
         )
 
     def _why_not(self) -> str:
@@ -158,8 +158,8 @@ class Advice:
         plans, question = self.facts.plans, self.facts.question
         steps = -(-len(question.samples.lengths) // question.samples_per_step)
         return (
-            f"These are plans for {plans.steps} of the {steps:,} steps of an epoch. Their time is FLOPs, without "
-            "communication.\nTo measure time on this machine: lightning-odc bench train"
+            f"These are plans for {plans.steps} of the {steps:,} steps of an epoch. Their time is counted in FLOPs, "
+            "without communication.\nTo measure time on this machine: lightning-odc bench train"
         )
 
     def as_dict(self) -> dict[str, Any]:

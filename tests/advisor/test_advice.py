@@ -137,7 +137,7 @@ def test_a_window_that_does_not_fit_is_not_recommended() -> None:
     tight = Advice(replace(whole, memory=memory))
     assert not tight.helps
     assert str(tight).startswith("On-demand communication would not help: it adds ")
-    assert "Balancing would: by plan, it is " in str(tight)
+    assert "Balancing would: a planned step is " in str(tight)
     assert 'ODCStrategy(communication="collective", balance="lb_micro")' in tight.line
 
 
