@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.host_time import SHAPES, compare
+from benchmarks.gpu.host_time import BUSY, SHAPES, compare
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.report import TABLES, bench_tables, machine, summarize, write
 from benchmarks.gpu.sweep import sweep_kernel
@@ -77,7 +77,7 @@ def _parts(options: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[],
     if "sweep" in options.parts:
         yield "sweep of the kernel", "sweep", lambda: run_ranks(sweep_kernel, 1)[0]
     if "host" in options.parts:
-        for shape in SHAPES:
+        for shape in (*SHAPES, BUSY) if torch.cuda.device_count() > 1 else SHAPES:
             yield f"host time, {shape.name}", "host", partial(compare, shape)
     if "transport" in options.parts:
         for ranks in options.ranks:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import host_time
-from benchmarks.gpu.host_time import SHAPES, Setting, Shape, Way, settings
+from benchmarks.gpu.host_time import BUSY, SHAPES, Setting, Shape, Way, settings
 from benchmarks.gpu.report import host_tables
 from lightning_odc.bench.devices import Placement
 from lightning_odc.bench.processes import RankFailedError
@@ -53,6 +54,13 @@ def test_several_gpus_compare_all_ways_with_as_many_ranks():
     assert {setting.world for setting in found.values()} == {1, 4}
     assert not any(setting.takes_turns for setting in found.values())
     assert found[Way.COPY_ENGINE].placement.backend == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize(("gpus", "shapes"), [(1, SHAPES), (4, (*SHAPES, BUSY))])
+def test_speed_is_compared_only_between_gpus(gpus, shapes):
+    with patch.object(torch.cuda, "device_count", lambda: gpus):
+        names = [name for name, *_ in benchmark._parts(benchmark._options(["--parts", "host"]))]
+    assert names == [f"host time, {shape.name}" for shape in shapes]
 
 
 def test_gathers_by_copy_engine_need_a_torch_that_has_them(monkeypatch):
