@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lightning_odc._version import __version__
-from lightning_odc.advisor import command_line as advise_cli
+from lightning_odc.advisor.options import AdviseOptions
 from lightning_odc.bench.options import DemoOptions, TrainOptions
 from lightning_odc.console import (
     PROGRAM,
@@ -25,7 +27,8 @@ from lightning_odc.console import (
     run_written,
     say_first,
 )
-from lightning_odc.doctor import command_line as doctor_cli
+from lightning_odc.doctor import machine
+from lightning_odc.doctor.checks import examine, summary
 
 BAD_USAGE = 2
 INTERRUPTED = 130
@@ -39,8 +42,6 @@ examples:
   lightning-odc bench --model gpt2 --lengths lengths.txt
                                             measure your model and your lengths on this machine
 """
-
-COMMANDS = ("doctor", "advise", "demo", "bench")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,11 +107,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _doctor(_: dict[str, Any], form: Form) -> int:
+    """``lightning-odc doctor``."""
+    say_first(form)
+    findings = examine(machine.look())
+    is_ok = all(finding.level != "error" for finding in findings)
+    if form.json:
+        print(json.dumps({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        return int(not is_ok)
+    for finding in findings:
+        if finding.level != "ok" or not form.quiet:
+            print(finding.text)
+    if not form.quiet:
+        print(summary(findings))
+    return int(not is_ok)
+
+
+def _advise(parsed: dict[str, Any], form: Form) -> int:
+    """``lightning-odc advise``."""
+    options = read_options(AdviseOptions, parsed)
+    # The heavy imports wait until the options are right.
+    say_first(form)
+    from lightning_odc.advisor.plans import Facts
+    from lightning_odc.advisor.question import ask
+    from lightning_odc.advisor.report import Advice
+
+    advice = Advice(Facts.of(ask(options)))
+    if form.json:
+        print(json.dumps(advice.as_dict(), indent=2))
+    else:
+        print(advice.line if form.quiet else advice)
+    return 0
+
+
 def _demo(parsed: dict[str, Any], form: Form) -> int:
     """``lightning-odc demo``."""
     options = read_options(DemoOptions, parsed)
     check_extra_packages("demo")
-    # The heavy imports wait until the options are right.
     say_first(form)
     from lightning_odc.bench.demo import run_demo
 
@@ -129,6 +162,51 @@ def _bench(parsed: dict[str, Any], form: Form) -> int:
     return run_written(form, lambda: run_train(Outcome(Workload(options))), parsed["output"] / "bench.json")
 
 
+class _Command(NamedTuple):
+    """A command: what runs it, its options, what ``--quiet`` does, and two texts of its help."""
+
+    run: Callable[[dict[str, Any], Form], int]
+    options: type | None
+    quiet: str
+    help: str
+    description: str
+
+
+COMMANDS = {
+    "doctor": _Command(
+        _doctor,
+        None,
+        "print warnings and errors only",
+        "check this machine; say what to do",
+        "Check what the strategy needs: kernel, memory, network, versions, GPUs. Exit code 1 if there is an error.",
+    ),
+    "advise": _Command(
+        _advise,
+        AdviseOptions,
+        "print the Trainer to write, and nothing else",
+        "say what balancing would gain on your lengths and model, and which Trainer to write; trains nothing",
+        "Say from lengths alone how long ranks would wait for each other, before and after balancing, what a rank "
+        "needs in memory, and which Trainer to write. If it would not help, the first line says so.",
+    ),
+    "demo": _Command(
+        _demo,
+        DemoOptions,
+        "print errors only; the files are written",
+        "train one model on real text with collectives, on demand and balanced, and compare",
+        "Train the same small language model on the same minibatches of Python source: with collectives, on demand, "
+        'and on demand with balanced minibatches (strategy="odc"). Show times, losses, the speed-up and its causes.',
+    ),
+    "bench": _Command(
+        _bench,
+        TrainOptions,
+        "print errors only; the files are written",
+        "measure your model and data under every way to communicate and to balance",
+        "Train one model on the same minibatches under combinations of communication and balancing, which take turns. "
+        "Show times with confidence intervals, speed-ups split into causes, idle time and memory.",
+    ),
+}
+
+
 def _build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = _Parser(
@@ -139,24 +217,12 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
-    doctor_cli.add_parser(commands)
-    advise_cli.add_parser(commands)
-    demo = commands.add_parser(
-        "demo",
-        help="train one model on real text with collectives, on demand and balanced, and compare",
-        description="Train the same small language model on the same minibatches of Python source: with collectives, "
-        'on demand, and on demand with balanced minibatches (strategy="odc"). Show times, losses, the '
-        "speed-up and its causes.",
-    )
-    bench = commands.add_parser(
-        "bench",
-        help="measure your model and data under every way to communicate and to balance",
-        description="Train one model on the same minibatches under combinations of communication and balancing, which "
-        "take turns. Show times with confidence intervals, speed-ups split into causes, idle time and memory.",
-    )
-    bench.add_argument("train", nargs="?", choices=("train",), metavar="train", help="may be left out")
-    for command, run, options in ((demo, _demo, DemoOptions), (bench, _bench, TrainOptions)):
-        command.set_defaults(command=run)
-        add_options(command, options)
-        add_form(command, "print errors only; the files are written")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.help, description=command.description)
+        own.set_defaults(command=command.run)
+        if name == "bench":
+            own.add_argument("train", nargs="?", choices=("train",), metavar="train", help="may be left out")
+        if command.options is not None:
+            add_options(own, command.options)
+        add_form(own, command.quiet)
     return parser
