@@ -22,38 +22,25 @@ _LEFT = 0.8  # of the tokens that ran out of memory
 
 
 class RanOut(NamedTuple):
-    """A microbatch that ran out of memory.
+    """A microbatch that ran out of memory; 0 where a number is not known."""
 
-    Attributes:
-        tokens: Its tokens, padding included; 0 where they are not known.
-        samples: The number of its samples; 0 where it is not known.
-    """
-
-    tokens: int
+    tokens: int  # padding included
     samples: int
 
 
 class DelayedCap(History["int | list[int]"]):
     """Caps that fall, as each plan may use them; see Note [Plans of what everybody knows].
 
-    They are a function of what ran out, so they are equal on all ranks.
-
-    Args:
-        num_ranks: The number of ranks.
-        cap: The most tokens in a microbatch to begin with, or a list with one number for each rank.
-        least: The tokens of the longest sample, which has to run anyway.
-
-    Attributes:
-        caps: ``[num_ranks]``, the most tokens in a microbatch.
-        ran_out: The number of microbatches that ran out of memory.
+    They are a function of what ran out, so they are equal on all ranks. They begin with ``cap``, or with one number for
+    each rank.
     """
 
     def __init__(self, num_ranks: int, cap: int | Sequence[int], least: int) -> None:
         self._first = [cap] * num_ranks if isinstance(cap, int) else list(cap)
         self._by_rank = not isinstance(cap, int)
-        self.caps = list(self._first)
-        self.ran_out = 0
-        self._least = least
+        self.caps = list(self._first)  # by rank
+        self.ran_out = 0  # microbatches
+        self._least = least  # tokens of the longest sample, which has to run anyway
         super().__init__(self.value)
 
     @property
@@ -67,12 +54,7 @@ class DelayedCap(History["int | list[int]"]):
         return self.ran_out > 0
 
     def observe(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
-        """Take in the ranks' reports of an optimizer step; the same, in the same order, on all ranks.
-
-        Args:
-            by_rank: The number of the latest minibatch, and of each microbatch that ran out of memory the fields of a
-                `RanOut`; ``None`` for a rank that has nothing to tell.
-        """
+        """Take in what `Retry.take` returned on each rank in an optimizer step; the same on all ranks."""
         told = [(rank, *report) for rank, report in enumerate(by_rank) if report is not None]
         for rank, _, ran_out in told:
             self.ran_out += len(ran_out)
@@ -101,11 +83,7 @@ class DelayedCap(History["int | list[int]"]):
         return {"begun": self.begun, "known": [list(known) for known in self.known], "cap": cap}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
-
-        Raises:
-            ValueError: the state is of another number of ranks, or the user has chosen another cap since.
-        """
+        """Go on from what `state_dict` returned, unless it is of other ranks, or another cap was chosen since."""
         cap = state["cap"]
         if len(cap["caps"]) != len(self.caps):
             raise ValueError(f"it is of {len(cap['caps'])} ranks, and there are {len(self.caps)}.")

@@ -32,31 +32,19 @@ from lightning_odc.errors import ODCError
 
 @dataclass(frozen=True)
 class Added:
-    """What a backward pass has added before it broke off, by the number of the unit.
+    """What a backward pass has added before it broke off, by the number of the unit."""
 
-    Attributes:
-        times: How many times the unit has added.
-        calls: How many times it ran in the forward pass.
-    """
-
-    times: Mapping[int, int] = field(default_factory=dict)
-    calls: Mapping[int, int] = field(default_factory=dict)
+    times: Mapping[int, int] = field(default_factory=dict)  # that it has added
+    calls: Mapping[int, int] = field(default_factory=dict)  # that it ran in the forward pass
 
 
 class Additions:
-    """The additions of one backward pass after the other.
-
-    Args:
-        names: The names of the units, by number.
-        ran: Returns the numbers of the units in the order in which they ran forward.
-
-    Attributes:
-        adding: The unit that is adding right now; after a pass that broke off, the one that has added a part.
-    """
+    """The additions of one backward pass after the other."""
 
     def __init__(self, names: Sequence[str], ran: Callable[[], Sequence[int]]) -> None:
-        self._names = names
-        self._ran = ran
+        self._names = names  # of the units, by number
+        self._ran = ran  # returns the numbers of the units in the order in which they ran forward
+        # The unit that adds now; after a pass that broke off, the one that has added a part.
         self.adding: int | None = None
         self._is_open = False  # a backward pass has begun and not ended
         self._before = Added()
@@ -73,12 +61,7 @@ class Additions:
         self._next = added
 
     def begin_backward(self) -> None:
-        """A backward pass begins.
-
-        Raises:
-            ODCError: The pass is that of a part which runs units another number of times than the whole did. Or the
-                pass before broke off, and its error was caught.
-        """
+        """A backward pass begins. Refused if it is of a part that runs units another number of times than the whole."""
         self.check_none_broke_off()
         before, self._next = self._next, Added()
         for unit in before.times:
@@ -111,11 +94,7 @@ class Additions:
         self._before, self._now = Added(), Counter()
 
     def check_none_broke_off(self) -> None:
-        """Refuse to go on with a part of the gradient of a microbatch.
-
-        Raises:
-            ODCError: a backward pass broke off, and its error was caught.
-        """
+        """Refuse to go on with a part of the gradient of a microbatch, whose error was caught."""
         if self._is_open and (self._now or self._before.times):
             raise ODCError(
                 "A backward pass broke off and its error was caught, but a part of its gradient has been added before. "

@@ -55,15 +55,10 @@ class Contribution:
 
 @dataclass
 class Sums:
-    """What the microbatches of a minibatch add up to on this rank.
-
-    Attributes:
-        device: The device of this rank.
-        extras: What else ``training_step`` returned, by microbatch.
-    """
+    """What the microbatches of a minibatch add up to on this rank."""
 
     device: torch.device
-    extras: dict[str, list[Any]] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # what else steps returned, by microbatch
     _loss: Any = 0.0
     _weight: Any = 0.0
 

@@ -85,22 +85,6 @@ class Part:
     """A microbatch, or a part of one, from the beginning of its run: ``with part:`` run it.
 
     If memory runs out in the context, the error is kept, and the program goes on behind it. Other errors pass.
-
-    Args:
-        task: The microbatch.
-        index: Position in this rank's minibatch.
-        retry: What decides whether it may run again.
-        of: The microbatch, or the part, of which it is a part.
-        is_last_try: It ran out of memory before, and cannot be cut.
-
-    Attributes:
-        run: What the step gets, which may take items out of a mapping.
-        task: The same, as it was before.
-        item: What it contributes, once its forward pass has ended.
-        counts_nothing: Whether its gradient counts nothing; exact once its forward pass has ended.
-        added: What units had added of it, or of that of which it is a part, before it broke off.
-        is_logged: Its values were logged before, by that of which it is a part.
-        error: What it broke off with; memory ran out.
     """
 
     def __init__(
@@ -112,16 +96,18 @@ class Part:
         is_last_try: bool = False,
     ) -> None:
         batch = task.microbatch
-        self.run = task
+        self.run = task  # what the step gets, which may take items out of a mapping
         self.task = task._replace(microbatch=copy.copy(batch) if isinstance(batch, MutableMapping) else batch)
-        self.index = index
+        self.index = index  # in this rank's minibatch
         self.is_part = of is not None
-        self.is_last_try = is_last_try
-        self.item: Contribution | None = None
-        self.counts_nothing = CountsNothing(weight=task.weight)
-        self.added: Added = Added() if of is None else of.added
-        self.is_logged: bool = of is not None and (of.is_logged or of.item is not None)
-        self.error: Exception | None = None
+        self.is_last_try = is_last_try  # it ran out of memory before, and cannot be cut
+        self.item: Contribution | None = None  # until its forward pass has ended
+        self.counts_nothing = CountsNothing(weight=task.weight)  # exact when its forward pass has ended
+        self.added: Added = Added() if of is None else of.added  # by units, before it broke off
+        self.is_logged: bool = of is not None and (
+            of.is_logged or of.item is not None
+        )  # then it logs nothing
+        self.error: Exception | None = None  # memory ran out
         self.buffers = [(buffer, buffer.clone()) for buffer in retry.buffers]
         self._retry = retry
         self._ledger = replace(retry.engine.ledger)
@@ -167,23 +153,14 @@ class Part:
 
 
 class Retry:
-    """What becomes of microbatches that run out of memory; see Note [Run again in parts].
-
-    Args:
-        answer: What to do with them.
-        engine: The engine of the model.
-        device: The device of this rank, whose random numbers belong to a microbatch.
-        buffers: Those of the model.
-
-    Attributes:
-        buffers: Those that a forward pass may change, as far as is known.
-    """
+    """What becomes of microbatches that run out of memory; see Note [Run again in parts]."""
 
     def __init__(
         self, answer: OnOutOfMemory, engine: Engine, device: torch.device, buffers: Iterable[Tensor] = ()
     ) -> None:
         self.engine = engine
         self.device = device
+        # Those that a forward pass may change, as far as is known.
         self.buffers = [] if answer == "raise" else list(buffers)
         self._answer = answer
         self._has_run = self._has_warned = False
@@ -210,12 +187,7 @@ class Retry:
             self.buffers = [b for b, old in part.buffers if b.numel() < 4096 or not torch.equal(b, old)]
 
     def cut(self, part: Part, reason: str) -> None:
-        """What ran out of memory runs again in parts, or whole.
-
-        Args:
-            part: What ran out.
-            reason: Why it cannot be cut, if it cannot.
-        """
+        """What ran out of memory runs again: in parts, or whole if there is a reason why it cannot be cut."""
         self._note(part, reason)
         if not self._has_warned:
             self._has_warned = True
@@ -226,15 +198,7 @@ class Retry:
             )
 
     def drop(self, part: Part, reason: str = "") -> None:
-        """Leave out what ran out of memory and cannot be cut.
-
-        Args:
-            part: What ran out.
-            reason: Why it cannot even run again whole, as it may otherwise.
-
-        Raises:
-            Exception: The error of ``part`` with a note, where it cannot be left out, or must not be.
-        """
+        """Leave out what cannot be cut; or raise its error, as always if there is a reason why it cannot run again."""
         self._note(part, reason)
         self._in_a_row += 1
         stays = self._answer == "skip" and bool(part.added.times)
