@@ -37,19 +37,12 @@ _FACTOR, _LIMIT, _INTERVAL = "accumulate_grad_batches", "limit_train_batches", "
 
 
 class Accumulation:
-    """What the trainer accumulates, and what it counts while that is folded; see Note [Folded accumulation].
-
-    Args:
-        trainer: The trainer, which is changed by `fold` until `put_back`.
-
-    Attributes:
-        batches: Batches of the user's loader that make up a minibatch now; 1 if nothing is folded.
-    """
+    """What the trainer accumulates, and what it counts while that is folded; see Note [Folded accumulation]."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._before: dict[str, Any] = {}
-        self.batches = 1
+        self.batches = 1  # of the user's loader in a minibatch
 
     @property
     def foldable(self) -> int:
@@ -66,11 +59,7 @@ class Accumulation:
         return any(one.going_to_accumulate_grad_batches() for one in schedulers)
 
     def fold(self, num_batches: float) -> None:
-        """Step after every batch from now on.
-
-        Args:
-            num_batches: The batches of an epoch before folding; infinity if that is not known.
-        """
+        """Step after every batch from now on."""
         self.put_back()
         self.batches = self.foldable
         if self.batches == 1:

@@ -22,15 +22,7 @@ _BYTES_PER_PARAMETER = 16  # fp32: itself, its gradient, and two states of Adam
 def brief(
     loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "", rule: Rule | None = None
 ) -> str:
-    """The lines that describe balanced training before it begins.
-
-    Args:
-        loader: The training loader, as it will be read.
-        model: The cost that was read from the model.
-        batches: Batches of the user's loader that make up a minibatch.
-        reason: The reason for the policy, where it is not the usual one.
-        rule: What microbatches count, if the loss was tried.
-    """
+    """The lines that describe balanced training before it begins."""
     found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
     chosen = _choices(loader, batches, reason, rule)
     return f"Found: {found}.\nChosen: {chosen}.\nExpected: {_expectation(loader, batches)}."
@@ -39,14 +31,7 @@ def brief(
 def note_on_size(
     loader: BalancedDataLoader, module: nn.Module, device: torch.device, ranks_per_node: int
 ) -> str:
-    """One line where plain DDP would serve; empty for a model that is large, or of which nothing is known.
-
-    Args:
-        loader: The training loader.
-        module: The model.
-        device: The device of this rank.
-        ranks_per_node: How many ranks share the host's memory.
-    """
+    """One line where plain DDP would serve; empty for a model that is large, or of which nothing is known."""
     if loader.is_stream:
         return ""
     parameters = sum(parameter.numel() for parameter in module.parameters())

@@ -51,11 +51,6 @@ class FirstCallback(Callback):
     It counts the ends that this rank has come to: see Note [Who has left]. Callbacks that change the model at the end
     of an evaluation find its shards. Those that save when a rank has failed find its peers told: these come to save,
     too, instead of waiting for that rank to take its step.
-
-    Args:
-        engine: The engine of the run.
-        fail: Tells peers that this rank has failed.
-        end_epoch: Called when all ranks have come to the end of an epoch.
     """
 
     def __init__(
@@ -106,11 +101,7 @@ class FirstCallback(Callback):
 
 
 class LastCallback(Callback):
-    """Runs after all other callbacks: publishes what they write into the model when an evaluation begins.
-
-    Args:
-        engine: The engine of the run.
-    """
+    """Runs after all other callbacks: publishes what they write into the model when an evaluation begins."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

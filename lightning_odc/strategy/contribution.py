@@ -31,19 +31,12 @@ from lightning_odc.engine.base import Counting
 
 @dataclass
 class Contribution:
-    """What one microbatch adds to the sum in Note [Who divides].
+    """What one microbatch adds to the sum in Note [Who divides]."""
 
-    Attributes:
-        loss: The weighted (or summed) loss, with its graph; at least in fp32, which has room for weights and sums.
-        weight: Its part of the denominator.
-        extras: What else ``training_step`` returned.
-        counting: What the weight counts.
-    """
-
-    loss: Tensor
-    weight: float | Tensor
-    extras: dict[str, Any]
-    counting: Counting
+    loss: Tensor  # weighted or summed, with its graph; at least in fp32, which has room for weights and sums
+    weight: float | Tensor  # its part of the denominator
+    extras: dict[str, Any]  # what else ``training_step`` returned
+    counting: Counting  # what the weight counts
 
     def detach(self) -> None:
         """Hold the values alone, without the graph and its activations."""
@@ -93,12 +86,7 @@ class _WithValue(torch.autograd.Function):
 
 
 class CountsNothing:
-    """Whether a microbatch counts nothing. The answer waits for the count of its labels, and for no other work.
-
-    Args:
-        labels: The number of labels that its mean loss is over, if it is counted.
-        weight: The planned weight.
-    """
+    """Whether a microbatch counts nothing. The answer waits for the count of its labels, and for no other work."""
 
     def __init__(self, labels: Tensor | None = None, weight: float = 1.0) -> None:
         self._weight = weight
@@ -154,13 +142,7 @@ def contribution(
 
 
 def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float | Tensor:
-    """What the values of a microbatch count that is evaluated; as in training, and the step may return anything.
-
-    Args:
-        output: What the step returned.
-        weight: The planned weight.
-        labels: The number of labels, if they are counted; see Note [Labels are counted].
-    """
+    """What the values of a microbatch count that is evaluated; as in training, and the step may return anything."""
     counts = float(weight > 0)
     if isinstance(output, Mapping) and "num_items" in output:
         return _checked(output["num_items"]) * counts

@@ -39,15 +39,7 @@ def make_engine(
     replicates: bool = False,
     hang_report: HangReport | None = None,
 ) -> Engine:
-    """The engine that moves the shards and gradients of a strategy's model. All ranks together.
-
-    Args:
-        strategy: An `ODCStrategy` or `ODCFabricStrategy`. Its arguments say which engine it gets.
-        timeout: The longest wait for another rank.
-        layout: The rows and columns of ranks, if there are several rows.
-        replicates: Every row holds the whole model; otherwise all rows together do.
-        hang_report: Says where this rank is when ranks have waited for long.
-    """
+    """The engine that moves the shards and gradients of a strategy's model. All ranks together."""
     if strategy.world_size == 1:
         return CollectiveEngine(1, single_process)
     rendezvous = process_group_rendezvous(dist.group.WORLD)

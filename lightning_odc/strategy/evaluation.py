@@ -46,23 +46,13 @@ _SMALLER = (
 
 
 class Evaluation:
-    """One pass over loaders to validate, test or predict on this rank; see Note [Values of an evaluation].
-
-    Args:
-        strategy: The strategy, set up.
-        engine: The engine of its model, which asks the other ranks at the end.
-        always: Merge values also if no rank had a `Minibatch`.
-        rule: What microbatches count, if training has tried the loss.
-
-    Attributes:
-        logs_locally: What is logged now stays this rank's.
-    """
+    """One pass over loaders to validate, test or predict on this rank; see Note [Values of an evaluation]."""
 
     def __init__(
         self, strategy: ShardedStrategy, engine: Engine, always: bool, rule: Rule | None = None
     ) -> None:
         assert strategy.lightning_module is not None
-        self.logs_locally = False
+        self.logs_locally = False  # what is logged now stays this rank's
         self._strategy = strategy
         self._module = strategy.lightning_module
         self._engine = engine
@@ -183,11 +173,7 @@ _OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "
 
 
 def totals_in(results: Any) -> Iterator[Total]:
-    """What this rank has logged so far for the epoch.
-
-    Args:
-        results: Lightning's collection of the results of an evaluation.
-    """
+    """What this rank has logged so far for the epoch."""
     for item in results.values():
         meta = item.meta
         if item.has_reset or not meta.on_epoch:

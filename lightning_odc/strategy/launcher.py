@@ -45,10 +45,6 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
     """A context in which a CPU rank computes with its part of the cores, unless ``OMP_NUM_THREADS`` says otherwise.
 
     Lightning's launcher does so in the first process only.
-
-    Args:
-        device_type: ``"cpu"``, or another one, which is left alone.
-        ranks: The number of ranks that share the cores.
     """
     if device_type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         yield
@@ -63,11 +59,7 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
 
 
 def interactive_launcher(strategy: Any) -> ForkLauncher | None:
-    """The launcher for an interactive Python: a notebook's kernel, IPython, ``python -i``; else ``None``.
-
-    Args:
-        strategy: The strategy to launch. Where its environment starts the processes, this is ``None``, too.
-    """
+    """The launcher for an interactive Python: a notebook's kernel, IPython, ``python -i``; else ``None``."""
     # A script under `python -i` has no prompt yet.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     forks = is_interactive and not strategy.cluster_environment.creates_processes_externally
@@ -75,11 +67,7 @@ def interactive_launcher(strategy: Any) -> ForkLauncher | None:
 
 
 class ForkLauncher(_compat.Launcher):
-    """Runs a function on all ranks of this machine, in processes forked from this one.
-
-    Args:
-        strategy: The strategy, with ``cluster_environment``, ``num_processes`` and ``root_device``.
-    """
+    """Runs a function on all ranks of this machine, in processes forked from this one."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -310,9 +298,6 @@ def end_scripts_at_exit(launcher: Any) -> None:
 
     ``torchrun`` and schedulers kill what stays; Lightning's own launcher does so only when a rank ends with an error,
     which a stopped or stuck one never does.
-
-    Args:
-        launcher: The strategy's. One that has started no scripts is left alone.
     """
     children = [
         child for child in getattr(launcher, "procs", None) or () if isinstance(child, subprocess.Popen)

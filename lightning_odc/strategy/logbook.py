@@ -48,33 +48,19 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 @dataclass
 class Total:
-    """The values of one name.
-
-    Attributes:
-        name: The name that it was logged under.
-        reduction: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or `METRIC`.
-        options: The options of ``self.log``.
-        value: The value; of a mean, the sum of values times weights.
-        weight: The sum of weights.
-        ranks: The ranks that share the value; all of them if ``None``.
-        fx: The hook that logged it.
-        dataloader_idx: The index of the loader it belongs to, where there are several.
-        dtype: The dtype to log it in, such as ``"float64"``; empty for the default.
-        states: What the lists of a metric hold, by `describe_lists`.
-        metric: The object, which does not travel between ranks.
-    """
+    """The values of one name."""
 
     name: str
-    reduction: str
-    options: dict[str, Any]
-    value: float = 0.0
-    weight: float = 0.0
-    ranks: tuple[int, ...] | None = None
-    fx: str = ""
-    dataloader_idx: int | None = None
-    dtype: str = ""
-    states: list[Any] = field(default_factory=list)
-    metric: Metric | None = None
+    reduction: str  # "mean", "sum", "min", "max", or `METRIC`
+    options: dict[str, Any]  # of ``self.log``
+    value: float = 0.0  # of a mean, the sum of values times weights
+    weight: float = 0.0  # the sum of weights
+    ranks: tuple[int, ...] | None = None  # that share the value; all of them if ``None``
+    fx: str = ""  # the hook that logged it
+    dataloader_idx: int | None = None  # of the loader it belongs to, where there are several
+    dtype: str = ""  # to log it in, such as "float64"; empty for the default
+    states: list[Any] = field(default_factory=list)  # what the lists of a metric hold, by `describe_lists`
+    metric: Metric | None = None  # which does not travel between ranks
 
     @property
     def is_shared(self) -> bool:
@@ -129,11 +115,7 @@ def from_message(message: Message) -> list[Total]:
 
 
 def merge(by_rank: Sequence[Sequence[Total]], own: int) -> list[Total]:
-    """The totals over all ranks, as far as they concern rank ``own``, in the order of their identity.
-
-    Raises:
-        DisagreementError: ranks reduce the same name differently.
-    """
+    """The totals over all ranks, as far as they concern rank ``own``, in the order of their identity."""
     parts: dict[tuple[str, int, str], dict[int, Total]] = {}
     for rank, totals in enumerate(by_rank):
         for total in totals:
@@ -182,12 +164,7 @@ def describe_lists(metric: Metric) -> list[Any]:
 
 
 def fit_lists(metric: Metric, described: list[Any]) -> None:
-    """Make the lists of ``metric`` fit those of other ranks, without changing what they amount to.
-
-    Args:
-        metric: The metric of this rank.
-        described: Its lists on the ranks that have data, by `describe_lists`.
-    """
+    """Make the lists of ``metric`` fit those of other ranks, without changing what they amount to."""
     parts = dict(_parts(metric))
     for path, name, dtype, shape in described:
         held = getattr(parts[path], name)
@@ -203,11 +180,7 @@ def metrics_of(module: LightningModule) -> list[tuple[str, Metric]]:
 
 
 def metric_at(module: LightningModule, attribute: str, name: str) -> Metric:
-    """The metric that another rank has logged.
-
-    Raises:
-        DisagreementError: this rank has no such metric.
-    """
+    """The metric that another rank has logged."""
     found = dict(metrics_of(module)).get(attribute)
     if found is None:
         raise DisagreementError(
@@ -302,15 +275,7 @@ class LogBook:
         return to_message(total for total in self._posted if total.is_shared)
 
     def merge(self, by_rank: list[Message], own: int) -> list[Total]:
-        """The values to log on rank ``own``: shared totals over all ranks, then its own totals that it last posted.
-
-        Args:
-            by_rank: what every rank posted.
-            own: this rank.
-
-        Raises:
-            DisagreementError: ranks reduce the same name differently.
-        """
+        """The values to log on rank ``own``: shared totals over all ranks, then its own totals that it last posted."""
         posted, self._posted = {total.name: total for total in self._posted}, []
         alone = [total for total in posted.values() if not total.is_shared]
         merged = merge([from_message(message) for message in by_rank], own)
@@ -353,16 +318,10 @@ class LoggedNames:
     """Notes the names that a step logs, whose values go on to Lightning.
 
     There is one for all steps: for another object, a compiled step would be compiled again.
-
-    Args:
-        module: The module of the steps.
-
-    Attributes:
-        names: Those of the last `noting`.
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self.names: set[str] = set()
+        self.names: set[str] = set()  # of the last `noting`
         self._module = module
         self._log: Callable[..., None] = module.log
 

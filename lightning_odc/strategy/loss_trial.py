@@ -260,17 +260,12 @@ _CONSTANTS: dict[Any, Callable[..., Any]] = {
 
 
 class _Quiet(TorchFunctionMode):
-    """See Note [A trial without chance].
-
-    Args:
-        wide: Compute in float64 what parameters and batches take part in.
-        shakes: Change trained parameters a little.
-    """
+    """See Note [A trial without chance]."""
 
     def __init__(self, wide: bool, shakes: bool = False) -> None:
         super().__init__()
-        self._wide = wide
-        self._shakes = shakes
+        self._wide = wide  # compute in float64 what parameters and batches take part in
+        self._shakes = shakes  # change trained parameters a little
 
     def entered(self, batch: Any) -> Any:
         """The batch that a step gets."""

@@ -71,11 +71,7 @@ def _is_causal(part: nn.Module) -> bool:
 
 
 def hugging_face_config(module: nn.Module) -> Any | None:
-    """The first configuration of Hugging Face's in a module, outermost first: a ``config`` with a ``model_type``.
-
-    Args:
-        module: Any module. That of `causal_model`, if there is one, goes before all others.
-    """
+    """The first configuration of Hugging Face's in a module, outermost first: a ``config`` with a ``model_type``."""
     model = causal_model(module)
     parts = [*([] if model is None else [model]), *module.modules()]
     configs = (getattr(part, "config", None) for part in parts)
@@ -119,10 +115,6 @@ def keeps_apart(model: nn.Module, device: torch.device) -> bool:
 
     It is found out once per model and kind of attention, see Note [A leak is measured by a leak], and kept with the
     model.
-
-    Args:
-        model: Model that `causal_model` returned.
-        device: The device to run it on.
     """
     attention = _compat.attention_of(model.config)
     known: tuple[Any, bool] | None = vars(model).get(_KNOWN)
@@ -262,17 +254,11 @@ def watch_packed_calls(model: nn.Module) -> RemovableHandle:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """A cost that was read off a model.
+    """A cost that was read off a model."""
 
-    Attributes:
-        cost: The cost of a microbatch, in a unit of its own; the same on all ranks.
-        dense: Whether attention runs over all tokens of a packed microbatch; ``None``: the model does not say.
-        source: What it was read from, in a few words.
-    """
-
-    cost: Cost
-    dense: bool | None
-    source: str
+    cost: Cost  # of a microbatch, in a unit of its own; the same on all ranks
+    dense: bool | None  # whether attention runs over all tokens of a packed microbatch, if the model says it
+    source: str  # what it was read from, in a few words
 
 
 def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
@@ -280,10 +266,6 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
 
     Attention for variable lengths (flash, and flex on GPUs) computes what is inside samples. All other kinds compute
     the whole row and mask it; see Note [Dense attention].
-
-    Args:
-        module: Any module.
-        device_type: ``"cpu"`` or ``"cuda"``; a CPU has no attention for variable lengths.
     """
     config = hugging_face_config(module)
     if config is None:

@@ -39,9 +39,6 @@ class LossScaler(torch.amp.GradScaler):
 
     Sharded gradients agree by themselves on whether one of them, on any rank, is not finite: ``DTensor`` takes the
     maximum over ranks. So every rank skips the same steps and has the same scale.
-
-    Args:
-        device_type: The device of the loss.
     """
 
     def __init__(self, device_type: str) -> None:

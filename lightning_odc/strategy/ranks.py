@@ -44,15 +44,7 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def compare_batches(engine: Engine, trainer: pl.Trainer) -> None:
-    """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps.
-
-    Args:
-        engine: The engine of the run.
-        trainer: The trainer.
-
-    Raises:
-        DisagreementError: The numbers differ; the message has all of them.
-    """
+    """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
     batches = trainer.num_training_batches
     counts = engine.exchange("begin training", -1 if batches == float("inf") else batches)
     enough = trainer.max_steps * trainer.accumulate_grad_batches
@@ -66,16 +58,7 @@ def compare_batches(engine: Engine, trainer: pl.Trainer) -> None:
 
 
 def compare_programs(engine: Engine, trainer: pl.Trainer, folded: int = 1) -> None:
-    """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together.
-
-    Args:
-        engine: The engine of the run.
-        trainer: The trainer.
-        folded: Batches of the user's loader in a batch of the trainer, see Note [Folded accumulation].
-
-    Raises:
-        DisagreementError: naming the first difference.
-    """
+    """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together."""
     lines = describe(trainer, folded)
     digests = engine.exchange("compare programs", hashlib.sha256("\n".join(lines).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -163,17 +146,10 @@ _LOOK_EVERY = 0.5
 
 
 class PendingSignals(Callback):
-    """Replaces Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting].
-
-    Args:
-        signals: The signals that ranks tell each other at meetings.
-
-    Attributes:
-        patience: The seconds that SIGTERM waits.
-    """
+    """Replaces Lightning's handlers while a trainer runs. See Note [Signals wait for a meeting]."""
 
     def __init__(self, signals: Signals) -> None:
-        self.patience = PATIENCE
+        self.patience = PATIENCE  # seconds that SIGTERM waits
         self._signals = signals
         self._handlers: dict[int, Callable[[int, Any], Any]] = {}
         self._delivered: set[int] = set()

@@ -42,19 +42,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class ShardedStrategy(FSDPStrategy):
-    """What `ODCStrategy` does that has nothing to do with how bytes move.
-
-    Args:
-        precision_plugin: The same as in ``FSDPStrategy``.
-        timeout: The same as in ``FSDPStrategy``.
-        state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        sharding_strategy: One of FSDP's, or its name.
-        device_mesh: The layout of ranks under hybrid sharding.
-        mixed_precision: The same as in ``FSDPStrategy``.
-        auto_wrap_policy: The same as in ``FSDPStrategy``.
-        activation_checkpointing_policy: The same as in ``FSDPStrategy``.
-        **kwargs: Other arguments of ``FSDPStrategy``.
-    """
+    """What `ODCStrategy`, which explains the arguments, does that has nothing to do with how bytes move."""
 
     def __init__(
         self,

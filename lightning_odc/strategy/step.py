@@ -67,23 +67,14 @@ from lightning_odc.strategy.stopwatch import Stopwatch
 
 @dataclass
 class _Batch:
-    """How the microbatches of a batch run.
+    """How the microbatches of a batch run."""
 
-    Attributes:
-        args: What ``training_step`` takes behind the microbatch.
-        kwargs: The rest of it.
-        counter: What is counted in the microbatch instead of its weight.
-        is_sum: Whether the loss is a sum, which no weight multiplies.
-        counting: What planned weights count.
-        samples: The number of its samples if it is a plain one, by which Lightning weights what is logged.
-    """
-
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = ()  # that ``training_step`` takes behind the microbatch
     kwargs: dict[str, Any] = field(default_factory=dict)
-    counter: Counter | None = None
-    is_sum: bool = False
-    counting: Counting = Counting.PLANNED
-    samples: int = 1
+    counter: Counter | None = None  # what is counted in the microbatch instead of its weight
+    is_sum: bool = False  # the loss is a sum, which no weight multiplies
+    counting: Counting = Counting.PLANNED  # what planned weights count
+    samples: int = 1  # of a plain batch, by which Lightning weights what is logged
 
 
 _MANUAL = f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."
@@ -104,18 +95,7 @@ def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, 
 
 
 class Training:
-    """The training steps of one fit.
-
-    Args:
-        strategy: The strategy, set up.
-        engine: The engine of its model.
-        fp16: Whether the model computes in fp16.
-        on_out_of_memory: What to do with a microbatch that runs out of memory.
-        skips_nonfinite: Whether microbatches are left out whose loss is not finite.
-
-    Attributes:
-        communicates: Whether the step that was tried talks to other ranks.
-    """
+    """The training steps of one fit."""
 
     def __init__(
         self,
@@ -141,7 +121,7 @@ class Training:
         self._hooks_wait = False
         self._has_said_weight = False
         self._labels = Counter(skips_first=causal_model(self._module) is not None)
-        self.communicates = False
+        self.communicates = False  # whether the step that was tried talks to other ranks
         self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
         self._skips_nonfinite = skips_nonfinite
         self._retry = Retry(on_out_of_memory, engine, strategy.root_device, self._module.buffers())
@@ -248,12 +228,7 @@ class Training:
         return {"loss": sums.under(None), **sums.extras}
 
     def last_backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run Lightning's own backward pass of a batch; see Note [The last backward belongs to Lightning].
-
-        Args:
-            loss: What Lightning holds, too.
-            run: Backpropagates it.
-        """
+        """Run Lightning's own backward pass of a batch; see Note [The last backward belongs to Lightning]."""
         pending, self._pending = self._pending, None
         if pending is None:
             loss = run(loss)
@@ -479,11 +454,7 @@ class Training:
             self._hooks_wait = True
 
     def check_hooks_ran(self) -> None:
-        """Refuse an epoch in which hooks of parameters waited for a step that never came.
-
-        Raises:
-            ODCError: No step ended; the message has the two ways to end one.
-        """
+        """Refuse an epoch in which hooks of parameters waited for a step that never came."""
         if self._hooks_wait:
             raise ODCError(
                 "Hooks of `register_post_accumulate_grad_hook` are called at the optimizer step, when gradients are "

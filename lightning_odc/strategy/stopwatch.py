@@ -23,14 +23,10 @@ class Stopwatch:
     The time of a microbatch is the wall time of its forward and backward pass, less the engine's measured waits. Data
     loading, the optimizer and logging are not in it. What was measured travels with the record that ends an optimizer
     step.
-
-    Args:
-        waits: Returns the seconds that this rank has waited for others so far.
-        device: The device whose work is waited for before the clock is read.
     """
 
     def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
-        self._waits = waits
+        self._waits = waits  # returns the seconds that this rank has waited for others so far
         self._device = device
         self._cost: DelayedCost | None = None
         self._number = 0

@@ -45,23 +45,13 @@ _LOOKED_AT = 256
 
 
 class TrainingData:
-    """Makes the training loaders of one fit, and what the trainer counts in them.
-
-    Args:
-        trainer: The trainer, which fits.
-        options: The arguments of the strategy.
-
-    Attributes:
-        accumulation: What is folded into minibatches.
-        engine: The engine; ``None`` before ranks can talk to each other.
-        training: What runs steps; ``None`` before it is set up.
-    """
+    """Makes the training loaders of one fit, and what the trainer counts in them."""
 
     def __init__(self, trainer: Trainer, options: Options, engine: Engine | None) -> None:
-        self.accumulation = Accumulation(trainer)
+        self.accumulation = Accumulation(trainer)  # what is folded into minibatches
         self._trainer = trainer
         self._options = options
-        self.engine = engine
+        self.engine = engine  # ``None`` before ranks can talk to each other
         self.training: Training | None = None
         self._told = False
         self._begun: tuple[float, float] | None = None  # when the first epoch began, and the waits until then
@@ -78,12 +68,7 @@ class TrainingData:
         return None if self._verdict is None else self._verdict.rule
 
     def process(self, dataloader: Any) -> object:
-        """Level a training loader over ranks, if asked to.
-
-        Raises:
-            LengthsUnknownError: a policy was asked for by name, and nothing tells how long the samples are.
-            ValueError: the strategy cannot run the loader.
-        """
+        """Level a training loader over ranks, if asked to."""
         options, trainer = self._options, self._trainer
         self.accumulation.put_back()
         self._loader = None
@@ -236,11 +221,7 @@ class TrainingData:
         return Verdict(None, (verdict.rule is None and verdict.reason) or "it is another one on another rank")
 
     def _compare(self, loader: BalancedDataLoader) -> None:
-        """Find out before training that ranks would make different plans; streams are compared as they are read.
-
-        Raises:
-            DisagreementError: ranks have different samples, or treat them differently.
-        """
+        """Find out before training that ranks would make different plans; streams are compared as they are read."""
         if self.engine is None or loader.is_stream:
             return
         facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}; the collate_fn {loader.collation}"
@@ -254,11 +235,7 @@ class TrainingData:
             )
 
     def _settle_packing(self, loader: BalancedDataLoader) -> None:
-        """Find out whether the model keeps packed samples apart; once per fit.
-
-        Raises:
-            ValueError: ``packing=True``, and it cannot be packed.
-        """
+        """Find out whether the model keeps packed samples apart; once per fit."""
         if self._packing_trouble is None:
             strategy: Any = self._trainer.strategy
             if self.engine is None:
@@ -361,11 +338,7 @@ class TrainingData:
         return min(self.engine.exchange("a glance at lengths", found)) if self.engine else 0
 
     def _reads_one_stream(self, dataset: Any) -> bool:
-        """Whether all ranks begin with the same samples; see Note [One stream on all ranks].
-
-        Raises:
-            LengthsUnknownError: samples do not tell how long they are.
-        """
+        """Whether all ranks begin with the same samples; see Note [One stream on all ranks]."""
         own = beginning(dataset, self._options.length_fn or measure)
         if self._trainer.world_size == 1:
             return own is not None
@@ -395,12 +368,7 @@ class TrainingData:
 
 
 def contradiction(asked: Any, verdict: Verdict) -> str:
-    """What to say of a weighting that the user chose and that does not explain the loss; empty if it does.
-
-    Args:
-        asked: The ``weighting``.
-        verdict: What the trial found.
-    """
+    """What to say of a weighting that the user chose and that does not explain the loss; empty if it does."""
     if not isinstance(asked, str) or verdict.rule is None or verdict.rule.weighting == "num_items":
         return ""
     if asked == "label":
@@ -445,15 +413,7 @@ def prepares_workers(dataloader: Any) -> bool:
 
 
 def beginning(dataset: Any, length_of: Callable[[Any], Any]) -> str | None:
-    """Text that differs where streams begin with different samples; ``None`` for one that can be read only once.
-
-    Args:
-        dataset: An iterable data set.
-        length_of: The length of a sample.
-
-    Raises:
-        LengthsUnknownError: samples do not tell how long they are.
-    """
+    """Text that differs where streams begin with different samples; ``None`` for one that can be read only once."""
     with isolated_rng():
         seed_rng(0)
         samples = iter(dataset)
