@@ -19,13 +19,13 @@ from lightning_odc import _compat
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
-from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.data.checks import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import Packing
 from lightning_odc.data.plan import Recipe
 from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.sharding import nodes
+from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
 
 Communication = Literal["on_demand", "collective", "lockstep"]
 OnOutOfMemory = Literal["split", "skip", "raise"]

@@ -24,14 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStr
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.checkpoints import full as checkpoints
-from lightning_odc.checkpoints import sharded as sharded_checkpoint
-from lightning_odc.checkpoints.checks import reopen_epoch
-from lightning_odc.checkpoints.full import WholeCheckpointIO
 from lightning_odc.engine.hybrid.column import Layout
-from lightning_odc.sharding import averaging, nodes
+from lightning_odc.sharding import averaging, nodes, sharded_checkpoint
+from lightning_odc.sharding import full_checkpoint as checkpoints
+from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
+from lightning_odc.sharding.sharded_checkpoint import reopen_epoch
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.strategy import options
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores

@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.checkpoints import sharded as sharded_checkpoint
-from lightning_odc.checkpoints.checks import check_names, check_optimizers
 from lightning_odc.files import replacing
+from lightning_odc.sharding import sharded_checkpoint
 from lightning_odc.sharding.optimizers import part_of
+from lightning_odc.sharding.sharded_checkpoint import check_names, check_optimizers
 
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
 

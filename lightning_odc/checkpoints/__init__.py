@@ -1,1 +1,0 @@
-"""Checkpoints of sharded models: one whole file, or a directory of shards."""
