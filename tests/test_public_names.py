@@ -65,7 +65,13 @@ MODULES = {
         *("WaitTimeoutError", "WindowError"),
     },
     "lightning_odc.fabric": {"ODCFabricStrategy"},
-    "lightning_odc.metrics": {"IdleFraction", "LoadImbalance", "load_imbalance"},
+    "lightning_odc.metrics": {
+        "IdleFraction",
+        "LoadImbalance",
+        "idle_fraction",
+        "imbalance",
+        "load_imbalance",
+    },
 }
 FORM = ("--json", "--quiet")
 COMMANDS = {
