@@ -48,6 +48,7 @@ from lightning_odc.bench.results import WARM_UP, Row
 from lightning_odc.bench.train import check, train_all
 from lightning_odc.bench.workload import Workload, cost_under, plans_of
 from lightning_odc.console import OptionError, option, prepare_output
+from lightning_odc.data.plan import RunInfo
 from notebooks.support.sleeping import SleepingLayer, SleepingModel
 
 FITTED = {
@@ -194,12 +195,8 @@ class KnownCost(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader: Any = trainer.train_dataloader
         strategy: Any = trainer.strategy
-        loader.adapt(
-            prior=self._cost,
-            dense=bool(np.any(pair_of(self._cost))),
-            measured=strategy.communication != "collective",
-            minibatches_per_step=1,
-        )
+        measured = strategy.communication != "collective"
+        loader.adapt(RunInfo(self._cost, dense=bool(np.any(pair_of(self._cost))), measured=measured))
 
 
 class EmulatedOutcome(Outcome):

@@ -70,9 +70,9 @@ def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, A
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, loader)
-    recipe = getattr(trainer.train_dataloader, "recipe", None)
-    counts = getattr(recipe, "whole", "") and "whole batches"
-    counts = counts or str(getattr(recipe, "counter", None) or getattr(recipe, "weighting", ""))
+    options = getattr(trainer.train_dataloader, "options", None)
+    counts = getattr(options, "whole", "") and "whole batches"
+    counts = counts or str(getattr(options, "counter", None) or getattr(options, "weighting", ""))
     return full_parameters(module), clock.seconds, counts
 
 

@@ -30,7 +30,7 @@ from lightning_odc.console import OptionError
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.packing import pack_samples
-from lightning_odc.data.plan import NOTHING_KNOWN, Facts, Recipe
+from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, RunInfo
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""
@@ -132,8 +132,8 @@ class Workload:
             num_replicas=options.ranks,
             rank=rank,
         )
-        given = {one.name: getattr(loader.recipe, one.name) for one in fields(Recipe)}
-        loader.recipe = BenchRecipe(
+        given = {one.name: getattr(loader.options, one.name) for one in fields(BatchOptions)}
+        loader.options = ComparedOptions(
             **given, compared=combination.policy, samples_per_microbatch=options.samples_per_microbatch
         )
         return loader
@@ -158,7 +158,9 @@ class Workload:
         if combination.changes_plans or self.options.cost_of(combination) in ("fitted", "auto"):
             return []
         loader, lengths, evaluate = self.loader(combination, 0), self.samples.lengths, cost_under(combination)
-        return [idle_of_plan(plan, lengths, loader.recipe.cost, evaluate) for plan in plans_of(loader, count)]
+        return [
+            idle_of_plan(plan, lengths, loader.options.cost, evaluate) for plan in plans_of(loader, count)
+        ]
 
 
 def plans_of(loader: BalancedDataLoader, count: int) -> Iterator[Plan]:
@@ -173,8 +175,8 @@ def _samples(lengths: str, max_length: int | None, seed: int) -> Samples:
 
 
 @dataclass(frozen=True)
-class BenchRecipe(Recipe):
-    """A recipe of what is compared here and not offered by the loader.
+class ComparedOptions(BatchOptions):
+    """Options of what is compared here and not offered by the loader.
 
     Attributes:
         compared: a policy of `lightning_odc.bench.options.POLICIES`.
@@ -185,9 +187,9 @@ class BenchRecipe(Recipe):
     samples_per_microbatch: int = 1
 
     def planner(
-        self, num_replicas: int, lengths: LengthArray | None = None, facts: Facts = NOTHING_KNOWN
+        self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
     ) -> Planner:
-        planner = super().planner(num_replicas, lengths, facts)
+        planner = super().planner(num_replicas, lengths, info)
         if self.compared == PAPERS_OWN:
             return replace(planner, align=False)
         if self.policy != "local_sort":

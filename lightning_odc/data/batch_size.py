@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.weighting import named
+from lightning_odc.data.weighting import named, tensors_of
 
 Count = Callable[[Any], int | None]
 
@@ -63,41 +62,22 @@ def _samples(batch: Any) -> int | None:
 
 
 def _first_tensor(batch: Any) -> Tensor | None:
-    """The first tensor in a batch of nested containers and data classes."""
-    if isinstance(batch, Tensor):
-        return batch
-    return next((found for part in _parts(batch) if (found := _first_tensor(part)) is not None), None)
-
-
-def _parts(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        return batch.values()
-    if isinstance(batch, list) and batch and isinstance(batch[0], int | float | str):
-        return ()  # a long row of plain values, each of which would be looked at
-    if isinstance(batch, list | tuple):
-        return batch
-    if is_dataclass(batch):
-        return [getattr(batch, field.name) for field in fields(batch)]
-    return ()
+    return next((tensor for _, tensor in tensors_of(batch)), None)
 
 
 _ROUNDED_UP = 64  # collators pad to a multiple of at most this many tokens
 
 
 class PaddingWatch:
-    """Says, once, that microbatches are larger than they may be, since ``max_tokens`` counts no padding.
-
-    Args:
-        max_tokens: the most tokens in a microbatch; ``None``: as many as its samples have.
-    """
+    """Says, once, that microbatches are larger than they may be, since ``max_tokens`` counts no padding."""
 
     def __init__(self, max_tokens: int | None) -> None:
         self._max_tokens = max_tokens
-        self._told = False
+        self._has_warned = False
 
     def look(self, minibatch: Minibatch) -> None:
         """Compare a minibatch with the lengths of its samples."""
-        if self._told or minibatch.origin is None:
+        if self._has_warned or minibatch.origin is None:
             return
         for microbatch, detail in zip(minibatch, minibatch.origin.details, strict=True):
             tokens = [length[0] if isinstance(length, list) else length for length in detail.lengths]
@@ -112,7 +92,7 @@ class PaddingWatch:
         is_table = rows > 1 and tokens is not None and tokens.dim() == 2 and rows in tokens.shape
         if not (is_table or rows * longest <= found) or found >= rows * (longest + _ROUNDED_UP):
             return
-        self._told = True
+        self._has_warned = True
         warnings.warn(
             f"The collate_fn pads: {rows} samples of {planned} tokens together became a microbatch of {found}, more "
             f"than max_tokens={most}. Balancing counts the samples' own tokens, so such microbatches take more memory "

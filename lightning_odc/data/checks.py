@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc.data.minibatch import NotUnrolledError
-from lightning_odc.data.plan import Recipe
+from lightning_odc.data.plan import BatchOptions
 
 #: Names that the other of two classes has for the same thing.
 _ELSEWHERE = {
@@ -27,11 +27,7 @@ _TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take th
 
 
 def check_world(num_replicas: int | None, rank: int | None) -> None:
-    """Refuse a rank that cannot be.
-
-    Raises:
-        ValueError: one is given without the other, or ``rank`` is not one of ``num_replicas``.
-    """
+    """Refuse a rank that cannot be."""
     if (num_replicas is None) != (rank is None):
         raise ValueError(f"num_replicas={num_replicas} and rank={rank} must be given together: {_TEACH}.")
     if num_replicas is None or rank is None:
@@ -59,14 +55,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def check_samplers(loaders: Any) -> None:
-    """Refuse loaders of minibatches of which Lightning takes every n-th for a rank.
-
-    Args:
-        loaders: any collection of those that yield `Minibatch`es, as Lightning made them.
-
-    Raises:
-        ValueError: a loader has a ``DistributedSampler``.
-    """
+    """Refuse loaders of minibatches of which Lightning takes every n-th for a rank."""
 
     def check(loader: DataLoader[Any]) -> None:
         if isinstance(loader.sampler, DistributedSampler):
@@ -79,54 +68,42 @@ def check_samplers(loaders: Any) -> None:
     apply_to_collection(loaders, DataLoader, check)
 
 
-def check_unroll(recipe: Recipe) -> None:
-    """Refuse to unroll minibatches in which ranks have different numbers of microbatches.
-
-    Raises:
-        ValueError: the policy may give ranks unequal numbers.
-    """
-    if not recipe.equal_counts:
+def check_unroll(options: BatchOptions) -> None:
+    """Refuse to unroll minibatches in which ranks have different numbers of microbatches."""
+    if not options.equal_counts:
         raise ValueError(
-            f"unroll=True needs equally many microbatches on all ranks; policy={recipe.policy!r} does not give that. "
+            f"unroll=True needs equally many microbatches on all ranks; policy={options.policy!r} does not give that. "
             'Write policy="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
         )
-    if recipe.learns:
+    if options.learns:
         raise ValueError(
             "A cost that learns needs the times of microbatches, and with unroll=True it does not get them. Write "
             'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
         )
 
 
-def check_indexed(window: int | None, recipe: Recipe) -> None:
-    """Refuse for a map-style data set what only a stream needs.
-
-    Raises:
-        ValueError: a window is given, and nothing uses it.
-    """
-    if window is not None and not recipe.regroup:
+def check_indexed(window: int | None, options: BatchOptions) -> None:
+    """Refuse for a map-style data set what only a stream needs."""
+    if window is not None and not options.regroup:
         raise ValueError(
             "window=... is for an IterableDataset, or together with regroup=True; leave it out, this data set can be "
             "indexed."
         )
 
 
-def check_stream(window: int | None, lengths: Any, recipe: Recipe, num_workers: int) -> None:
-    """Refuse for a stream what needs indices or plans made elsewhere, and a missing window.
-
-    Raises:
-        ValueError: there is no window, or an option needs what a stream does not have.
-    """
+def check_stream(window: int | None, lengths: Any, options: BatchOptions, num_workers: int) -> None:
+    """Refuse for a stream what needs indices or plans made elsewhere, and a missing window."""
     if window is None:
         raise ValueError(
             "An IterableDataset is balanced in a window of minibatches that every rank reads whole. Say how many: "
             "BalancedDataLoader(dataset, window=1, ...)."
         )
-    if recipe.policy == "steal":
+    if options.policy == "steal":
         raise ValueError(
             'policy="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
             'policy="lb_mini".'
         )
-    if recipe.learns and num_workers:
+    if options.learns and num_workers:
         raise ValueError(
             "The worker that reads an IterableDataset plans it, too, and does not learn how long microbatches took: "
             'write num_workers=0, or cost="auto".'
@@ -151,16 +128,7 @@ class WorkerOptions(TypedDict, total=False):
 
 
 def check_options(options: WorkerOptions, known: Sequence[str] = ()) -> None:
-    """Let torch refuse options that do not go together, before anything is read.
-
-    Args:
-        options: Arguments of `BalancedDataLoader` that it has no name for.
-        known: The names of all others.
-
-    Raises:
-        TypeError: an unknown option, with the closest one that is known.
-        ValueError: what torch says.
-    """
+    """Let torch refuse options that do not go together, before anything is read."""
     named = [*known, *WorkerOptions.__annotations__]
     unknown = [did_you_mean("BalancedDataLoader", name, named) for name in options if name not in named]
     if unknown:
@@ -172,13 +140,7 @@ def check_options(options: WorkerOptions, known: Sequence[str] = ()) -> None:
 
 
 def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
-    """What to say about an argument that is not one of the known ones.
-
-    Args:
-        owner: The class that was called.
-        name: The unknown argument.
-        known: The arguments that there are.
-    """
+    """What to say about an argument that is not one of the known ones."""
     close = _ELSEWHERE.get((owner, name)) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
     if close:
         return f"{owner} does not know {name}=: did you mean {close}=?"
@@ -186,15 +148,7 @@ def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
 
 
 def check_single(loaders: Any, balance: str | None) -> None:
-    """Refuse several training loaders at once where minibatches are balanced.
-
-    Args:
-        loaders: what the trainer trains on: one loader, or a collection of them.
-        balance: The strategy's ``balance``.
-
-    Raises:
-        ValueError: it is a collection with a loader that yields `Minibatch`es.
-    """
+    """Refuse several training loaders at once where minibatches are balanced."""
     if not isinstance(loaders, dict | list | tuple):
         return
     members = list(loaders.values()) if isinstance(loaders, dict) else list(loaders)

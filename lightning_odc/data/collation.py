@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from lightning_odc.balance.collation import Collation
 from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray
+from lightning_odc.data.weighting import parts_in
 
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -169,15 +169,5 @@ def _walk(batch: Any, path: Path) -> Iterator[tuple[Path, Shape]]:
     elif isinstance(batch, list) and batch and all(isinstance(value, int | float) for value in batch):
         yield path, (len(batch),)
     else:
-        for key, part in _parts(batch):
+        for key, part in parts_in(batch):
             yield from _walk(part, (*path, key))
-
-
-def _parts(batch: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(batch, Mapping):
-        return batch.items()
-    if isinstance(batch, list | tuple):
-        return enumerate(batch)
-    if is_dataclass(batch):
-        return [(field.name, getattr(batch, field.name)) for field in fields(batch)]
-    return ()

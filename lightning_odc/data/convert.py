@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
-from lightning_odc.balance.caps import Caps
-from lightning_odc.data.checks import WorkerOptions, is_stream
-from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import BalancedDataLoader, Packing
-from lightning_odc.data.plan import Weighting
+from lightning_odc.data.checks import WorkerOptions
+from lightning_odc.data.loader import BalancedDataLoader
 
 
 class ChosenSamplesError(ValueError):
@@ -25,41 +20,23 @@ class ChosenSamplesError(ValueError):
 def balanced_from(
     dataloader: Any,
     *,
-    num_replicas: int | None = None,
-    rank: int | None = None,
-    policy: str = "lb_mini",
-    max_tokens: Caps = None,
-    cost: Any = "auto",
-    length_fn: LengthFunction | None = None,
-    weighting: Weighting = "auto",
-    packing: Packing = False,
+    batches: int = 1,
     seed: int | None = None,
-    window: int | None = None,
-    regroup: bool = False,
-    cache_dir: str | Path | Literal[False] | None = None,
     distributed_sampler: Literal["refuse", "replace"] = "refuse",
+    **options: Any,
 ) -> BalancedDataLoader:
-    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and minibatch on average.
+    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and batch on average.
 
     Taken over are data set, batch size, order (shuffled or not), ``collate_fn``, ``drop_last``, the generator's seed
     and all that concerns workers. By default no microbatch has more tokens than the largest batch of ``dataloader``.
 
     Args:
         dataloader: A loader with torch's own sampling; a `BalancedDataLoader` is returned as it is.
-        num_replicas: See `BalancedDataLoader`.
-        rank: See `BalancedDataLoader`.
-        policy: See `BalancedDataLoader`.
-        max_tokens: See `BalancedDataLoader`.
-        cost: See `BalancedDataLoader`.
-        length_fn: See `BalancedDataLoader`.
-        weighting: See `BalancedDataLoader`.
-        packing: See `BalancedDataLoader`.
+        batches: Batches of the loader that make up a minibatch. ``drop_last`` leaves out what does not fill a batch.
         seed: See `BalancedDataLoader`; by default that of the loader's generator, if it has one.
-        window: See `BalancedDataLoader`.
-        regroup: See `BalancedDataLoader`.
-        cache_dir: See `BalancedDataLoader`.
         distributed_sampler: what to do with torch's ``DistributedSampler``: refuse it, since samples would be dealt
             out to ranks twice, or replace it by the loader's own dealing, where Lightning put it in.
+        **options: Other arguments of `BalancedDataLoader`.
 
     Raises:
         TypeError: it is not a ``DataLoader``.
@@ -76,61 +53,14 @@ def balanced_from(
     balanced = BalancedDataLoader(
         dataloader.dataset,
         minibatch_size=size,
-        length_fn=length_fn,
-        max_tokens=max_tokens,
-        policy=policy,
-        cost=cost,
-        weighting=weighting,
         collate_fn=dataloader.collate_fn,
-        packing=packing,
         shuffle=_shuffles(dataloader, distributed_sampler),
         seed=_seed(dataloader) if seed is None else seed,
         drop_last=dataloader.drop_last,
-        window=window,
-        regroup=regroup,
-        num_replicas=num_replicas,
-        rank=rank,
-        cache_dir=cache_dir,
         **_workers(dataloader),
-    )
-    balanced.recipe = replace(balanced.recipe, batch_size=size)
-    return balanced
-
-
-def balanced_for_lightning(
-    dataloader: object,
-    world_size: int,
-    rank: int,
-    policy: str,
-    options: Mapping[str, Any],
-    batches: int = 1,
-) -> BalancedDataLoader:
-    """`balanced_from` for a loader into which Lightning has put its ``DistributedSampler``.
-
-    Args:
-        dataloader: See `balanced_from`.
-        world_size: The number of ranks.
-        rank: This one.
-        policy: See `BalancedDataLoader`.
-        options: Other arguments of `balanced_from`.
-        batches: Batches of the loader that make up a minibatch. ``drop_last`` leaves out what does not fill a batch.
-
-    Raises:
-        LengthsUnknownError: now, not when training begins. A stream is measured as it is read.
-    """
-    stream = isinstance(dataloader, DataLoader) and is_stream(dataloader.dataset)
-    balanced = balanced_from(
-        dataloader,
-        num_replicas=world_size,
-        rank=rank,
-        policy=policy,
-        distributed_sampler="replace",
-        window=1 if stream else None,
         **options,
     )
-    balanced.recipe = replace(balanced.recipe, minibatch_size=balanced.recipe.minibatch_size * batches)
-    if not stream:
-        balanced.lengths  # noqa: B018 - looked up now
+    balanced.options = replace(balanced.options, batch_size=size, minibatch_size=size * batches)
     return balanced
 
 

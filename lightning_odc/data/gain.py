@@ -118,13 +118,7 @@ def _batches(own: LengthArray, rank: int, batch_size: int, batches: int, num_ran
 def glance(
     dataloader: DataLoader[Any], enough: int, length_of: LengthFunction
 ) -> tuple[LengthArray, list[int]]:
-    """Lengths and indices of some samples in the order they come.
-
-    Args:
-        dataloader: A loader of a data set that has indices.
-        enough: The most samples to look at. They are fewer where reading takes time, and none where none may be read.
-        length_of: The length of a sample.
-    """
+    """Lengths and indices of ``enough`` samples in the order they come; fewer where reading takes time, or none."""
     dataset: Any = dataloader.dataset
     shuffled = getattr(dataloader.sampler, "shuffle", not isinstance(dataloader.sampler, SequentialSampler))
     count = min(enough, len(dataset))

@@ -1,4 +1,4 @@
-"""A cost that learns while its loader plans ahead.
+"""What a loader learns while its minibatches run: costs, and caps.
 
 Note [Plans of what everybody knows]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -18,15 +18,27 @@ these records are known to all ranks, and later ones do not count. What was know
 minibatches is saved with the loader, so a resumed run makes the plans of an uninterrupted one.
 
 The sampler plans in the process that trains; workers only read assigned samples.
+
+Note [After running out]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A microbatch that ran out of memory was cut and run again, which takes time. So later plans have a lower cap: 80 % of
+the tokens that ran out, on all ranks that had the same cap, because the same samples may be on any of them next time.
+It stays at least the longest sample, which is never cut. Earlier plans may run out, too, with as many tokens. That
+changes nothing more. Nor does a sample that does not fit alone: no cap helps it. For the same reason the whole
+microbatch counts, and not the parts that also ran out: one sample in all of them may be the reason.
+
+A cap never rises: nothing shows that more fits.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lightning_odc.balance import FittedCost, LearntCost
-from lightning_odc.balance.learnt import AutoCost
+from lightning_odc.balance.learnt import AutoCost, Observation
 
 Measurement = tuple[Sequence[Any], float]
 """Lengths of a microbatch's samples, and the seconds of own work that it took."""
@@ -34,22 +46,15 @@ Known = TypeVar("Known")
 
 _ALL_UP_TO = 32
 _THEN_EACH = 4
+_LEFT = 0.8  # of the tokens that ran out of memory
 
 
 class History(Generic[Known]):
-    """What was known after each of the latest minibatches; see Note [Plans of what everybody knows].
-
-    Args:
-        first: What is known before any minibatch.
-
-    Attributes:
-        lag: The number of minibatches that a plan is behind.
-        begun: The number of minibatches that were handed out so far.
-    """
+    """What was known after each of the latest minibatches; see Note [Plans of what everybody knows]."""
 
     def __init__(self, first: Known) -> None:
-        self.lag = 1
-        self.begun = 0
+        self.lag = 1  # minibatches that a plan is behind
+        self.begun = 0  # minibatches that were handed out so far
         self.known: list[tuple[int, Known]] = [(-1, first)]
 
     def at(self, number: int) -> Known:
@@ -81,9 +86,14 @@ class DelayedCost(History[LearntCost | None]):
         super().__init__(cost.snapshot())
         self.cost = cost
         self._fits = fits
-        self._unfitted: list[
-            tuple[int, Sequence[Any], float]
-        ] = []  # the latest measurements: rank, lengths, seconds
+        self._unfitted: list[Observation] = []  # the latest measurements
+
+    @property
+    def in_use(self) -> Any:
+        """What plans are made by now."""
+        if isinstance(self.cost, FittedCost):
+            return self.cost
+        return self.cost.fitted if self.cost.is_refuted else self.cost.prior
 
     def keep_apart(self) -> None:
         """See `AutoCost.keep_apart`; a `FittedCost` finds it out."""
@@ -107,11 +117,7 @@ class DelayedCost(History[LearntCost | None]):
         return None if learnt is None else [number, learnt.coefficients, learnt.dense]
 
     def observe(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
-        """Take in an optimizer step; the same, in the same order, on all ranks.
-
-        Args:
-            by_rank: What each rank measured, and what `post` returned there.
-        """
+        """Take in what each rank measured in an optimizer step, and what `post` returned there."""
         for _, post in by_rank:
             if post is not None:
                 number, coefficients, dense = post
@@ -135,11 +141,7 @@ class DelayedCost(History[LearntCost | None]):
         return {"begun": self.begun, "learnt": known, "unfitted": unfitted, "cost": self.cost.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
-
-        Raises:
-            ValueError: the state is of another number of ranks, or of an older version.
-        """
+        """Go on from what `state_dict` returned."""
         self.cost.load_state_dict(state["cost"])
         self.begun = state["begun"]
         self._unfitted = [(rank, lengths, seconds) for rank, lengths, seconds in state["unfitted"]]
@@ -147,3 +149,113 @@ class DelayedCost(History[LearntCost | None]):
             (last, coefficients and LearntCost(tuple(map(tuple, coefficients)), dense))
             for last, coefficients, dense in state["learnt"]
         ]
+
+
+class RanOut(NamedTuple):
+    """A microbatch that ran out of memory; 0 where a number is not known."""
+
+    tokens: int  # padding included
+    samples: int
+
+
+class DelayedCap(History["int | list[int]"]):
+    """Caps that fall, as each plan may use them; see Note [Plans of what everybody knows].
+
+    They are a function of what ran out, so they are equal on all ranks. They begin with ``cap``, or with one number for
+    each rank.
+    """
+
+    def __init__(self, num_ranks: int, cap: int | Sequence[int], least: int) -> None:
+        self._first = [cap] * num_ranks if isinstance(cap, int) else list(cap)
+        self._by_rank = not isinstance(cap, int)
+        self.caps = list(self._first)  # by rank
+        self.ran_out = 0  # microbatches
+        self._least = least  # tokens of the longest sample, which has to run anyway
+        super().__init__(self.value)
+
+    @property
+    def value(self) -> int | list[int]:
+        """The cap of all ranks; or one for each, where they differ or a list was given."""
+        return list(self.caps) if self._by_rank or len(set(self.caps)) > 1 else self.caps[0]
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether a later run can go on from more than the options say."""
+        return self.ran_out > 0
+
+    def observe(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
+        """Take in what `Retry.take` returned on each rank in an optimizer step; the same on all ranks."""
+        told = [(rank, *report) for rank, report in enumerate(by_rank) if report is not None]
+        for rank, _, ran_out in told:
+            self.ran_out += len(ran_out)
+            for tokens, samples in ran_out:
+                if samples != 1:
+                    self._fall(rank, tokens)
+        if told:
+            self.learn(max(number for _, number, _ in told), self.value)
+
+    def _fall(self, rank: int, tokens: int) -> None:
+        """See Note [After running out]."""
+        own = self.caps[rank]
+        lower = min(own, max(int(_LEFT * (tokens or own)), 1))
+        others = [cap for cap in self.caps if cap != own]
+        if max([lower, *others]) < self._least:
+            lower = self._least
+        self.caps = [lower if cap == own else cap for cap in self.caps]
+
+    def values(self) -> dict[str, float]:
+        """What to log, by name: see `DeviceIdleMonitor`."""
+        return {"memory/max_tokens": float(min(self.caps)), "memory/ran_out": float(self.ran_out)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, as numbers and lists."""
+        cap = {"first": list(self._first), "caps": list(self.caps), "ran_out": self.ran_out}
+        return {"begun": self.begun, "known": [list(known) for known in self.known], "cap": cap}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, unless it is of other ranks, or another cap was chosen since."""
+        cap = state["cap"]
+        if len(cap["caps"]) != len(self.caps):
+            raise ValueError(f"it is of {len(cap['caps'])} ranks, and there are {len(self.caps)}.")
+        if cap.get("rises", False) or cap["first"] != self._first:
+            raise ValueError(f"it began with {cap['first']} (by rank), and now max_tokens is {self._first}.")
+        self.caps, self.ran_out = list(cap["caps"]), cap["ran_out"]
+        self.begun, self.known = state["begun"], [(last, value) for last, value in state["known"]]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What learns, if anything does.
+
+    Attributes:
+        cost: How long microbatches take.
+        cap: How much memory they may take.
+    """
+
+    cost: DelayedCost | None = None
+    cap: DelayedCap | None = None
+
+    def begin(self, lag: int) -> None:
+        """A pass begins, whose plans are that many minibatches behind. All count minibatches alike from here on."""
+        parts = [part for part in (self.cost, self.cap) if part is not None]
+        begun = max((part.begun for part in parts), default=0)
+        for part in parts:
+            part.lag, part.begun = lag, begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, by name."""
+        state = {} if self.cost is None else {"learning": self.cost.state_dict()}
+        if self.cap is not None and self.cap.has_learnt:
+            state["memory"] = self.cap.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, as far as it fits; else begin again, with a warning."""
+        parts = {"learning": (self.cost, "the cost"), "memory": (self.cap, "max_tokens")}
+        for name, (part, what) in parts.items():
+            if part is None or name not in state:
+                continue
+            try:
+                part.load_state_dict(state[name])
+            except ValueError as error:
+                warnings.warn(f"What {what} had learnt is not taken over: {error}", stacklevel=3)

@@ -108,10 +108,6 @@ def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
     measures samples, and content and length of the first, the last and up to 64 samples between them. A change
     elsewhere, in a data set of the same class and size, is not noticed here; the loader compares every sample that it
     reads with its remembered length.
-
-    Args:
-        dataset: A map-style data set with at least one sample.
-        length_of: The length of a sample.
     """
     # The first, the last, and some between that follow no period.
     some = np.random.default_rng(len(dataset)).integers(0, len(dataset), _SAMPLED)

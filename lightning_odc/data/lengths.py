@@ -122,9 +122,6 @@ def measure(sample: Any) -> int:
 
     A one-dimensional tensor or array has a length, and so has a list or tuple of numbers. A series, ``[T, d]`` of
     floating-point numbers, has ``T``.
-
-    Raises:
-        LengthsUnknownError: the sample is none of these.
     """
     first = sample[0] if isinstance(sample, tuple) and sample else sample
     length = len(first) if _is_series(first) else _length(sample)
@@ -136,17 +133,7 @@ def measure(sample: Any) -> int:
 
 
 def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> LengthArray:
-    """``lengths`` as an int64 array, ``[n]``, or ``[n, d]`` where samples have rows of numbers.
-
-    Args:
-        lengths: anything that numpy takes for an array of numbers.
-        count: how many there must be, if that is known.
-        name: what to call them in messages.
-
-    Raises:
-        ValueError: a length is missing, not positive or not whole, their number is not ``count``, or rows have unequal
-            widths.
-    """
+    """``lengths`` as an int64 array, ``[n]``, or ``[n, d]`` where samples have rows of numbers."""
     try:
         values = as_table(lengths, name, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -181,16 +168,7 @@ def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> Le
 
 
 def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
-    """Refuse a sample that fits no microbatch.
-
-    Args:
-        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers.
-        max_tokens: The most tokens in a microbatch, or a list with one cap for each rank, of which each is a tuple
-            where samples have rows of numbers; ``None``: no limit.
-
-    Raises:
-        ValueError: a sample is longer than ``max_tokens`` on every rank, or has more or fewer numbers.
-    """
+    """Refuse a sample that fits no microbatch."""
     if max_tokens is None or not len(lengths):
         return
     num_ranks = len(max_tokens) if isinstance(max_tokens, list) else 1
@@ -267,12 +245,7 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
 
 
 def _while_memory_lasts(indices: Iterable[int], count: int) -> Iterator[int]:
-    """Yield the indices as long as there is memory for the remaining lengths.
-
-    Raises:
-        MemoryError: host memory does not suffice, for example since the data set keeps every sample that was read.
-            Without this error the kernel would end the process and give no reason.
-    """
+    """Yield the indices as long as there is memory for the remaining lengths; then raise, before the kernel kills."""
     next_look = -math.inf
     for index in indices:
         if time.monotonic() >= next_look:

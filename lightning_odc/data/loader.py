@@ -13,9 +13,8 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -24,11 +23,8 @@ from typing import Any, Literal, Unpack
 
 from torch.utils.data import default_collate
 
-from lightning_odc.balance import Cost, FittedCost
 from lightning_odc.balance.caps import Caps
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.learnt import default_prior
-from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import (
     WorkerOptions,
     check_indexed,
@@ -40,8 +36,6 @@ from lightning_odc.data.checks import (
     is_stream,
 )
 from lightning_odc.data.gain import Gain, planned_gain
-from lightning_odc.data.iterable import Stream, StreamReading
-from lightning_odc.data.learning import DelayedCost
 from lightning_odc.data.lengths import (
     LengthFunction,
     Lengths,
@@ -51,19 +45,18 @@ from lightning_odc.data.lengths import (
     measure,
     plain,
 )
-from lightning_odc.data.map_style import Collate, MapReading, SampleReader, named_deaths
-from lightning_odc.data.memory_cap import DelayedCap
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
-from lightning_odc.data.plan import (
-    NOTHING_KNOWN,
-    Facts,
-    MinibatchPlan,
-    Recipe,
-    Schedule,
-    Weighting,
-)
+from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, MinibatchPlan, RunInfo, Weighting
 from lightning_odc.data.position import Position, Progress
+from lightning_odc.data.reading import (
+    Collate,
+    MapReading,
+    SampleReader,
+    StreamReading,
+    World,
+    named_deaths,
+)
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.trial import TrialSamples, spread_out
 from lightning_odc.data.weighting import Rule
@@ -151,7 +144,7 @@ class BalancedDataLoader:
         **workers: Unpack[WorkerOptions],
     ) -> None:
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        self.recipe = Recipe(
+        self.options = BatchOptions(
             minibatch_size,
             max_tokens,
             policy,
@@ -163,27 +156,24 @@ class BalancedDataLoader:
             1 if window is None else window,
             regroup,
         )
-        self.asked_weighting: Weighting = weighting  # that of the recipe may be what a trial has found
+        self.asked_weighting: Weighting = weighting  # that of the options may be what a trial has found
         self.unroll = unroll
         self.yields_minibatches = not unroll
         self.minibatches_per_step = 1
         self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
+        self.packing: Packing = packing
         self._samples = dataset
         self._given = lengths
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
-        self.packing: Packing = packing
         self._packs = packing is True
-        self._packing_asked: tuple[bool, Facts] | None = None  # what the choice was made for
+        self._packing_asked: tuple[bool, RunInfo] | None = None  # what the choice was made for
         self._world = num_replicas, rank
         self._cache_dir = cache_dir
         self._workers = workers
         self._progress = Progress()
-        self._facts = NOTHING_KNOWN
-        self._learning = Learning()
-        self._reading: tuple[tuple[int, int], Reading] | None = None
-        self._collation: Collation | None = None
-        self._padding = PaddingWatch(None)
+        self._info = NOTHING_KNOWN
+        self._reading: Reading | None = None
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
         self._check(window)
@@ -194,17 +184,27 @@ class BalancedDataLoader:
         check_world(*self._world)
         check_options(self._workers, [*inspect.signature(type(self)).parameters][:-1])
         if self.unroll:
-            check_unroll(self.recipe)
-        if is_stream(self._samples):
-            check_stream(window, self._given, self.recipe, self._workers.get("num_workers", 0))
+            check_unroll(self.options)
+        if self.is_stream:
+            check_stream(window, self._given, self.options, self._workers.get("num_workers", 0))
             return
-        check_indexed(window, self.recipe)
+        check_indexed(window, self.options)
         if self._given is not None:
             self.lengths  # noqa: B018 - checked now
 
-    @property
-    def _collate(self) -> Collate:
-        return PackingCollator(self._unpacked) if self._packs else self._unpacked
+    # -- what a strategy finds out ------------------------------------------------------------------------
+
+    def adapt(self, info: RunInfo, begins: bool = True) -> None:
+        """Take over what a strategy knows; the same on all ranks, and before the first minibatch.
+
+        Args:
+            info: What it knows.
+            begins: Whether a fit begins, maybe of another model, of whose memory nothing is known.
+        """
+        self.minibatches_per_step = info.minibatches_per_step
+        cap = None if self._reading is None else self._reading.learning.cap
+        if info != self._info or (begins and cap is not None and cap.has_learnt):
+            self._info, self._reading = info, None
 
     def choose_packing(self, keeps_apart: bool) -> bool:
         """Decide what ``packing="auto"`` is for a model: packed where plans take less time, by the cost of `adapt`.
@@ -215,7 +215,7 @@ class BalancedDataLoader:
         Returns:
             Whether samples are packed now, whatever ``packing`` is.
         """
-        asked = keeps_apart, self._facts
+        asked = keeps_apart, self._info
         if self.packing == "auto" and self._packing_asked != asked:
             self._packing_asked = asked
             packed = self._planned_time(packs=True) if keeps_apart else math.inf
@@ -227,55 +227,22 @@ class BalancedDataLoader:
         """The time of balanced minibatches by their cost; infinity where it is not known, or samples do not pack."""
         self._packs, self._reading = packs, None
         try:
-            gain = self.planned_gain(self.recipe.batches)
+            gain = self.planned_gain(self.options.batches)
         except ValueError:
             if not packs:
                 raise
             return math.inf  # a sample that only fits where the user's own collate_fn cuts it
         return math.inf if gain is None or (packs and self.collation is None) else gain.balanced
 
-    def adapt(
-        self,
-        *,
-        prior: Cost | None,
-        dense: bool | None,
-        measured: bool,
-        minibatches_per_step: int,
-        repeats: bool = False,
-        begins: bool = True,
-    ) -> None:
-        """Take over what a strategy knows; the same on all ranks, and before the first minibatch.
-
-        Args:
-            prior: What ``cost="auto"`` begins with, if the model tells.
-            dense: Whether attention runs over all tokens of a microbatch, if the model tells.
-            measured: Whether the strategy measures how long microbatches take.
-            minibatches_per_step: The number of minibatches that share an optimizer step.
-            repeats: Whether runs must be bit-equal, so that `max_tokens` stays whatever happens.
-            begins: Whether a fit begins, maybe of another model, of whose memory nothing is known.
-        """
-        self.minibatches_per_step = minibatches_per_step
-        facts = Facts(
-            prior=prior or default_prior(),
-            dense=dense,
-            measured=measured,
-            repeats=repeats,
-        )
-        if facts != self._facts or (
-            begins and self._learning.cap is not None and self._learning.cap.has_learnt
-        ):
-            self._facts, self._reading = facts, None
-
     def count_by(self, rule: Rule) -> None:
         """Let microbatches count what a trial of the loss has found; before the first minibatch."""
-        weighting: Any = (
-            "token" if rule.counter is not None or rule.weighting == "num_items" else rule.weighting
-        )
-        self._plan_by(replace(self.recipe, weighting=weighting, counter=rule.counter))
+        is_counted = rule.counter is not None or rule.weighting == "num_items"
+        weighting: Any = "token" if is_counted else rule.weighting
+        self._change(weighting=weighting, counter=rule.counter)
 
-    def stand_aside(self, loader: Any) -> None:
-        """Yield the batches of another loader instead; before the first one."""
-        self._instead, self.yields_minibatches = loader, False
+    def count_as_asked(self) -> None:
+        """Forget what a trial of another fit has found."""
+        self._change(weighting=self.asked_weighting, counter=None, whole="")
 
     def keep_whole(self, movable: bool) -> None:
         """Leave the batches of the user's own loader whole; before the first minibatch.
@@ -283,17 +250,18 @@ class BalancedDataLoader:
         Args:
             movable: Whether ranks may swap batches to be level.
         """
-        policy = self.recipe.policy if self.recipe.equal_counts else "lb_micro"
+        policy = self.options.policy if self.options.equal_counts else "lb_micro"
         self.packing = self._packs = False
-        self._plan_by(replace(self.recipe, policy=policy, whole="movable" if movable else "fixed"))
+        self._change(policy=policy, whole="movable" if movable else "fixed")
 
-    def count_as_asked(self) -> None:
-        """Forget what a trial of another fit has found."""
-        self._plan_by(replace(self.recipe, weighting=self.asked_weighting, counter=None, whole=""))
+    def _change(self, **changes: Any) -> None:
+        options = replace(self.options, **changes)
+        if options != self.options:
+            self.options, self._reading = options, None
 
-    def _plan_by(self, recipe: Recipe) -> None:
-        if recipe != self.recipe:
-            self.recipe, self._reading = recipe, None
+    def stand_aside(self, loader: Any) -> None:
+        """Yield the batches of another loader instead; before the first one."""
+        self._instead, self.yields_minibatches = loader, False
 
     def trial_samples(self) -> TrialSamples:
         """What a loss is tried with. The data set stays as it is.
@@ -303,21 +271,22 @@ class BalancedDataLoader:
         """
         dataset = with_own_rng(self._samples)
         with isolated_rng():
-            if is_stream(self._samples):
-                seed_rng(self.recipe.seed)
+            if self.is_stream:
+                seed_rng(self.options.seed)
                 stream = iter(dataset)
                 if stream is dataset or stream is iter(dataset):
                     raise ValueError("the stream can be read only once")
-                read = list(islice(stream, self.recipe.minibatch_size * 2))
+                read = list(islice(stream, self.options.minibatch_size * 2))
                 lengths = checked([plain((self._length_fn or measure)(sample)) for sample in read])
                 chosen = spread_out(lengths)
                 samples = [read[index] for index in chosen]
             else:
                 lengths = self.lengths.values
                 chosen = spread_out(lengths)
-                reader = SampleReader(dataset, self._collate, self.recipe.seed, None)
-                samples = reader.samples(0, chosen)
+                samples = SampleReader(dataset, self._collate, self.options.seed).samples(0, chosen)
         return TrialSamples(samples, lengths[chosen], self._collate)
+
+    # -- what is known before it is read ------------------------------------------------------------------
 
     @property
     def is_stream(self) -> bool:
@@ -327,13 +296,21 @@ class BalancedDataLoader:
     @property
     def learns(self) -> bool:
         """Whether measured times change plans."""
-        self._current()
-        return self._learning.cost is not None
+        return self._prepare().learning.cost is not None
+
+    @property
+    def cost(self) -> Any:
+        """What plans are made by: as given, or for a cost that learns the `FittedCost` with what was learnt so far."""
+        if not (self.options.learns or self.options.is_auto):
+            return self.options.cost
+        learning = self._prepare().learning
+        return self._info.first_cost if learning.cost is None else learning.cost.in_use
 
     @property
     def memory_values(self) -> dict[str, float]:
         """What `DeviceIdleMonitor` logs of the memory of microbatches, by name."""
-        return {} if self._learning.cap is None else self._learning.cap.values()
+        cap = None if self._reading is None else self._reading.learning.cap
+        return {} if cap is None else cap.values()
 
     @property
     def max_tokens(self) -> Caps:
@@ -341,7 +318,27 @@ class BalancedDataLoader:
 
         A cap is a tuple where samples have rows of numbers.
         """
-        return self._current().max_tokens
+        return self._prepare().max_tokens
+
+    @property
+    def collation(self) -> Collation | None:
+        """What ``collate_fn`` was found to make of a microbatch; ``None``: not known, and taken for packing."""
+        return self._prepare().collation
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """The length of every sample of a map-style data set; found out at the first use."""
+        found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
+        try:
+            check_longest(found.values, self.options.max_tokens)
+        except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan
+            collation = self._find_collation(self._collate, found)
+            if collation is None or collation.fixed is None:
+                raise
+        return found
+
+    def _find_collation(self, collate_fn: Collate, lengths: Lengths) -> Collation | None:
+        return SampleReader(self._samples, collate_fn, self.options.seed).collation(lengths.values)
 
     def planned_gain(self, batches: int = 1) -> Gain | None:
         """What this loader's plans gain over batches as they come; ``None`` for a stream.
@@ -349,36 +346,30 @@ class BalancedDataLoader:
         Args:
             batches: The number of batches as they come that hold the samples of a minibatch.
         """
-        reading = self._current()
+        reading = self._prepare()
         if not isinstance(reading, MapReading):
             return None
-        schedule = reading.schedule
-        size = self.recipe.batch_size or max(self.recipe.minibatch_size // batches, 1)
-        own = self._find_collation(self._unpacked, self.lengths) if self._packs else self._collation
-        return planned_gain(
-            self.lengths.values[schedule.order(0)], size, batches, schedule.planner, own or PACKED
-        )
+        size = self.options.batch_size or max(self.options.minibatch_size // batches, 1)
+        own = self._find_collation(self._unpacked, self.lengths) if self._packs else reading.collation
+        in_order = self.lengths.values[reading.epochs.order(0)]
+        return planned_gain(in_order, size, batches, reading.epochs.planner, own or PACKED)
 
-    def _find_collation(self, collate_fn: Collate, lengths: Lengths) -> Collation | None:
-        return SampleReader(self._samples, collate_fn, self.recipe.seed, None).collation(lengths.values)
+    def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
+        """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
 
-    @property
-    def collation(self) -> Collation | None:
-        """What ``collate_fn`` was found to make of a microbatch; ``None``: not known, and taken for packing."""
-        self._current()
-        return self._collation
+        With a cost that learns: by what has been learnt until now.
+        """
+        reading = self._prepare()
+        if not isinstance(reading, MapReading):
+            raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
+        return reading.plan_now(self._progress.latest.epoch if epoch is None else epoch, step)
 
-    @cached_property
-    def lengths(self) -> Lengths:
-        """The length of every sample of a map-style data set; found out at the first use."""
-        found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
-        try:
-            check_longest(found.values, self.recipe.max_tokens)
-        except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan
-            collation = self._find_collation(self._collate, found)
-            if collation is None or collation.fixed is None:
-                raise
-        return found
+    def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
+        """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
+        reading = self._prepare()
+        if not isinstance(reading, MapReading):
+            raise TypeError("The samples of an IterableDataset cannot be read by index.")
+        return reading.read(self._progress.latest.epoch if epoch is None else epoch, microbatch)
 
     # -- what it yields -----------------------------------------------------------------------------------
 
@@ -390,7 +381,7 @@ class BalancedDataLoader:
         """
         if self._instead is not None:
             return len(self._instead)
-        reading = self._current()
+        reading = self._prepare()
         if self.unroll:
             latest = self._progress.latest
             return reading.count_microbatches(latest.epoch + (latest.minibatches >= len(reading)))
@@ -400,9 +391,9 @@ class BalancedDataLoader:
         if self._instead is not None:
             yield from self._instead
             return
-        reading = self._current()
+        reading = self._prepare()
         start = self._progress.begin(reading.order, _length(reading))
-        self._learning.begin(self.minibatches_per_step + self._read_ahead())
+        reading.learning.begin(self.minibatches_per_step + self._read_ahead())
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
         arriving = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, alive))
@@ -410,7 +401,6 @@ class BalancedDataLoader:
             for done, arrived in enumerate(named_deaths(arriving), start.minibatches):
                 after = Position(start.epoch, done + 1)
                 minibatch = reading.completed(arrived, start.epoch, done)
-                self._padding.look(minibatch)
                 if self.unroll:
                     yield from self._unrolled(
                         minibatch, Position(start.epoch, done, start.microbatches), after
@@ -431,93 +421,48 @@ class BalancedDataLoader:
                 self._progress.reach(after if last else Position(start.epoch, start.minibatches, number + 1))
                 yield Microbatch(batch, weight, last)
 
-    def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
-        """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
-
-        With a cost that learns: by what has been learnt until now.
-        """
-        reading = self._current()
-        if not isinstance(reading, MapReading):
-            raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
-        learnt = None if self._learning.cost is None else self._learning.cost.cost.snapshot()
-        caps = None if self._learning.cap is None else self._learning.cap.value
-        return reading.schedule.plan(
-            self._progress.latest.epoch if epoch is None else epoch, step, learnt, caps
-        )
-
-    def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
-        """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
-        reading = self._current()
-        if not isinstance(reading, MapReading):
-            raise TypeError("The samples of an IterableDataset cannot be read by index.")
-        return reading.read(self._progress.latest.epoch if epoch is None else epoch, microbatch)
-
-    def _current(self) -> Reading:
-        """How this rank reads, for the number of ranks there is now."""
-        world = current_world(*self._world)
-        if self._reading is None or self._reading[0] != world:
-            self._reading = world, self._make_reading(*world)
-            caps = self._reading[1].max_tokens
-            own: Any = caps[world[1]] if isinstance(caps, list) else caps
-            self._padding = PaddingWatch(own[0] if isinstance(own, tuple) else own)
-        return self._reading[1]
-
-    def _make_reading(self, num_replicas: int, rank: int) -> Reading:
-        if is_stream(self._samples):
-            facts = replace(
-                self._facts, measured=self._facts.measured and not self._workers.get("num_workers")
-            )
-            cost = self.recipe.delayed_cost(num_replicas, rank, facts)
-            self._learning = Learning(cost)
-            length_of = self._length_fn or measure
-            return StreamReading(
-                Stream(
-                    self._samples,
-                    self._planned_recipe,
-                    length_of,
-                    self._collate,
-                    num_replicas,
-                    rank,
-                    self.unroll,
-                    cost,
-                    facts,
-                )
-            )
-        compared_by = measure if self.lengths.source == "samples" else None
-        reader = SampleReader(self._samples, self._collate, self.recipe.seed, compared_by)
-        self._collation = reader.collation(self.lengths.values)
-        facts = replace(self._facts, collation=self._collation or PACKED)
-        schedule = Schedule(self.lengths, self._planned_recipe, num_replicas, facts)
-        cost = self.recipe.delayed_cost(num_replicas, rank, facts)
-        cap = None if self.unroll or facts.repeats else schedule.delayed_cap()
-        self._learning = Learning(cost, cap)
-        return MapReading(schedule, rank, reader, self.unroll, cost, cap)
-
-    @property
-    def _planned_recipe(self) -> Recipe:
-        """The recipe that plans follow: with ``unroll``, nothing counts the labels of a microbatch."""
-        if not (self.unroll and self.recipe.by_labels):
-            return self.recipe
-        packs_rows = self._packs or packs(self._unpacked)
-        return replace(self.recipe, weighting="next_token" if packs_rows else "token")
-
     def _read_ahead(self) -> int:
         """The number of minibatches that are planned before the current one has run."""
-        if is_stream(self._samples):
+        if self.is_stream:
             return 1  # where the length is not known, Lightning looks one ahead
         workers = self._workers.get("num_workers", 0)
         return workers * (self._workers.get("prefetch_factor") or 2)
 
+    def _prepare(self) -> Reading:
+        """What reads, for the number of ranks there is now. It holds what was learnt, too, so it stays."""
+        world = current_world(*self._world)
+        if self._reading is None or self._reading.world != world:
+            self._reading = self._read_stream(world) if self.is_stream else self._read_samples(world)
+        return self._reading
+
+    def _read_samples(self, world: World) -> MapReading:
+        compared_by = measure if self.lengths.source == "samples" else None
+        reader = SampleReader(self._samples, self._collate, self.options.seed, compared_by)
+        return MapReading(reader, self.lengths, self._planned_options, self._info, world, self.unroll)
+
+    def _read_stream(self, world: World) -> StreamReading:
+        is_measured = self._info.measured and not self._workers.get("num_workers")  # it learns where it plans
+        return StreamReading(
+            self._samples,
+            self._collate,
+            self._length_fn or measure,
+            self._planned_options,
+            replace(self._info, measured=is_measured),
+            world,
+            self.unroll,
+        )
+
     @property
-    def cost(self) -> Any:
-        """What plans are made by: as given, or for a cost that learns the `FittedCost` with what was learnt so far."""
-        if not (self.recipe.learns or self.recipe.is_auto):
-            return self.recipe.cost
-        self._current()
-        if self._learning.cost is None:
-            return self._facts.prior
-        cost = self._learning.cost.cost
-        return cost if isinstance(cost, FittedCost) else cost.fitted if cost.is_refuted else cost.prior
+    def _collate(self) -> Collate:
+        return PackingCollator(self._unpacked) if self._packs else self._unpacked
+
+    @property
+    def _planned_options(self) -> BatchOptions:
+        """The options that plans follow: with ``unroll``, nothing counts the labels of a microbatch."""
+        if not (self.unroll and self.options.by_labels):
+            return self.options
+        packs_rows = self._packs or packs(self._unpacked)
+        return replace(self.options, weighting="next_token" if packs_rows else "token")
 
     # -- where it is --------------------------------------------------------------------------------------
 
@@ -537,8 +482,9 @@ class BalancedDataLoader:
 
         Plain numbers and text, the same on all ranks.
         """
-        order = self._current().order if self._progress.latest.started else None
-        return {**self._progress.state(order), **self._learning.state_dict()}
+        order = self._prepare().order if self._progress.latest.started else None
+        learnt = {} if self._reading is None else self._reading.learning.state_dict()
+        return {**self._progress.state(order), **learnt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where the state was taken.
@@ -549,8 +495,7 @@ class BalancedDataLoader:
         learnt: dict[str, Any] = {name: state.pop(name) for name in ("learning", "memory") if name in state}
         self._progress.load(state)
         if learnt:
-            self._current()
-        self._learning.load_state_dict(learnt)
+            self._prepare().learning.load_state_dict(learnt)
 
 
 def _length(reading: Reading) -> int | None:
@@ -558,41 +503,3 @@ def _length(reading: Reading) -> int | None:
         return len(reading)
     except TypeError:
         return None
-
-
-@dataclass(frozen=True)
-class Learning:
-    """What learns, if anything does.
-
-    Attributes:
-        cost: How long microbatches take.
-        cap: How much memory they may take.
-    """
-
-    cost: DelayedCost | None = None
-    cap: DelayedCap | None = None
-
-    def begin(self, lag: int) -> None:
-        """A pass begins, whose plans are that many minibatches behind. All count minibatches alike from here on."""
-        parts = [part for part in (self.cost, self.cap) if part is not None]
-        begun = max((part.begun for part in parts), default=0)
-        for part in parts:
-            part.lag, part.begun = lag, begun
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, by name."""
-        state = {} if self.cost is None else {"learning": self.cost.state_dict()}
-        if self.cap is not None and self.cap.has_learnt:
-            state["memory"] = self.cap.state_dict()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, as far as it fits; else begin again, with a warning."""
-        parts = {"learning": (self.cost, "the cost"), "memory": (self.cap, "max_tokens")}
-        for name, (part, what) in parts.items():
-            if part is None or name not in state:
-                continue
-            try:
-                part.load_state_dict(state[name])
-            except ValueError as error:
-                warnings.warn(f"What {what} had learnt is not taken over: {error}", stacklevel=3)

@@ -11,8 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_odc.data.learning import DelayedCost
-    from lightning_odc.data.memory_cap import DelayedCap
+    from lightning_odc.data.learning import DelayedCap, DelayedCost
     from lightning_odc.data.weighting import Counter
 
 _TEACH = (

@@ -1,7 +1,7 @@
 """Plans which samples make up a minibatch, and on which rank.
 
-A `Recipe` is what the user chose. A `Schedule` is the recipe for the samples of a map-style data set: it cuts an epoch
-into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what every rank does.
+`BatchOptions` are what the user chose, and a `RunInfo` is what was found out. By both, an `EpochPlan` cuts the epochs
+of a map-style data set into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what ranks do.
 
 Note [Ranks take turns]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -48,9 +48,8 @@ from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import terms_of
 from lightning_odc.balance.learnt import AutoCost, default_prior
 from lightning_odc.balance.numbers import first_number
-from lightning_odc.data.learning import DelayedCost
+from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
-from lightning_odc.data.memory_cap import DelayedCap
 from lightning_odc.data.minibatch import Detail, Origin
 from lightning_odc.data.weighting import Counter
 
@@ -64,47 +63,39 @@ WEIGHTINGS = ("auto", "label", "token", "next_token", "sample", "sum")
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunInfo:
     """What was found out about a run besides its lengths; the same on all ranks.
 
     Attributes:
-        collation: What the ``collate_fn`` makes of the samples of a microbatch.
-        prior: What ``cost="auto"`` begins with.
-        dense: Whether attention runs over all tokens of a microbatch; ``None``: not known.
+        prior: What ``cost="auto"`` begins with, if the model tells.
+        dense: Whether attention runs over all tokens of a microbatch, if the model tells.
         measured: Whether the strategy measures how long microbatches take.
         repeats: Whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory.
+        minibatches_per_step: The number of minibatches that share an optimizer step.
+        collation: What the ``collate_fn`` makes of the samples of a microbatch; found by the loader.
     """
 
-    collation: Collation = PACKED
-    prior: Cost = field(default_factory=default_prior)
+    prior: Cost | None = None
     dense: bool | None = None
     measured: bool = False
     repeats: bool = False
+    minibatches_per_step: int = field(default=1, compare=False)
+    collation: Collation = PACKED
+
+    @property
+    def first_cost(self) -> Cost:
+        """What ``cost="auto"`` begins with."""
+        return default_prior() if self.prior is None else self.prior
 
 
-NOTHING_KNOWN = Facts()
+NOTHING_KNOWN = RunInfo()
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How samples become minibatches; the same on all ranks.
+class BatchOptions:
+    """How samples become minibatches, as the user wrote it for a `BalancedDataLoader`; the same on all ranks.
 
     Attributes:
-        minibatch_size: samples per rank and minibatch, on average over ranks.
-        max_tokens: the most tokens in a microbatch, or a list with one cap for each rank; where samples have rows of
-            numbers, a cap is a tuple. ``None``: as many as the longest sample has in its row.
-        policy: A policy of `lightning_odc.balance.Planner`.
-        cost: A cost of `lightning_odc.balance.Planner`; or ``"fitted"``, learnt while training; or ``"auto"``, the
-            cost of the model, until measured times refute it.
-        weighting: what a sample counts in the gradient: its tokens (the first of several numbers), those that a causal
-            model predicts (one less), one, or a function of the array of lengths. ``"sum"``: nothing, since the loss is
-            a sum. ``"label"`` and ``"auto"``: its tokens in the plan; where microbatches have labels, those count
-            instead, see Note [Labels are counted].
-        shuffle: a new order every epoch.
-        seed: The seed of the order.
-        drop_last: leave out the samples that do not fill a last minibatch.
-        window: how many consecutive minibatches are looked at together.
-        regroup: let the minibatches of a window exchange samples, so that large ones meet.
         batch_size: Samples of a batch of the user's own loader, if there is one; a divisor of ``minibatch_size``.
             ``drop_last`` leaves out what does not fill a batch, and by default no microbatch is larger than the largest
             batch.
@@ -112,7 +103,7 @@ class Recipe:
         whole: Whether the batches of the user's own loader stay whole: ``"movable"`` from rank to rank, or ``"fixed"``.
 
     Raises:
-        ValueError: a value that is not one of those above.
+        ValueError: a value that the loader does not know.
     """
 
     minibatch_size: int
@@ -190,42 +181,31 @@ class Recipe:
         return -(-self.count_samples(num_samples, num_replicas) // (self.minibatch_size * num_replicas))
 
     def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[IndexArray]:
-        """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`.
-
-        Always by the quadratic cost, which takes the sum of the numbers after the first: a cost that is learnt while
-        training would regroup otherwise after a resume.
-        """
+        """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`."""
         size = self.minibatch_size * num_replicas
         if not self.regroup:
             return [
                 np.arange(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)
             ]
+        # Always by the quadratic cost: one that is learnt while training would regroup otherwise after a resume.
         return regroup(quadratic().samples(lengths.astype(np.float64)), num_replicas, size)
 
     def planner(
-        self, num_replicas: int, lengths: LengthArray | None = None, facts: Facts = NOTHING_KNOWN
+        self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
     ) -> Planner:
-        """What plans minibatches for so many ranks.
+        """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come.
 
         A cost that learns is given to each plan as it was at some moment, see Note [Plans of what everybody knows].
-
-        Args:
-            num_replicas: The number of ranks.
-            lengths: Those of the samples in the order they come, if they are known.
-            facts: What was found out about the run.
         """
         cap = self.max_tokens
         if cap is None and lengths is not None:
-            cap = self._largest_batch(lengths, num_replicas, facts.collation)
-        cost = facts.prior if self.is_auto else "quadratic" if self.learns else self.cost
+            cap = self._largest_batch(lengths, num_replicas, info.collation)
+        cost = info.first_cost if self.is_auto else "quadratic" if self.learns else self.cost
         policy = cast(Policy, self.policy)
-        return Planner(num_replicas, cap, policy, cost, allow_empty=True, collation=facts.collation)
+        return Planner(num_replicas, cap, policy, cost, allow_empty=True, collation=info.collation)
 
     def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> Caps:
-        """The most tokens in a batch of the user's own loader, which fits into memory; at least the longest sample.
-
-        Of rows of numbers, a tuple with the most of each.
-        """
+        """The most tokens (of rows of numbers, the most of each) in a batch of the user's own loader, which fits."""
         rows = collation.row_lengths(lengths)
         if rows.ndim == 1:
             return self._largest_sum(rows, num_replicas, collation.is_table)
@@ -241,15 +221,15 @@ class Recipe:
         sums = size * dealt.max(1) if is_table else dealt.sum(1)
         return max(longest, int(sums.max()))
 
-    def delayed_cost(self, num_replicas: int, rank: int, facts: Facts) -> DelayedCost | None:
+    def delayed_cost(self, num_replicas: int, rank: int, info: RunInfo) -> DelayedCost | None:
         """The cost, if it is one that learns, for so many ranks; the first one fits it.
 
         Raises:
             ValueError: the cost is of another number of ranks.
         """
-        dense = False if facts.collation.kind != "packed" else facts.dense
-        if self.is_auto and facts.measured:
-            return DelayedCost(AutoCost(num_replicas, facts.prior, dense), fits=rank == 0)
+        dense = False if info.collation.kind != "packed" else info.dense
+        if self.is_auto and info.measured:
+            return DelayedCost(AutoCost(num_replicas, info.first_cost, dense), fits=rank == 0)
         if not self.learns:
             return None
         cost = self.cost if isinstance(self.cost, FittedCost) else FittedCost(num_replicas, dense=dense)
@@ -275,34 +255,28 @@ class Recipe:
         return first_number(lengths).astype(np.float64) - (self.weighting == "next_token")
 
 
-class Schedule:
-    """The minibatches of all epochs: a pure function of lengths, recipe and number of ranks (and of what was learnt).
-
-    Args:
-        lengths: The lengths of all samples.
-        recipe: How samples become minibatches.
-        num_replicas: The number of ranks that share a minibatch.
-        facts: What was found out about the run.
+class EpochPlan:
+    """The minibatches of all epochs: a pure function of lengths, options and number of ranks (and of what was learnt).
 
     Raises:
         ValueError: there are fewer samples than ranks, or ``drop_last`` leaves no minibatch.
     """
 
     def __init__(
-        self, lengths: Lengths, recipe: Recipe, num_replicas: int, facts: Facts = NOTHING_KNOWN
+        self, lengths: Lengths, options: BatchOptions, num_replicas: int, info: RunInfo = NOTHING_KNOWN
     ) -> None:
         self.lengths = lengths
-        self.recipe = recipe
-        self.collation = facts.collation
+        self.options = options
+        self.collation = info.collation
         self.num_replicas = num_replicas
-        self.samples_per_minibatch = recipe.minibatch_size * num_replicas
+        self.samples_per_minibatch = options.minibatch_size * num_replicas
         self._check()
         # Minibatches are mostly asked for one after another, so the latest epoch and the latest window are kept.
         self._epoch: int | None = None
         self._order: IndexArray = np.arange(len(lengths))
         self._window: tuple[int, int] | None = None
         self._minibatches: list[IndexArray] = []
-        planner = recipe.planner(num_replicas, lengths.values[self.order(0)], facts)
+        planner = options.planner(num_replicas, lengths.values[self.order(0)], info)
         self.planner = planner.capped_for(lengths.values)
 
     def _check(self) -> None:
@@ -312,7 +286,7 @@ class Schedule:
                 f"never have work. Write Trainer(devices={max(len(self.lengths), 1)}) or use more data."
             )
         if not len(self):
-            size = self.recipe.batch_size or self.recipe.minibatch_size
+            size = self.options.batch_size or self.options.minibatch_size
             raise ValueError(
                 f"drop_last=True leaves no minibatch: {len(self.lengths)} samples do not fill one of "
                 f"{size * self.num_replicas} (minibatch_size={size} on {self.num_replicas} ranks). Write "
@@ -321,7 +295,7 @@ class Schedule:
 
     def __len__(self) -> int:
         """Minibatches per epoch."""
-        return self.recipe.count_minibatches(len(self.lengths), self.num_replicas)
+        return self.options.count_minibatches(len(self.lengths), self.num_replicas)
 
     def order(self, epoch: int) -> IndexArray:
         """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it.
@@ -329,22 +303,22 @@ class Schedule:
         The order is that of torch's ``DistributedSampler``, which deals it out to ranks in turns. So a minibatch holds
         the samples that the ranks' batches of an optimizer step hold together under stock Lightning.
         """
-        if self.recipe.shuffle and self._epoch != epoch:
-            generator = torch.Generator().manual_seed((self.recipe.seed + epoch) % 2**63)
+        if self.options.shuffle and self._epoch != epoch:
+            generator = torch.Generator().manual_seed((self.options.seed + epoch) % 2**63)
             self._epoch = epoch
             self._order = torch.randperm(len(self.lengths), generator=generator).numpy()
         return self._order
 
     def samples(self, epoch: int, step: int) -> IndexArray:
         """The samples of a minibatch."""
-        window, within = divmod(step, self.recipe.window)
+        window, within = divmod(step, self.options.window)
         if self._window != (epoch, window):
-            size = self.samples_per_minibatch * self.recipe.window
-            used = self.order(epoch)[: self.recipe.count_samples(len(self.lengths), self.num_replicas)]
-            if self.recipe.whole:  # all ranks get equally many, as from a distributed sampler
+            size = self.samples_per_minibatch * self.options.window
+            used = self.order(epoch)[: self.options.count_samples(len(self.lengths), self.num_replicas)]
+            if self.options.whole:  # all ranks get equally many, as from a distributed sampler
                 used = np.resize(used, -(-len(used) // self.num_replicas) * self.num_replicas)
             own = used[window * size : (window + 1) * size]
-            groups = self.recipe.minibatches(self.lengths.values[own], self.num_replicas)
+            groups = self.options.minibatches(self.lengths.values[own], self.num_replicas)
             self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
         return self._minibatches[within]
 
@@ -360,13 +334,7 @@ class Schedule:
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
     ) -> MinibatchPlan:
-        """Plan which rank runs which samples in a minibatch.
-
-        Args:
-            epoch: The epoch it belongs to.
-            step: Its number in the epoch.
-            learnt: The cost, if it is one that learns.
-            caps: The most tokens in a microbatch, if they may have fallen.
+        """Plan which rank runs which samples in minibatch ``step``, with a cost and caps that were learnt.
 
         Raises:
             IndexError: the epoch has no such minibatch.
@@ -376,10 +344,10 @@ class Schedule:
                 f"Minibatch {step} is not one of the {len(self)} of an epoch, which count from 0."
             )
         indices = self.samples(epoch, step)
-        lengths, name = self.lengths.values[indices], self.recipe.name(epoch, step, self.lengths)
+        lengths, name = self.lengths.values[indices], self.options.name(epoch, step, self.lengths)
         is_planned = caps is None or caps == self.planner.max_tokens
         planner = self.planner if is_planned else replace(self.planner, max_tokens=caps)
-        return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
+        return MinibatchPlan.of(self.options, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
         """The cost of every microbatch, by rank, on an average rank, converted to tokens of this minibatch.
@@ -412,7 +380,7 @@ class MinibatchPlan:
     @classmethod
     def of(
         cls,
-        recipe: Recipe,
+        options: BatchOptions,
         planner: Planner,
         indices: IndexArray,
         lengths: LengthArray,
@@ -422,11 +390,9 @@ class MinibatchPlan:
     ) -> MinibatchPlan:
         """Distribute the samples of one minibatch.
 
-        A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
-
         Args:
-            recipe: The weights of samples.
-            planner: The recipe's planner.
+            options: The weights of samples.
+            planner: The planner of these options.
             indices: ``[n]``, the samples in the data set.
             lengths: ``[n]``, their lengths, or ``[n, d]``.
             name: The beginning of the plan's text.
@@ -434,17 +400,18 @@ class MinibatchPlan:
             turn: Epoch plus number of the minibatch, see Note [Ranks take turns].
         """
         planner = planner if learnt is None else replace(planner, cost=learnt)
-        positions: Any = whole_batches(recipe, planner, lengths) if recipe.whole else planner.plan(lengths)
-        if learnt is None and not recipe.whole and _are_alike(planner, lengths):
+        positions: Any = whole_batches(options, planner, lengths) if options.whole else planner.plan(lengths)
+        if learnt is None and not options.whole and _are_alike(planner, lengths):
             first = turn % planner.num_ranks
             positions = positions[first:] + positions[:first]
-        counts = recipe.sample_weights(lengths)
-        if recipe.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
-            counts *= planner.num_ranks * recipe.batches / len(lengths)
+        counts = options.sample_weights(lengths)
+        if options.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
+            counts *= planner.num_ranks * options.batches / len(lengths)
+        # A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
         shortest = [int(indices[lengths.reshape(len(lengths), -1).sum(1).argmin()])]
         microbatches = [[indices[m].tolist() if m else shortest for m in rank] for rank in positions]
         weights = [[float(counts[m].sum()) if m else 0.0 for m in rank] for rank in positions]
-        if recipe.whole:
+        if options.whole:
             weights = [[1.0 for _ in rank] for rank in positions]
         digest = hashlib.sha256(repr((microbatches, weights)).encode()).hexdigest()[:12]
         return cls(microbatches, weights, f"{name}, plan {digest}")
@@ -458,7 +425,7 @@ class MinibatchPlan:
         return [weight / mean if mean else weight for weight in self.weights[rank]]
 
 
-def whole_batches(recipe: Recipe, planner: Planner, lengths: LengthArray) -> list[list[list[int]]]:
+def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray) -> list[list[list[int]]]:
     """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level.
 
     Each rank keeps its number of batches, because a loss that couples samples may also communicate. The heaviest batch
@@ -467,10 +434,10 @@ def whole_batches(recipe: Recipe, planner: Planner, lengths: LengthArray) -> lis
         costs of rank 0, rank 1     9 8 | 2 1     loads 17 and 3
         levelled                    9 1 | 8 2     loads 10 and 10
     """
-    ranks, size = planner.num_ranks, recipe.batch_size or recipe.minibatch_size
+    ranks, size = planner.num_ranks, options.batch_size or options.minibatch_size
     own = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
     dealt = [[part[i : i + size] for i in range(0, len(part), size)] for part in own]
-    if recipe.batches == 1 or recipe.whole == "fixed":
+    if options.batches == 1 or options.whole == "fixed":
         return dealt
     batches = [batch for part in dealt for batch in part]
     sizes = [lengths[batch] for batch in batches]

@@ -75,15 +75,7 @@ class Progress:
         return state if order is None else {**state, **asdict(order)}
 
     def begin(self, order: Order, minibatches: int | None) -> Position:
-        """Where the pass that begins now begins.
-
-        Args:
-            order: The order of samples there is now.
-            minibatches: Minibatches per epoch, if that is known; the end of an epoch is the beginning of the next one.
-
-        Raises:
-            ValueError: a loaded position is in the middle of an epoch of other samples or steps, see `translated`.
-        """
+        """Where the pass that begins now begins."""
         if self._next is not None:
             self.latest, self._next = self._next, None
         elif self.latest.started:
@@ -103,11 +95,7 @@ class Progress:
 
 
 def translated(start: Position, saved: Order, now: Order) -> Position:
-    """A saved position, in minibatches of the size there is now.
-
-    Raises:
-        ValueError: the samples come in another order, or other numbers of batches share an optimizer step.
-    """
+    """A saved position, in minibatches of the size there is now."""
     if saved.order != now.order:
         raise ValueError(
             "The loader's state was saved in the middle of an epoch in which samples come in another order "

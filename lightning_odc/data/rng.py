@@ -36,13 +36,7 @@ def seed_rng(*key: int) -> int:
 
 @contextmanager
 def random_numbers_of(detail: Detail | None, device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers of a microbatch, see Note [Random numbers follow the sample]; the process's own without details.
-
-    Args:
-        detail: Names the microbatch.
-        device: The device whose generator is seeded besides the CPU's.
-        seed: The seed of the run.
-    """
+    """The random numbers of a microbatch; see Note [Random numbers follow the sample]. No details: those there are."""
     if detail is None:
         yield
         return
@@ -55,11 +49,7 @@ def random_numbers_of(detail: Detail | None, device: torch.device, seed: int) ->
 
 
 class RandomState:
-    """The global generators as they were at one moment.
-
-    Args:
-        device: The device whose generator belongs to it besides the CPU's.
-    """
+    """The global generators as they were at one moment."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -74,11 +64,7 @@ class RandomState:
 
 
 class PrivateRng:
-    """A separate state of random numbers: inside :meth:`active`, global generators continue from its last use.
-
-    Args:
-        key: non-negative integers to seed from.
-    """
+    """A separate state of random numbers: inside :meth:`active`, global generators continue from its last use."""
 
     def __init__(self, *key: int) -> None:
         with isolated_rng():

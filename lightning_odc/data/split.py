@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_odc.data.minibatch import Detail, Samples, Task
-from lightning_odc.data.weighting import Rule, planned_count
+from lightning_odc.data.weighting import Rule, planned_count, tensors_of
 
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
@@ -34,10 +34,6 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
 
     A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts. If a loader planned the
     weights, it plans those of the parts, too.
-
-    Args:
-        task: The microbatch.
-        rule: What its parts count, where no loader planned them.
     """
     samples = None if task.detail is None else task.detail.samples
     if samples is not None:
@@ -91,8 +87,8 @@ def _details(detail: Detail | None, samples: int, at: int) -> list[Detail | None
 
 def _rows(batch: Any) -> tuple[list[int], Take] | None:
     """For tensors that all have one entry per sample, ``[samples, ...]``."""
-    counts = {tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()}
-    is_row = all(tensor.dim() < 2 for tensor in tensors_in(batch))  # of tokens, of one sample
+    counts = {tensor.size(0) for _, tensor in tensors_of(batch) if tensor.dim()}
+    is_row = all(tensor.dim() < 2 for _, tensor in tensors_of(batch))  # of tokens, of one sample
     if is_row or len(counts) != 1 or (count := counts.pop()) < 2:
         return None
     return [1] * count, lambda part: some_rows(batch, count, part)
@@ -105,7 +101,7 @@ def some_rows(value: Any, count: int, part: Sequence[int]) -> Any:
             slice(part.start, part.stop) if isinstance(part, range) else list(part)
         )  # a range is not copied
         return value[rows] if value.dim() else value
-    if isinstance(value, list) and len(value) == count and not any(True for _ in tensors_in(value)):
+    if isinstance(value, list) and len(value) == count and not any(True for _ in tensors_of(value)):
         return [value[index] for index in part]
     return _mapped(value, lambda inner: some_rows(inner, count, part))
 
@@ -120,7 +116,7 @@ def _packed(batch: Any) -> tuple[list[int], Take] | None:
     rows = [value for value in others if isinstance(value, Tensor)]
     if any(tensor.dim() and _token_axis(tensor, tokens) is None for tensor in rows):
         return None
-    if any(True for value in others if not isinstance(value, Tensor) for _ in tensors_in(value)):
+    if any(True for value in others if not isinstance(value, Tensor) for _ in tensors_of(value)):
         return None  # images, say: nothing tells whose they are
     return [end - begin for begin, end in pairwise(bounds)], lambda part: _some_packed(batch, bounds, part)
 
@@ -163,25 +159,6 @@ def _some_packed(batch: Any, bounds: list[int], samples: Sequence[int]) -> Any:
         elif isinstance(value, list) and len(value) == len(bounds) - 1:
             part[name] = [value[index] for index in samples]
     return part
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers and data classes."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for part in _inner(value):
-            yield from tensors_in(part)
-
-
-def _inner(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return list(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in fields(value)]
-    return []
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -19,11 +19,7 @@ _MOST = 64
 
 
 def spread_out(lengths: LengthArray) -> list[int]:
-    """Positions of 64 samples, the shortest first and the longest last: enough to show a class that is not common.
-
-    Args:
-        lengths: ``[n]`` tokens of all samples, or ``[n, d]`` numbers.
-    """
+    """Positions of 64 samples, the shortest first and the longest last: enough to show a class that is not common."""
     order = first_number(lengths).argsort(kind="stable")
     return order[np.linspace(0, len(order) - 1, min(len(order), _MOST)).astype(int)].tolist()
 
@@ -33,11 +29,6 @@ class TrialSamples:
 
     A ``collate_fn`` that is random (it masks some tokens, say) would show a sample alone in one way and among others in
     another. So where it is, all batches are rows of a single one.
-
-    Args:
-        samples: Two or more.
-        lengths: Their lengths.
-        collate_fn: Makes a batch of a list of samples.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ differ by 0.3 %, so the trial computes in float64. There, right candidates have 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
@@ -145,12 +145,7 @@ class Verdict:
 
 
 def decide(tried: Sequence[Tried], noise: float) -> Verdict:
-    """Which rule explains all losses; see Note [The loss is tried].
-
-    Args:
-        tried: Single samples and groups of them. A group that was tried twice must have the same loss.
-        noise: The rounding error of a loss, as a part of it.
-    """
+    """Which rule explains all losses; see Note [The loss is tried]. A group that was tried twice must have one loss."""
     alone = {one.samples[0]: one for one in tried if len(one.samples) == 1}
     groups = {one.samples: one for one in tried if len(one.samples) > 1}
     if not all(math.isfinite(one.loss) for one in groups.values()):
@@ -224,11 +219,7 @@ def _preference(rule: Rule) -> tuple[bool, ...]:
 
 
 def rules_of(batch: Any) -> list[Rule]:
-    """Everything that may count in microbatches like this one.
-
-    Args:
-        batch: Several samples of unlike length, so that padding shows: what stands in the last and in the first column.
-    """
+    """Everything that may count in microbatches like this one, of samples of unlike length, so that padding shows."""
     rules = [Rule("sample"), Rule("token"), Rule("next_token"), Rule("sum")]
     for path, tensor in tensors_of(batch):
         if tensor.is_complex() or not tensor.dim() or not tensor.numel():
@@ -274,16 +265,21 @@ def _at(batch: Any, path: Sequence[Any]) -> Any:
 
 
 def tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """All tensors of a batch with their paths."""
+    """All tensors in nested containers and data classes, with their paths."""
     if isinstance(batch, Tensor):
         yield path, batch
         return
-    parts: Any = ()
-    if isinstance(batch, Mapping):
-        parts = batch.items()
-    elif isinstance(batch, list | tuple):
-        parts = enumerate(batch[:64])
-    elif is_dataclass(batch):
-        parts = [(one.name, getattr(batch, one.name)) for one in fields(batch)]
-    for key, part in parts:
+    for key, part in parts_in(batch):
         yield from tensors_of(part, (*path, key))
+
+
+def parts_in(batch: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, with keys, indices or names; nothing of a row of plain values, which may be long."""
+    if isinstance(batch, Mapping):
+        return batch.items()
+    if isinstance(batch, list | tuple):
+        is_plain = all(isinstance(value, int | float | str) for value in batch)
+        return () if is_plain else enumerate(batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [(one.name, getattr(batch, one.name)) for one in fields(batch)]
+    return ()

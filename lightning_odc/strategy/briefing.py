@@ -35,7 +35,7 @@ def note_on_size(
     if loader.is_stream:
         return ""
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    tokens = loader.recipe.minibatch_size * float(first_number(loader.lengths.values).mean())
+    tokens = loader.options.minibatch_size * float(first_number(loader.lengths.values).mean())
     is_cuda = device.type == "cuda"
     if 6 * parameters * tokens < (_LITTLE_WORK_ON_GPUS if is_cuda else _LITTLE_WORK):
         return 'Note: a step computes so little that fixed costs decide. strategy="ddp" may be faster.'
@@ -71,19 +71,21 @@ def _collation(loader: BalancedDataLoader) -> str:
 
 
 def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule | None) -> str:
-    recipe = loader.recipe
-    folded = f" ({batches} accumulated batches of {recipe.minibatch_size // batches})" if batches > 1 else ""
-    samples = f"{recipe.minibatch_size} samples per rank and step{folded}"
-    if recipe.whole:
-        level = "; ranks swap some of them, to be level" if batches > 1 and recipe.whole == "movable" else ""
+    options = loader.options
+    folded = f" ({batches} accumulated batches of {options.minibatch_size // batches})" if batches > 1 else ""
+    samples = f"{options.minibatch_size} samples per rank and step{folded}"
+    if options.whole:
+        level = "; ranks swap some of them, to be level" if batches > 1 and options.whole == "movable" else ""
         return f"your batches stay whole; {samples}{level}"
     because = f" ({reason})" if reason else ""
-    cost = f'cost="{recipe.cost}"' if isinstance(recipe.cost, str) else f"cost={type(recipe.cost).__name__}"
-    if recipe.is_auto:
+    cost = (
+        f'cost="{options.cost}"' if isinstance(options.cost, str) else f"cost={type(options.cost).__name__}"
+    )
+    if options.is_auto:
         cost += " from the model's size" + (", then from measured times" if loader.learns else "")
     most = "" if loader.max_tokens is None else f"; at most {_caps(loader.max_tokens)} in a microbatch"
     counts = "" if rule is None else f"; {rule} (the loss was tried)"
-    return f'policy "{recipe.policy}"{because}; {samples}{most}; {cost}{counts}'
+    return f'policy "{options.policy}"{because}; {samples}{most}; {cost}{counts}'
 
 
 def _caps(caps: Caps) -> str:
@@ -94,7 +96,7 @@ def _caps(caps: Caps) -> str:
 
 def _expectation(loader: BalancedDataLoader, batches: int) -> str:
     """What is certain from lengths. How much faster that is depends on more, and a clock tells."""
-    if loader.recipe.whole:
+    if loader.options.whole:
         return "as with your batches under collectives, with fewer waits; DeviceIdleMonitor measures them"
     gain = loader.planned_gain(batches)
     if gain is None:

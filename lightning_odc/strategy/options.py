@@ -22,7 +22,7 @@ from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
 from lightning_odc.data.checks import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import Packing
-from lightning_odc.data.plan import Recipe
+from lightning_odc.data.plan import BatchOptions
 from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
@@ -89,7 +89,7 @@ class Options:
             _check_cost(self.cost, self.communication, self.deterministic)
         # Refuses options that no loader would take.
         policy = self.balance if self.balance not in (None, "auto") else "lb_mini"
-        Recipe(1, self.max_tokens, policy, self.cost, self.weighting)
+        BatchOptions(1, self.max_tokens, policy, self.cost, self.weighting)
         defaults = {field.name: field.default for field in fields(self)}
         given = [name for name, value in self.of_loader.items() if value != defaults[name]]
         if self.balance is None and given:
@@ -230,11 +230,11 @@ def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> No
         )
 
 
-def check_loader(recipe: Recipe, communication: str, deterministic: bool, world_size: int) -> None:
+def check_loader(options: BatchOptions, communication: str, deterministic: bool, world_size: int) -> None:
     """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
-    _check_cost(recipe.cost, communication, deterministic)
+    _check_cost(options.cost, communication, deterministic)
     if world_size > 1:
-        _check_policy("policy", recipe.policy, communication, deterministic)
+        _check_policy("policy", options.policy, communication, deterministic)
 
 
 def _check_policy(argument: str, policy: str, communication: str, deterministic: bool) -> None:

@@ -37,10 +37,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_odc.data.batch_size import sample_count, token_count
-from lightning_odc.data.memory_cap import DelayedCap, RanOut
+from lightning_odc.data.learning import DelayedCap, RanOut
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.data.rng import RandomState
-from lightning_odc.data.split import tensors_in
+from lightning_odc.data.weighting import tensors_of
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import ODCError
@@ -300,7 +300,7 @@ def release(error: BaseException) -> None:
 
 def cut_graph(value: Any) -> None:
     """Let tensors, which others may still hold, no longer hold what their backward pass needs."""
-    for tensor in tensors_in(value):
+    for _, tensor in tensors_of(value):
         if tensor.grad_fn is not None:  # not a parameter
             with suppress(RuntimeError):  # a view stays what it is
                 tensor.detach_()

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.checks import is_stream
-from lightning_odc.data.convert import ChosenSamplesError, balanced_for_lightning
+from lightning_odc.data.convert import ChosenSamplesError, balanced_from
 from lightning_odc.data.gain import glance
 from lightning_odc.data.length_cache import digest_of
 from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.plan import RunInfo
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.weighting import Rule, Verdict
 from lightning_odc.engine.base import Engine
@@ -53,7 +54,7 @@ class TrainingData:
         self._options = options
         self.engine = engine  # ``None`` before ranks can talk to each other
         self.training: Training | None = None
-        self._told = False
+        self._announced = False
         self._begun: tuple[float, float] | None = None  # when the first epoch began, and the waits until then
         self._policy_reason = ""
         self._packing_trouble: str | None = None  # not known yet
@@ -77,7 +78,7 @@ class TrainingData:
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
             return loader
-        check_loader(loader.recipe, options.communication, options.deterministic, trainer.world_size)
+        check_loader(loader.options, options.communication, options.deterministic, trainer.world_size)
         self._adapt(loader)
         if loader is not dataloader:
             if self._gains_nothing(loader):
@@ -97,12 +98,12 @@ class TrainingData:
         gain = loader.planned_gain(self.accumulation.batches)
         if gain is None or gain.factor >= _WORTH_BALANCING:
             return False
-        if not self._told:
+        if not self._announced:
             rank_zero_info(
                 f"Samples have {gain.shortest} to {gain.longest} tokens: balancing would gain less than 2 %, and your "
                 "batches stay as they are."
             )
-        self._told = True
+        self._announced = True
         return True
 
     def begin(self) -> None:
@@ -111,8 +112,8 @@ class TrainingData:
         if loader is None:
             return
         self._settle_loss(loader)
-        if not self._told:
-            self._told = True
+        if not self._announced:
+            self._announced = True
             batches, module = self.accumulation.batches, self._trainer.lightning_module
             model = cost_of_model(module, self._trainer.strategy.root_device.type)
             strategy: Any = self._trainer.strategy
@@ -139,14 +140,14 @@ class TrainingData:
         """Give the loader the model's facts."""
         options, trainer = self._options, self._trainer
         model = cost_of_model(trainer.lightning_module, trainer.strategy.root_device.type)
-        loader.adapt(
+        info = RunInfo(
             prior=model.cost,
             dense=model.dense,
             measured=options.communication != "collective" and not (options.deterministic or loader.unroll),
-            minibatches_per_step=trainer.accumulate_grad_batches,
             repeats=options.deterministic,
-            begins=not self._told,
+            minibatches_per_step=trainer.accumulate_grad_batches,
         )
+        loader.adapt(info, begins=not self._announced)
         if loader.packing:
             self._settle_packing(loader)
         self._compare(loader)
@@ -174,7 +175,7 @@ class TrainingData:
                 "BalancedDataLoader cuts batches, and",
                 "BalancedDataLoader(..., " if is_own else "ODCStrategy(",
             )
-            if loader.recipe.batch_size is not None:
+            if loader.options.batch_size is not None:
                 loader.keep_whole(movable=not self.training.communicates)
                 effect = "Your batches stay whole, because"
             if is_new:
@@ -246,7 +247,7 @@ class TrainingData:
             self._packing_trouble = packing_trouble(strategy, self.engine)
         if self._packing_trouble and loader.packing is True:
             raise ValueError(f"packing=True: {self._packing_trouble}")
-        if self._packing_trouble and not self._told:
+        if self._packing_trouble and not self._announced:
             rank_zero_info(f'packing="auto" packs nothing: {self._packing_trouble}')
         packs = loader.choose_packing(keeps_apart=not self._packing_trouble)
         model = causal_model(self._trainer.lightning_module)
@@ -275,14 +276,18 @@ class TrainingData:
         try:
             if options.balance == "auto" and (reason := self._reason_against(dataloader, indexed)):
                 return self._left_alone(dataloader, reason)
-            balanced = balanced_for_lightning(
+            balanced = balanced_from(
                 dataloader,
-                world_size,
-                self._trainer.global_rank,
-                self._policy(dataloader, indexed),
-                options.of_loader,
-                self.accumulation.foldable,
+                batches=self.accumulation.foldable,
+                distributed_sampler="replace",  # Lightning has put it in
+                num_replicas=world_size,
+                rank=self._trainer.global_rank,
+                policy=self._policy(dataloader, indexed),
+                window=None if indexed else 1,
+                **options.of_loader,
             )
+            if indexed:
+                balanced.lengths  # noqa: B018 - looked up now, not when training begins
         except ChosenSamplesError as error:
             if options.balance != "auto":
                 raise
@@ -358,10 +363,10 @@ class TrainingData:
                 "GradientAccumulationScheduler changes how many batches share an optimizer step, so each of them is "
                 "balanced alone. Trainer(accumulate_grad_batches=...) balances all of a step together."
             )
-        recipe, world_size = balanced.recipe, self._trainer.world_size
-        size = (recipe.batch_size or recipe.minibatch_size) * world_size
+        options, world_size = balanced.options, self._trainer.world_size
+        size = (options.batch_size or options.minibatch_size) * world_size
         try:
-            num_batches: float = -(-recipe.count_samples(len(dataset), world_size) // size)
+            num_batches: float = -(-options.count_samples(len(dataset), world_size) // size)
         except TypeError:
             num_batches = math.inf
         self.accumulation.fold(num_batches)

@@ -153,7 +153,7 @@ def test_the_plain_loader_has_the_same_minibatches() -> None:
     planned = Workload(options).loader(BALANCED, 0)
     balanced = balanced_from(Workload(options).plain_loader(), num_replicas=2, rank=0)
     for loader in (planned, balanced):
-        assert loader.recipe.shuffle
+        assert loader.options.shuffle
     for epoch, step in ((0, 0), (0, len(planned) - 1), (1, 0)):
         first, second = (
             {i for rank in loader.plan(step, epoch).microbatches for part in rank for i in part}
@@ -271,5 +271,5 @@ def test_samples_are_dealt_in_turns(
         lengths=str(tmp_path / "lengths.txt"), samples_per_microbatch=together, model="tiny"
     )
     loader = Workload(options).loader(Combination("collective", policy), 0)
-    planner = loader.recipe.planner(2, 9)
+    planner = loader.options.planner(2, 9)
     assert planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0] == plan

@@ -15,6 +15,7 @@ from lightning_odc.balance import quadratic
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.packing import pack_samples
+from lightning_odc.data.plan import RunInfo
 
 
 def tokens(length: int) -> dict[str, Any]:
@@ -284,7 +285,7 @@ def undecided(**options: Any) -> BalancedDataLoader:
 def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = True) -> bool:
     """Packing pays where a microbatch is dear; it does not where tokens of different samples are."""
     prior = quadratic(crossover=1.0, dense=True) if dense else quadratic(constant=50.0)
-    loader.adapt(prior=prior, dense=dense, measured=False, minibatches_per_step=1)
+    loader.adapt(RunInfo(prior, dense))
     return loader.choose_packing(keeps_apart)
 
 
@@ -302,14 +303,14 @@ def test_every_model_decides_again_whether_packing_pays() -> None:
 def test_a_choice_that_stays_keeps_what_was_learnt() -> None:
     loader = undecided()
     decided_for(loader, dense=False)
-    plan = loader._current()
+    plan = loader._prepare()
     decided_for(loader, dense=False)
-    assert loader._current() is plan
+    assert loader._prepare() is plan
 
 
 def test_weights_of_unrolled_minibatches_follow_the_choice() -> None:
     loader = undecided(unroll=True, policy="lb_micro")
-    assert loader._planned_recipe.weighting == "token"
+    assert loader._planned_options.weighting == "token"
     packed = decided_for(loader, dense=False)
     assert packed
     plan = loader.plan(0)

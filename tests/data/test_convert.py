@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_odc.data.convert import balanced_for_lightning, balanced_from
+from lightning_odc.data.convert import balanced_from
 from lightning_odc.data.loader import BalancedDataLoader
 from tests.data.test_iterable import Sized
 
@@ -36,18 +36,18 @@ def convert(**options: Any) -> BalancedDataLoader:
 
 def test_what_is_taken_over():
     balanced = convert(drop_last=True, generator=torch.Generator().manual_seed(5))
-    assert balanced.recipe.minibatch_size == 2
-    assert not balanced.recipe.shuffle
-    assert balanced.recipe.drop_last
-    assert balanced.recipe.seed == 5
-    assert (balanced.recipe.policy, balanced.recipe.cost, balanced.recipe.weighting) == (
+    assert balanced.options.minibatch_size == 2
+    assert not balanced.options.shuffle
+    assert balanced.options.drop_last
+    assert balanced.options.seed == 5
+    assert (balanced.options.policy, balanced.options.cost, balanced.options.weighting) == (
         "lb_mini",
         "auto",
         "auto",
     )
     assert len(balanced) == 3
     assert all(isinstance(microbatch, list) for share in balanced for microbatch in share)
-    assert convert(shuffle=True).recipe.shuffle
+    assert convert(shuffle=True).options.shuffle
 
 
 def test_workers_are_taken_over():
@@ -84,7 +84,7 @@ def test_what_the_caller_says():
         cache_dir=False,
     )
     assert balanced.lengths.values.tolist() == list(range(2, 15))
-    recipe = balanced.recipe
+    recipe = balanced.options
     assert (recipe.policy, recipe.max_tokens, recipe.cost, recipe.weighting, recipe.seed) == (
         "lb_micro",
         20,
@@ -117,8 +117,8 @@ def test_a_distributed_sampler_can_be_replaced():
     balanced = balanced_from(
         dataloader, num_replicas=2, rank=0, distributed_sampler="replace", cache_dir=False
     )
-    assert balanced.recipe.shuffle
-    assert balanced.recipe.seed == 9
+    assert balanced.options.shuffle
+    assert balanced.options.seed == 9
     assert len(balanced) == 4, "of all samples, not of a rank's part"
 
 
@@ -126,7 +126,14 @@ def test_a_distributed_sampler_can_be_replaced():
 def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning(ranks, size, batches):
     samplers = [DistributedSampler(ROWS[:12], ranks, rank, seed=9) for rank in range(ranks)]  # type: ignore[arg-type, var-annotated]
     dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
-    balanced = balanced_for_lightning(dataloader, ranks, 0, "lb_mini", {"cache_dir": False}, batches)
+    balanced = balanced_from(
+        dataloader,
+        batches=batches,
+        distributed_sampler="replace",
+        num_replicas=ranks,
+        rank=0,
+        cache_dir=False,
+    )
     for epoch in range(2):
         for sampler in samplers:
             sampler.set_epoch(epoch)

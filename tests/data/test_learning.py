@@ -11,8 +11,8 @@ import pytest
 
 from lightning_odc.balance import FittedCost, quadratic
 from lightning_odc.balance.learnt import AutoCost
-from lightning_odc.data.learning import DelayedCost, Measurement
-from lightning_odc.data.loader import BalancedDataLoader, Learning
+from lightning_odc.data.learning import DelayedCost, Learning, Measurement
+from lightning_odc.data.loader import BalancedDataLoader
 from tests.data.test_iterable import Sized
 from tests.data.test_loader import LENGTHS, Rows, loader
 

@@ -149,10 +149,10 @@ def test_each_pass_is_an_epoch():
 
 
 def test_seed_everything_is_the_default_seed(monkeypatch):
-    assert loader().recipe.seed == 0
+    assert loader().options.seed == 0
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    assert loader().recipe.seed == 7
-    assert loader(seed=3).recipe.seed == 3
+    assert loader().options.seed == 7
+    assert loader(seed=3).options.seed == 3
 
 
 def test_iterating_leaves_random_numbers_alone():

@@ -149,7 +149,7 @@ def _gradients(rank: int, folder: str) -> dict[str, Any]:
         found[communication] = (
             full_parameters(module),
             t.global_step,
-            t.train_dataloader.recipe.policy,
+            t.train_dataloader.options.policy,
             sorted(size for batch in module.sizes for size in batch),
         )
     module = Counted(fails=True)

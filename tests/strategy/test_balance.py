@@ -263,10 +263,10 @@ def _auto(rank: int) -> dict[str, Any]:
         module = Padded(counted=True)
         t = trainer(2, strategy=ODCStrategy(balance=balance), accumulate_grad_batches=2)
         t.fit(module, plain(dataset=Rows(), batch_size=2))
-        found[name] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
+        found[name] = full_parameters(module), t.train_dataloader.options.policy, t.global_step  # type: ignore[union-attr]
     module, t = Padded(counted=True), trainer(2, strategy=ODCStrategy(cost="tokens"))
     t.fit(module, plain())
-    found["map"] = full_parameters(module), t.train_dataloader.recipe.policy, t.global_step  # type: ignore[union-attr]
+    found["map"] = full_parameters(module), t.train_dataloader.options.policy, t.global_step  # type: ignore[union-attr]
     return found
 
 

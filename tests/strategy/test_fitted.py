@@ -232,7 +232,7 @@ def _order(rank: int, options: dict[str, Any], shuffle: bool) -> list[list[int]]
     t = trainer(2, strategy=ODCStrategy(balance="local_sort"), use_distributed_sampler=True, **options)
     t.fit(module, DataLoader(SAMPLES, batch_size=2, collate_fn=pad, shuffle=shuffle))  # type: ignore[arg-type]
     assert isinstance(t.train_dataloader, BalancedDataLoader)
-    assert t.train_dataloader.recipe.shuffle is not bool(options.get("overfit_batches"))
+    assert t.train_dataloader.options.shuffle is not bool(options.get("overfit_batches"))
     return module.sizes
 
 

@@ -43,7 +43,7 @@ def fit_all(
         with said() as text, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             fitting.fit(module, DataLoader(data, batch_size=BATCH, collate_fn=collate))  # type: ignore[arg-type]
-        recipe = fitting.train_dataloader.recipe  # type: ignore[union-attr]
+        recipe = fitting.train_dataloader.options  # type: ignore[union-attr]
         counts = "whole" if recipe.whole else str(recipe.counter or recipe.weighting)
         words = [text.getvalue(), *(str(one.message) for one in warned)]
         found[kind] = counts, full_parameters(module), "\n".join(words)

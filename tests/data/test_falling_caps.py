@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.data.memory_cap import DelayedCap
+from lightning_odc.data.learning import DelayedCap
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.plan import RunInfo
 
 
 def out(tokens: int, samples: int = 2) -> list[int]:
@@ -108,7 +109,7 @@ def loader(max_tokens: Any, **options: Any) -> BalancedDataLoader:
 
 
 def adapt(loader: BalancedDataLoader) -> BalancedDataLoader:
-    loader.adapt(prior=None, dense=False, measured=True, minibatches_per_step=1)
+    loader.adapt(RunInfo(dense=False, measured=True))
     return loader
 
 
@@ -149,6 +150,6 @@ def test_caps_that_stay(changes: dict[str, Any]) -> None:
     own = adapt(loader(None, **changes))
     assert own.memory_values == {}
     fixed = loader(None)
-    fixed.adapt(prior=None, dense=False, measured=False, minibatches_per_step=1, repeats=True)
+    fixed.adapt(RunInfo(dense=False, repeats=True))
     assert fixed.max_tokens == 9
     assert fixed.memory_values == {}, "runs that must be bit-equal"

@@ -1,0 +1,532 @@
+"""Reads one rank's part of every minibatch: of a map-style data set (`MapReading`), or of a stream (`StreamReading`).
+
+A minibatch of a map-style data set goes through three hands. `MapReading` plans it, as early as torch's ``DataLoader``
+reads ahead, and hands out this rank's `Assignment`. A `SampleReader` reads the samples and makes a `Minibatch`. When
+that arrives, `MapReading.completed` adds what only the plan knows. A worker has a copy of the `SampleReader` and
+nothing else. It lives for one pass, or with ``persistent_workers`` for all of them, so the reader holds nothing that
+changes between passes.
+
+Note [Random numbers follow the sample]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Before a sample is read, the generators of Python, numpy and torch are seeded from (seed, epoch, index of the sample),
+and before ``collate_fn`` from (seed, epoch, index of the first sample). So what a random crop or mask does depends
+neither on the rank or worker that reads the sample, nor on the policy that placed it, nor on whether training was
+interrupted before. The generators of the process itself are left as they were. A data set with ``__getitems__`` reads
+several samples at once, and is seeded once for them.
+
+In the same way `ODCStrategy` seeds the generators before a microbatch goes through the model, and puts them back
+afterwards: dropout, too, depends on the microbatch, and not on the rank. It seeds them from (what `torch.manual_seed`
+got on rank 0, seed, epoch, index of the first sample, 1), so that another seed of the process means other dropout.
+
+Note [One stream on all ranks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks plan alone, and a plan needs the lengths of all samples of the minibatch. So every rank reads the whole stream,
+in the same order, and keeps its part. If a data set gives every rank different samples, ranks plan different
+minibatches. The engine detects that at the end of the first step, by the plan's text. For the same reason at most one
+worker reads the stream, and while it reads, the global generators have the same seeds on all ranks. That worker plans,
+too, and lives for one pass: a worker that is kept would not know the next epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from lightning_odc import host_memory
+from lightning_odc.balance import LearntCost, epoch_order
+from lightning_odc.balance.caps import Caps
+from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.data.batch_size import PaddingWatch
+from lightning_odc.data.checks import WorkerOptions
+from lightning_odc.data.collation import find_collation
+from lightning_odc.data.learning import Learning
+from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
+from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
+from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, RunInfo
+from lightning_odc.data.position import Order
+from lightning_odc.data.rng import PrivateRng, isolated_rng, seed_rng, with_own_rng
+
+Collate = Callable[[list[Any]], Any]
+World = tuple[int, int]
+"""The number of ranks that share a minibatch, and this rank."""
+
+#: Private memory of a worker before it reads, of one that is forked and of one that imports torch itself: measured with
+#: torch 2.13, 7 and 281 MiB.
+_FORKED_BYTES, _FRESH_BYTES = 8 * 2**20, 280 * 2**20
+
+
+class MapReading:
+    """Plans minibatches of a map-style data set; also the sampler of the ``DataLoader`` that reads.
+
+    Args:
+        reader: Reads a part.
+        lengths: The lengths of all samples.
+        options: How samples become minibatches.
+        info: What was found out about the run.
+        world: Whose part is read.
+        unroll: Microbatches are yielded one by one, so their weights are relative to the mean over the minibatch.
+
+    Attributes:
+        epochs: The samples of every minibatch.
+        collation: What ``collate_fn`` makes of a microbatch; ``None``: not known, and taken for packing.
+        learning: What learns from measurements.
+        order: What a position in it refers to.
+        padding: Looks for padding that was not planned.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        lengths: Lengths,
+        options: BatchOptions,
+        info: RunInfo,
+        world: World,
+        unroll: bool,
+    ) -> None:
+        self.collation = reader.collation(lengths.values)
+        info = replace(info, collation=self.collation or PACKED)
+        self.epochs = EpochPlan(lengths, options, world[0], info)
+        cap = None if unroll or info.repeats else self.epochs.delayed_cap()
+        self.learning = Learning(options.delayed_cost(*world, info), cap)
+        self.order = Order(
+            f"{options.order}{', as DistributedSampler' * options.shuffle}, lengths {lengths.digest}",
+            self.epochs.samples_per_minibatch,
+            options.batches,
+        )
+        self.world = world
+        self.padding = PaddingWatch(own_tokens(self.max_tokens, world[1]))
+        self._rank = world[1]
+        self._unroll = unroll
+        self._reader = reader
+        self._begin = 0, 0  # epoch and first minibatch of the next pass
+        # By number: the minibatches that were handed out to be read and have not arrived.
+        self._under_way: dict[int, tuple[MinibatchPlan, LearntCost | None]] = {}
+        self._with_workers: DataLoader[Minibatch] | None = None  # where they are kept from pass to pass
+        self._counted: tuple[int, int] | None = None  # epoch and its microbatches
+
+    def __len__(self) -> int:
+        """Minibatches per epoch."""
+        return len(self.epochs)
+
+    @property
+    def max_tokens(self) -> Caps:
+        """The most tokens in a microbatch, by what is known now."""
+        cap = self.learning.cap
+        return self.epochs.planner.max_tokens if cap is None else cap.value
+
+    def count_microbatches(self, epoch: int) -> int:
+        """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""
+        if self._counted is None or self._counted[0] != epoch:
+            assert self.epochs.options.equal_counts
+            plans = (self.epochs.plan(epoch, step) for step in range(len(self)))
+            self._counted = epoch, sum(len(plan.microbatches[0]) for plan in plans)
+        return self._counted[1]
+
+    def plan_now(self, epoch: int, step: int) -> MinibatchPlan:
+        """The plan of a minibatch by what has been learnt until now."""
+        cost, cap = self.learning.cost, self.learning.cap
+        learnt = None if cost is None else cost.cost.snapshot()
+        return self.epochs.plan(epoch, step, learnt, None if cap is None else cap.value)
+
+    def loader(
+        self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
+    ) -> DataLoader[Minibatch]:
+        """Minibatches of an epoch for this rank, from number ``first`` on; by kept workers if they are still alive."""
+        self._begin = epoch, first
+        if self._with_workers is not None and reuse_workers:
+            return self._with_workers
+        # A proxy: in a circle of references, workers that are kept would live until the garbage collector comes.
+        sampler = weakref.proxy(self)
+        loader = torch_loader(self._reader, self.epochs.options.seed + epoch, options, sampler)
+        self._with_workers = loader if options.get("persistent_workers") else None
+        return loader
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return self._assignments(*self._begin)
+
+    def _assignments(self, epoch: int, first: int) -> Iterator[Assignment]:
+        """What this rank reads of each minibatch; runs ahead of training by what the ``DataLoader`` prefetches."""
+        self._under_way.clear()
+        cost, cap = self.learning.cost, self.learning.cap
+        begun = max(0 if part is None else part.begun for part in (cost, cap))
+        for number, step in enumerate(range(first, len(self)), begun):
+            learnt = None if cost is None else cost.at(number)
+            plan = self.epochs.plan(epoch, step, learnt, None if cap is None else cap.at(number))
+            self._under_way[step] = plan, learnt
+            own = plan.microbatches[self._rank]
+            lengths = [self.epochs.lengths.of(m) for m in own] if self._reader.compares_lengths else None
+            yield Assignment(epoch, own, plan.weights_of(self._rank, self._unroll), plan.text, lengths)
+
+    def completed(self, minibatch: Minibatch, epoch: int, step: int) -> Minibatch:
+        """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
+        plan, learnt = self._under_way.pop(step)
+        options, learning = self.epochs.options, self.learning
+        details = [self._detail(epoch, own) for own in plan.microbatches[self._rank]]
+        minibatch.origin = options.origin(details).counted(learning.cost, learning.cap)
+        if options.policy == "steal" and self.epochs.num_replicas > 1:
+            of_all = [[self._detail(epoch, own) for own in of_rank] for of_rank in plan.microbatches]
+            fetch = partial(self._fetch, epoch, plan.microbatches)
+            minibatch.all_ranks = AllRanks(self.epochs.costs(plan, learnt), plan.weights, fetch, of_all)
+        self.padding.look(minibatch)
+        return minibatch
+
+    def _detail(self, epoch: int, indices: list[int]) -> Detail:
+        options = self.epochs.options
+        lengths = self.epochs.collation.rows(self.epochs.lengths.of(indices))
+        # Nothing may cut what stays whole.
+        samples = None if options.whole else Samples(indices, partial(self._part, epoch, indices))
+        return Detail(lengths, (options.seed, epoch, indices[0], 1), samples)
+
+    def _part(self, epoch: int, whole: list[int], indices: list[int]) -> Task:
+        """Some samples of a microbatch, with their part of its weight."""
+        weights = self.epochs.options.sample_weights(self.epochs.lengths.values[whole])
+        weight = float(weights[[whole.index(index) for index in indices]].sum())
+        return Task(self.read(epoch, indices), weight, self._detail(epoch, indices))
+
+    def _fetch(self, epoch: int, microbatches: list[list[list[int]]], rank: int, number: int) -> Any:
+        return self.read(epoch, microbatches[rank][number])
+
+    def read(self, epoch: int, microbatch: Sequence[int]) -> Any:
+        """Any microbatch, from the indices of its samples."""
+        with isolated_rng():
+            return self._reader.read(epoch, list(microbatch))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One rank's part of a minibatch, before its samples are read.
+
+    Attributes:
+        epoch: The epoch it belongs to.
+        microbatches: Lists of sample indices.
+        weights: One per microbatch.
+        plan: Text that is equal on all ranks.
+        lengths: What the samples' lengths must be, in the same form, if that is to be checked.
+    """
+
+    epoch: int
+    microbatches: list[list[int]]
+    weights: list[float]
+    plan: str
+    lengths: list[list[int]] | None = None
+
+
+class SampleReader:
+    """Turns an `Assignment` into a `Minibatch`; what ``DataLoader`` calls its data set.
+
+    Args:
+        dataset: The samples.
+        collate_fn: Makes a microbatch of a list of samples.
+        seed: The seed of random numbers, see Note [Random numbers follow the sample].
+        length_of: Compares the lengths of samples with those of the assignment, if it has them.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Collate, seed: int, length_of: LengthFunction | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate_fn
+        self._seed = seed
+        self._length_of = length_of
+
+    @property
+    def compares_lengths(self) -> bool:
+        """Whether it compares each sample with the length that was looked up."""
+        return self._length_of is not None
+
+    def __getitem__(self, assignment: Assignment) -> Minibatch:
+        """Read an assignment."""
+        expected: Sequence[list[int] | None] = assignment.lengths or [None] * len(assignment.microbatches)
+        with isolated_rng():
+            microbatches = [
+                self.read(assignment.epoch, indices, lengths)
+                for indices, lengths in zip(assignment.microbatches, expected, strict=True)
+            ]
+        return Minibatch(microbatches, assignment.weights, assignment.plan)
+
+    def collation(self, lengths: LengthArray) -> Collation | None:
+        """What the ``collate_fn`` makes of a microbatch; see `find_collation`. The data set stays as it is.
+
+        Where ``worker_init_fn`` prepares the data set in workers, it may fail here. Then nothing is known.
+        """
+        try:
+            copied = SampleReader(with_own_rng(self._dataset), self._collate, self._seed)
+        except Exception:  # a data set that refuses copies; this look was not asked for
+            return None
+        with isolated_rng():
+            return find_collation(self._collate, lambda index: copied.samples(0, [index])[0], lengths)
+
+    def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
+        """Read one microbatch; it seeds the global generators."""
+        samples = self.samples(epoch, indices)
+        if lengths is not None:
+            for index, sample, length in zip(indices, samples, lengths, strict=True):
+                self._check_length(index, sample, length)
+        seed_rng(self._seed, epoch, indices[0])
+        return collate(self._collate, samples)
+
+    def samples(self, epoch: int, indices: list[int]) -> list[Any]:
+        """The samples of an epoch, before they are collated; it seeds the global generators."""
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            seed_rng(self._seed, epoch, indices[0])
+            return list(self._dataset.__getitems__(indices))
+        samples = []
+        for index in indices:
+            seed_rng(self._seed, epoch, index)
+            samples.append(self._dataset[index])
+        return samples
+
+    def _check_length(self, index: int, sample: Any, expected: int) -> None:
+        assert self._length_of is not None
+        found = self._length_of(sample)
+        if found != expected:
+            raise ValueError(
+                f"Sample {index} has length {found}, but had {expected} when the lengths were looked up. If the data "
+                "set changed, delete the cached lengths (see BalancedDataLoader(cache_dir=...)); if its samples differ "
+                "in length from epoch to epoch, say what to plan with: BalancedDataLoader(dataset, lengths=[...])."
+            )
+
+
+# -- streams ----------------------------------------------------------------------------------------------
+
+
+class StreamReading(IterableDataset[Minibatch]):
+    """One rank's part of the minibatches of a stream; what ``DataLoader`` calls its data set.
+
+    It has the attributes of a `MapReading`. As many minibatches as the window says are read ahead, and shuffled among
+    each other if the options say so. A cost that learns is `None` unless this runs in the process that trains.
+    """
+
+    collation: Collation | None = None
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate,
+        length_of: LengthFunction,
+        options: BatchOptions,
+        info: RunInfo,
+        world: World,
+        unroll: bool,
+    ) -> None:
+        self.world = world
+        self._num_replicas, self._rank = world
+        self._size = options.minibatch_size * self._num_replicas
+        self.learning = Learning(options.delayed_cost(*world, info))
+        self.order = Order(options.order, self._size, options.batches)
+        self.max_tokens = options.max_tokens
+        self.padding = PaddingWatch(own_tokens(self.max_tokens, self._rank))
+        self._dataset = dataset
+        self._collate = collate_fn
+        self._length_of = length_of
+        self._options = options
+        self._info = info
+        self._unroll = unroll
+        self._begin = 0, 0  # epoch, and the first minibatch to yield; those before it are read and dropped
+
+    def __len__(self) -> int:
+        """Minibatches per epoch, if the data set has a length; else ``TypeError``."""
+        return self._options.count_minibatches(len(self._dataset), self._num_replicas)
+
+    def count_microbatches(self, epoch: int) -> int:
+        """Refused: it would have to be read."""
+        raise TypeError("The microbatches of an iterable data set cannot be counted before they are read.")
+
+    def loader(
+        self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
+    ) -> DataLoader[Minibatch]:
+        """As `MapReading.loader`; no worker is kept."""
+        options = {**options, "persistent_workers": False}
+        if options.get("num_workers", 0) > 1:
+            options["num_workers"] = 1
+            warnings.warn(
+                "BalancedDataLoader reads an iterable data set with one worker, since all ranks must see one stream: "
+                "write num_workers=1.",
+                stacklevel=2,
+            )
+        one_pass = copy.copy(self)
+        one_pass._begin = epoch, first
+        return torch_loader(one_pass, self._options.seed + epoch, options)
+
+    def completed(self, minibatch: Minibatch, epoch: int, step: int) -> Minibatch:
+        """A minibatch that has arrived, counted."""
+        assert minibatch.origin is not None
+        minibatch.origin.counted(self.learning.cost)
+        self.padding.look(minibatch)
+        return minibatch
+
+    def __iter__(self) -> Iterator[Minibatch]:
+        epoch, first = self._begin
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        info = self._info
+        for step, samples in enumerate(self._minibatches(epoch)):
+            lengths = self._lengths_of(step, samples)
+            if step == 0:
+                info = replace(info, collation=self._find_collation(epoch, samples, lengths))
+            if info.collation.fixed is None:  # else the collate_fn cuts what is longer
+                with _named_in_stream(step):
+                    check_longest(lengths, self._options.max_tokens)
+            if step >= first:
+                yield self._minibatch(epoch, step, samples, lengths, info)
+
+    def _find_collation(self, epoch: int, samples: list[Any], lengths: LengthArray) -> Collation:
+        with isolated_rng():
+            seed_rng(self._options.seed, epoch)
+            collation = find_collation(self._collate, samples.__getitem__, lengths) or PACKED
+        if self.learning.cost is not None and collation.kind != "packed":
+            self.learning.cost.keep_apart()
+        return collation
+
+    def _minibatches(self, epoch: int) -> Iterator[list[Any]]:
+        """The samples of one minibatch after another, of all ranks."""
+        options, ranks, step = self._options, self._num_replicas, 0
+        for window in self._windows(epoch, options.window * self._size):
+            alike = np.ones(len(window), dtype=np.int64)
+            lengths = self._lengths_of(step, window) if options.regroup else alike
+            for group in options.minibatches(lengths, ranks):
+                used = group[: options.count_samples(len(group), ranks)]
+                if len(used):
+                    yield [window[index] for index in used]
+                    step += 1
+
+    def _windows(self, epoch: int, size: int) -> Iterator[list[Any]]:
+        rng = PrivateRng(self._options.seed, epoch)
+        with rng.active():
+            source = iter(self._dataset)
+        for number in count():
+            with rng.active():
+                window = list(islice(source, size))
+            if self._options.shuffle:  # one order per epoch and window
+                order = epoch_order(len(window), self._options.seed, epoch << 32 | number)
+                yield [window[index] for index in order]
+            else:
+                yield window
+            if len(window) < size:
+                return
+
+    def _lengths_of(self, step: int, samples: list[Any]) -> LengthArray:
+        """The lengths of samples, checked; ``step`` is the minibatch to name where one is wrong."""
+        with _named_in_stream(step):
+            found = [plain(self._length_of(sample)) for sample in samples]
+            return checked(found, name="the stream's samples")
+
+    def _minibatch(
+        self, epoch: int, step: int, samples: list[Any], lengths: LengthArray, info: RunInfo
+    ) -> Minibatch:
+        """This rank's part of a minibatch of these samples."""
+        options, cost = self._options, self.learning.cost
+        learnt = None if cost is None else cost.at(cost.begun)
+        name = options.name(epoch, step, Lengths(lengths, "samples"))
+        planner = options.planner(self._num_replicas, lengths, info)
+        indices = np.arange(len(lengths), dtype=np.int64)
+        plan = MinibatchPlan.of(options, planner, indices, lengths, name, learnt, epoch + step)
+        microbatches, details = [], []
+        with isolated_rng():
+            for own in plan.microbatches[self._rank]:
+                seed = options.seed, epoch, step, own[0]
+                seed_rng(*seed)
+                microbatches.append(collate(self._collate, [samples[index] for index in own]))
+                details.append(Detail(info.collation.rows(lengths[own]), (*seed, 1)))
+        minibatch = Minibatch(microbatches, plan.weights_of(self._rank, self._unroll), plan.text)
+        minibatch.origin = options.origin(details)
+        return minibatch
+
+
+@contextmanager
+def _named_in_stream(step: int) -> Iterator[None]:
+    """Say of an error about samples in which minibatch they are."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(f"In minibatch {step} of the stream; samples are counted from its beginning.")
+        raise
+
+
+# -- both -------------------------------------------------------------------------------------------------
+
+
+def own_tokens(caps: Any, rank: int) -> int | None:
+    """The cap of one rank, of rows of numbers that of the tokens."""
+    own = caps[rank] if isinstance(caps, list) else caps
+    return own[0] if isinstance(own, tuple) else own
+
+
+def collate(collate_fn: Collate, samples: list[Any]) -> Any:
+    """``collate_fn(samples)``; where torch's default fails on unequal lengths, with a hint."""
+    try:
+        return collate_fn(samples)
+    except RuntimeError as error:
+        if collate_fn is default_collate:
+            error.add_note(
+                "Samples of different lengths cannot be stacked. Pass a collate_fn that pads them, or one that packs "
+                "them: BalancedDataLoader(..., collate_fn=lightning_odc.data.packing.pack_samples)."
+            )
+        raise
+
+
+def torch_loader(
+    source: Any, seed: int, options: WorkerOptions, sampler: Any = None
+) -> DataLoader[Minibatch]:
+    """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays."""
+    _check_memory(options)
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    return DataLoader(
+        source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=generator, **options
+    )
+
+
+def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
+    """Yield the same minibatches. If a worker was killed, the error says whether memory had run out."""
+    kills = host_memory.Kills()
+    try:
+        yield from minibatches
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+    ) as error:  # torch says it, or a connection to the worker breaks first
+        is_plain = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
+        if not is_plain and (verdict := kills.verdict()):
+            error.add_note(verdict)
+        raise
+
+
+def _check_memory(options: WorkerOptions) -> None:
+    """Refuse more workers than there is memory for, before the kernel ends one of them, or this rank."""
+    workers = options.get("num_workers", 0)
+    if not workers:
+        return
+    each = _FORKED_BYTES if _start_method(options) == "fork" else _FRESH_BYTES
+    fitting = min(host_memory.available() // each // 2, workers - 1)
+    short = host_memory.shortage(
+        f"data workers (num_workers={workers}, {each >> 20} MiB each before they read anything)",
+        workers * each,
+        f"write num_workers={fitting}",
+        each=each,
+    )
+    if short:
+        raise MemoryError(short)
+
+
+def _start_method(options: WorkerOptions) -> str:
+    context: Any = options.get("multiprocessing_context") or multiprocessing.get_start_method(allow_none=True)
+    context = context or multiprocessing.get_all_start_methods()[0]
+    return str(context if isinstance(context, str) else context.get_start_method())
+
+
+def _as_it_is(minibatch: Any) -> Minibatch:
+    return cast(Minibatch, minibatch)
