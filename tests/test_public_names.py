@@ -34,8 +34,8 @@ PACKAGES = {
             "Planner",
         ),
         *("Policy", "PolynomialCost", "TransformerCost", "average_costs", "collective_cost", "epoch_order"),
-        *("least_cost", "microbatch_costs", "num_minibatches", "on_demand_cost", "permutation"),
-        *("plan_minibatch", "plan_window", "quadratic", "regroup", "resolve_cost", "stream_plans", "tokens"),
+        *("least_cost", "microbatch_costs", "on_demand_cost", "permutation"),
+        *("plan_minibatch", "quadratic", "regroup", "resolve_cost", "tokens"),
         *("transformer", "with_speeds"),
     },
     "lightning_odc.callbacks": {

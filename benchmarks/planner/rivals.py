@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance import PolynomialCost, resolve_cost
+from lightning_odc.balance import PolynomialCost, plan_minibatch, resolve_cost
 from lightning_odc.balance.arrays import Ints
-from lightning_odc.balance.bins import pack_bins
-from lightning_odc.balance.costs import terms_of
+from lightning_odc.balance.costs import MinibatchCosts
 
 _GRID = 1e6
 KINDS = ("lognormal", "bimodal", "longalign", "uniform", "planted", "thirds")
@@ -110,8 +109,8 @@ def optimum(
     """
     from ortools.sat.python import cp_model
 
-    terms = terms_of(resolve_cost(cost), lengths, num_ranks)
-    samples, overhead = terms.samples, terms.overhead
+    costs_of = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks)
+    samples, overhead = costs_of.samples, costs_of.overhead
     scale = _GRID / float(samples.mean(0).sum())
     costs = np.broadcast_to(np.floor(samples * scale).astype(int), (num_ranks, len(lengths)))
     problem = _Problem(
@@ -139,7 +138,7 @@ class _Problem:
         from ortools.sat.python import cp_model
 
         self._lengths, self._num_ranks, self._cap = lengths.tolist(), len(costs), cap
-        self._bins = range(len(pack_bins(self._lengths, cap)) if overhead.any() else 1)
+        self._bins = range(len(plan_minibatch(lengths, 1, cap)[0]) if overhead.any() else 1)
         self.model: Any = cp_model.CpModel()
         ranks = range(self._num_ranks)
         self._put = [[[self._flag() for _ in self._bins] for _ in ranks] for _ in self._lengths]

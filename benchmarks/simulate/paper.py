@@ -103,7 +103,7 @@ def ratios(setting: Setting, minibatches: int = MINIBATCHES, free: bool = False)
     model = model_of(setting, cluster)
     lengths = draw(setting.lengths, 4096, setting.longest)
     cap = int(setting.packing * lengths.max())
-    micro = Planner(setting.devices, cap, "lb_micro", model.cost, align=False, starts=0)
+    micro = Planner(setting.devices, cap, "lb_micro", model.cost, align=False)
     given: Any = {"minibatch_size": setting.minibatch, "minibatches": minibatches, "max_tokens": cap}
     works = {
         name: plan_work(lengths, model, cluster, policy=policy, **given)
@@ -197,7 +197,7 @@ def _with_copies(setting: Setting) -> float:
     cluster = Cluster.of(setting.device, setting.devices, 8)
     model, lengths = model_of(setting, cluster), draw(setting.lengths, 4096, setting.longest)
     cap = int(lengths.max())
-    micro = Planner(setting.devices, cap, "lb_micro", model.cost, align=False, starts=0)
+    micro = Planner(setting.devices, cap, "lb_micro", model.cost, align=False)
     given: Any = {"minibatch_size": setting.minibatch, "minibatches": MINIBATCHES, "max_tokens": cap}
     base, own = (plan_work(lengths, model, cluster, policy=policy, **given) for policy in (micro, "lb_mini"))
     slow = simulate_work(base, model, cluster, communication="collective").total_seconds

@@ -73,7 +73,7 @@ def point(devices: int, longest: int = LONGEST[0]) -> Point:
     for policy in ("lb_micro", "lb_mini"):
         cap: Any = {"max_tokens": longest, "policy": policy, "cost": model.cost}
         begin = time.perf_counter()
-        Planner(devices, **cap, allow_empty=True, starts=0).plan(lengths[: 4 * devices])
+        Planner(devices, **cap, allow_empty=True).plan(lengths[: 4 * devices])
         plans[policy] = time.perf_counter() - begin
         given: Any = {"minibatch_size": 4, "minibatches": minibatches, "max_tokens": longest}
         works[policy] = plan_work(lengths, model, cluster, policy=policy, **given)

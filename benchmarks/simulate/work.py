@@ -14,7 +14,7 @@ from benchmarks.simulate.cluster import Cluster
 from benchmarks.simulate.model import Model
 from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import Terms, terms_of
+from lightning_odc.balance.costs import MinibatchCosts
 from lightning_odc.balance.epochs import epoch_order
 from lightning_odc.balance.planner import POLICIES, Planner
 
@@ -92,7 +92,6 @@ def plan_work(
     minibatches: int | None = None,
     shuffle: bool = True,
     seed: int = 0,
-    starts: int = 0,
 ) -> Work:
     """Plan minibatches with the package's planner.
 
@@ -108,7 +107,6 @@ def plan_work(
         minibatches: How many; by default one epoch.
         shuffle: Whether samples come in the order of `epoch_order`.
         seed: Seed of that order.
-        starts: How hard the planner searches; see `Planner`.
 
     Raises:
         ValueError: lengths, sizes or a policy that cannot be planned. The message shows the right line.
@@ -124,9 +122,7 @@ def plan_work(
     if isinstance(policy, str):
         check_choice("policy", policy, POLICIES)
         made: Any = {"max_tokens": max_tokens, "policy": policy, "cost": model.cost}
-        plans = Planner(
-            cluster.devices, **made, allow_empty=True, starts=starts, collation=collation
-        ).capped_for(array)
+        plans = Planner(cluster.devices, **made, allow_empty=True, collation=collation).capped_for(array)
     else:
         plans = policy
     drawn = [array[own] for own in _minibatches(len(array), size, count, shuffle, seed)]
@@ -238,8 +234,8 @@ class _Part:
         flat = np.array([i for rank in plan for microbatch in rank for i in microbatch], dtype=np.int64)
         sizes = np.array([len(microbatch) for rank in plan for microbatch in rank], dtype=np.int64)
         counts = np.array([len(rank) for rank in plan], dtype=np.int64)
-        terms = terms_of(model.cost, lengths, 1, collation)
-        plain = np.minimum(terms_of(model.cost, lengths, 1).samples[0], terms.samples[0])
+        terms = MinibatchCosts.of(model.cost, lengths, 1, collation)
+        plain = np.minimum(MinibatchCosts.of(model.cost, lengths, 1).samples[0], terms.samples[0])
         rows_of = collation.row_lengths(lengths)
         own = _Flat(rows_of[flat], terms.samples[0][flat], plain[flat], sizes, terms)
         rows = own.padded() if collation.is_table else own.packed()
@@ -274,7 +270,7 @@ class _Flat:
     costs: Floats
     plain: Floats
     sizes: Ints
-    terms: Terms
+    terms: MinibatchCosts
 
     def packed(self) -> tuple[Floats, Floats, Floats]:
         """``[m]`` seconds, tokens, and seconds without padding, which are the same."""

@@ -71,7 +71,6 @@ def _gain(question: Question, policy: Any, drawn: Ints) -> Gain:
         policy,
         question.model.cost,
         collation=samples.collation,
-        starts=0,
         allow_empty=True,
     ).capped_for(samples.lengths)
     batches = -(-question.minibatch_size // samples.together)

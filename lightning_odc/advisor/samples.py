@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints, as_lengths
+from lightning_odc.balance.arrays import Ints, as_lengths, first_number
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.numbers import first_number
 from lightning_odc.bench.configs import one_line
 from lightning_odc.bench.lengths import find_samples
 from lightning_odc.bench.options import DISTRIBUTIONS

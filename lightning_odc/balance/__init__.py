@@ -15,7 +15,7 @@ from lightning_odc.balance.costs import (
     tokens,
     with_speeds,
 )
-from lightning_odc.balance.epochs import epoch_order, num_minibatches, plan_window, regroup, stream_plans
+from lightning_odc.balance.epochs import epoch_order, regroup
 from lightning_odc.balance.evaluate import (
     average_costs,
     collective_cost,
@@ -52,15 +52,12 @@ __all__ = [
     "epoch_order",
     "least_cost",
     "microbatch_costs",
-    "num_minibatches",
     "on_demand_cost",
     "permutation",
     "plan_minibatch",
-    "plan_window",
     "quadratic",
     "regroup",
     "resolve_cost",
-    "stream_plans",
     "tokens",
     "transformer",
     "with_speeds",

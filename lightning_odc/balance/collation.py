@@ -7,7 +7,8 @@ samples with 100, 90 and 10 tokens computes ``3 x 100`` tokens, not 200. Each ro
 100 tokens. Rows do not attend to each other, so the cost is ``3 * samples(100) + overhead``, and there is no pair cost.
 The planner therefore fills a microbatch with samples of similar length.
 
-In a row of numbers, only the first one is padded. The others add up unpadded, in size and in cost: see `terms_of`.
+In a row of numbers, only the first one is padded. The others add up unpadded, in size and in cost: see
+`MinibatchCosts.of`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints, check_choice, check_count
-from lightning_odc.balance.numbers import first_number
+from lightning_odc.balance.arrays import Ints, check_choice, check_count, first_number
 
 CollationKind = Literal["packed", "apart", "padded", "stacked"]
 KINDS: tuple[str, ...] = get_args(CollationKind)

@@ -20,93 +20,79 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.arrays import Floats, Ints, first_and_rest
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.numbers import first_and_rest
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class MinibatchCosts:
     """All that a plan of one minibatch can cost.
 
     Attributes:
         samples: ``[1, n]`` costs of samples if all ranks are alike in them, else ``[num_ranks, n]``.
         overhead: ``[num_ranks]``, of every microbatch.
         pair: ``[num_ranks]``, of every two tokens of different samples in one microbatch.
-        beside: The part of ``samples`` that padding does not change, in the same shape; ``None``: nothing.
+        extra_cost: The part of ``samples`` that padding does not raise, in the same shape.
     """
 
     samples: Floats
     overhead: Floats
     pair: Floats
-    beside: Floats | None = None
+    extra_cost: Floats
+
+    @classmethod
+    def of(cls, cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> MinibatchCosts:
+        """The costs of samples of these lengths, each alone in its microbatch, checked.
+
+        In a row of numbers, padding raises the first one only. So where samples are padded, the cost has two parts. The
+        cost that the sample would have if its other numbers were the smallest of all grows with padding. The rest does
+        not.
+        """
+        rows = collation.row_lengths(lengths)
+        samples = _samples(cost, rows, num_ranks)
+        extra = _extra_cost(cost, rows, samples) if rows.ndim == 2 and collation.is_table else 0 * samples
+        pair = pair_of(cost) if collation.kind == "packed" else np.zeros(())
+        overhead = _per_rank("overhead", cost.overhead, num_ranks)
+        return cls(samples, overhead, _per_rank("pair", pair, num_ranks), extra)
 
     @property
-    def rows(self) -> Floats:
-        """``[num_ranks, n]`` costs of samples on every rank."""
-        return np.broadcast_to(self.samples, (len(self.overhead), self.samples.shape[1]))
+    def ranks_equal(self) -> bool:
+        """Whether a microbatch costs the same on every rank."""
+        per_rank = (self.overhead, self.pair)
+        return len(self.samples) == 1 and all(bool((cost == cost[0]).all()) for cost in per_rank)
 
-    @property
-    def are_alike(self) -> bool:
-        """Whether all ranks are alike."""
-        return len(self.samples) == 1 and all(bool((t == t[0]).all()) for t in (self.overhead, self.pair))
+    def average(self) -> MinibatchCosts:
+        """The mean over ranks, as the costs of one rank."""
+        per_rank = (self.samples, self.overhead[:, None], self.pair[:, None], self.extra_cost)
+        samples, overhead, pair, extra = (cost.mean(0, keepdims=True) for cost in per_rank)
+        return MinibatchCosts(samples, overhead[0], pair[0], extra)
 
-    @property
-    def depend_on_packing(self) -> bool:
-        return bool(self.overhead.any() or self.pair.any())
+    def forbid_unfitting(self, rows: Ints, caps: Ints) -> MinibatchCosts:
+        """The costs on ranks with different caps: a sample costs too much where it does not fit.
 
+        That is more than any plan costs in which all samples fit. A search for a small largest load then never ends
+        with a sample where it does not fit, if it begins with longest first: a place where a sample fits always ends
+        earlier.
 
-def terms_of(cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> Terms:
-    """The costs of samples of these lengths, each alone in its microbatch, checked.
-
-    Args:
-        cost: the cost.
-        lengths: ``[n]``, or ``[n, d]``. In a row of numbers, padding raises the first one only. So where samples are
-            padded, the cost has two parts. The cost that the sample would have if its other numbers were the smallest
-            of all grows with padding. The rest does not.
-        num_ranks: how many ranks there are.
-        collation: what becomes of samples that share a microbatch.
-
-    Raises:
-        ValueError: A shape that does not fit, or a value that is not a valid cost.
-    """
-    rows = collation.row_lengths(lengths)
-    samples = _samples(cost, rows, num_ranks)
-    overhead = _per_rank("overhead", cost.overhead, num_ranks)
-    pair = pair_of(cost) if collation.kind == "packed" else np.zeros(())
-    beside = _beside(cost, rows, samples) if rows.ndim == 2 and collation.is_table else None
-    return Terms(samples, overhead, _per_rank("pair", pair, num_ranks), beside)
+        Args:
+            rows: ``[n]`` or ``[n, d]``, of each sample alone; each fits on some rank.
+            caps: ``[num_ranks]`` or ``[num_ranks, d]``, most of a microbatch on each rank.
+        """
+        if (caps == caps[0]).all():
+            return self
+        too_large = rows > caps[:, None]  # [num_ranks, n] or [num_ranks, n, d]
+        if rows.ndim == 2:
+            too_large = np.any(too_large, axis=2)
+        price = 4.0 * len(rows) * float(self.samples.max() + self.overhead.max()) * too_large
+        return replace(self, samples=self.samples + price, extra_cost=self.extra_cost + price)
 
 
-def _beside(cost: Cost, rows: Ints, samples: Floats) -> Floats:
+def _extra_cost(cost: Cost, rows: Ints, samples: Floats) -> Floats:
     """What samples cost beyond the smallest numbers after the first; at least nothing, at most all."""
     least = rows.astype(np.float64)
     least[:, 1:] = least[:, 1:].min(0)
     padded = np.asarray(cost.samples(least), dtype=np.float64).reshape(samples.shape)
     return samples - np.fmax(0.0, np.fmin(padded, samples))
-
-
-def bar(terms: Terms, rows: Ints, caps: Ints) -> Terms:
-    """The costs on ranks with different caps: where a sample does not fit, more than any plan in which all fit.
-
-    A search for a small largest load then never ends with a sample where it does not fit, if it begins with longest
-    first: a place where a sample fits always ends earlier.
-
-    Args:
-        terms: the costs of ``n`` samples.
-        rows: ``[n]`` or ``[n, d]``, of each sample alone; each fits on some rank.
-        caps: ``[num_ranks]`` or ``[num_ranks, d]``, most of a microbatch on each rank.
-
-    Returns:
-        The same terms if all caps are equal. Otherwise every rank has a row of its own.
-    """
-    if (caps == caps[0]).all():
-        return terms
-    price = 4.0 * len(rows) * float(terms.samples.max() + terms.overhead.max())
-    too_large = rows > caps[:, None]  # [num_ranks, n] or [num_ranks, n, d]
-    if rows.ndim == 2:
-        too_large = np.any(too_large, axis=2)
-    return replace(terms, samples=np.where(too_large, price, terms.rows))
 
 
 def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
@@ -345,3 +331,8 @@ def resolve_cost(cost: Any) -> Cost:
 def pair_of(cost: Cost) -> Floats:
     """What every two tokens of different samples in one microbatch cost, see Note [Dense attention]."""
     return np.asarray(getattr(cost, "pair", 0.0), dtype=np.float64)
+
+
+def pairs_of_tokens(sizes: Sequence[int]) -> int:
+    """How many pairs of tokens of different samples there are in one microbatch; see Note [Dense attention]."""
+    return (sum(sizes) ** 2 - sum(size * size for size in sizes)) // 2

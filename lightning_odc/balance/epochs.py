@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-import warnings
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints, Plan, as_lengths, check_count
-from lightning_odc.balance.costs import resolve_cost, terms_of
-from lightning_odc.balance.planner import Planner
+from lightning_odc.balance.arrays import Ints
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Ints:
@@ -67,93 +62,3 @@ def regroup(costs: Any, num_ranks: int, minibatch_size: int) -> list[Ints]:
             heapq.heapreplace(heap, (filled + values[sample], number))
     ordered = sorted(sorted(group) for group in groups)
     return [np.array(group) for group in [*ordered, list(range(whole, len(array)))] if group]
-
-
-# -- Deprecated: a second way to plan an epoch, which no loader takes. ----------------------------------------
-
-
-def num_minibatches(num_samples: int, minibatch_size: int, drop_last: bool = False) -> int:
-    """Deprecated: ``len(BalancedDataLoader(...))``. How many plans `stream_plans` yields."""
-    return num_samples // minibatch_size if drop_last else -(-num_samples // minibatch_size)
-
-
-def stream_plans(
-    lengths: Any,
-    num_ranks: int,
-    minibatch_size: int,
-    *,
-    seed: int = 0,
-    epoch: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    start: int = 0,
-    max_tokens: int | None = None,
-    window: int = 1,
-    **options: Any,
-) -> Iterator[Plan]:
-    """Deprecated: ``BalancedDataLoader(...).plan(step)``. The plans of an epoch from minibatch ``start`` on."""
-    _warn("stream_plans")
-    array, size = as_lengths(lengths), check_count("minibatch_size", minibatch_size)
-    order = epoch_order(len(array), seed, epoch) if shuffle else np.arange(len(array))
-    count = num_minibatches(len(array), size, drop_last)
-    if not 0 <= start <= count:
-        raise ValueError(
-            f"start must be from 0 to {count}, the number of minibatches of the epoch, got {start}."
-        )
-    order = order[: size * count]
-    planner = Planner(num_ranks, max_tokens, **options).capped_for(array)
-    if count:
-        planner.check_feasible(min(size, len(array)))
-        planner.check_feasible(min(size, len(array) - (count - 1) * size))
-    order = order[size * (start - start % check_count("window", window)) :]
-    plans = _plans(iter(array[order].tolist()), planner, min(size, len(array)), window, drop_last=False)
-    return (_renumbered(plan, order) for plan in islice(plans, start % window, None))
-
-
-def plan_window(
-    lengths: Iterable[int],
-    num_ranks: int,
-    minibatch_size: int,
-    *,
-    window: int = 1,
-    drop_last: bool = False,
-    max_tokens: int | None = None,
-    **options: Any,
-) -> Iterator[Plan]:
-    """Deprecated: a `BalancedDataLoader` of a stream. Plans of lengths as they come, by windows of minibatches.
-
-    The indices of a plan count the samples from the beginning of the stream.
-    """
-    _warn("plan_window")
-    planner = Planner(num_ranks, max_tokens, **options)
-    planner.check_feasible(check_count("minibatch_size", minibatch_size))
-    return _plans(iter(lengths), planner, minibatch_size, check_count("window", window), drop_last)
-
-
-def _warn(name: str) -> None:
-    warnings.warn(
-        f"{name} will be removed: write BalancedDataLoader(dataset, ...).plan(step), or plan_minibatch(lengths, "
-        "num_ranks) for each minibatch of epoch_order(...) or regroup(...).",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-
-
-def _plans(
-    lengths: Iterator[int], planner: Planner, size: int, window: int, drop_last: bool
-) -> Iterator[Plan]:
-    first = 0
-    while len(read := list(islice(lengths, window * size))) >= (size if drop_last else 1):
-        array = as_lengths(read)
-        of_window = planner.capped_for(array)
-        terms = terms_of(resolve_cost(planner.cost), array, planner.num_ranks, planner.collation)
-        for own in regroup(terms.samples.mean(0), planner.num_ranks, size):
-            if len(own) == size or not drop_last:
-                yield _renumbered(of_window.plan(array[own]), own + first)
-        first += len(array)
-
-
-def _renumbered(plan: Plan, samples: Ints) -> Plan:
-    """The plan with the indices of the whole data set."""
-    index = samples.tolist()
-    return [[[index[i] for i in microbatch] for microbatch in rank] for rank in plan]

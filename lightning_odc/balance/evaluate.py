@@ -8,15 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths
-from lightning_odc.balance.bins import packing_cost
-from lightning_odc.balance.caps import Caps, as_caps, check_caps
+from lightning_odc.balance.arrays import Caps, Ints, Plan, as_caps, as_lengths, check_caps, first_number
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import Terms, bar, resolve_cost, terms_of
-from lightning_odc.balance.numbers import first_number, fullest
-from lightning_odc.balance.padding import PaddedSamples
-from lightning_odc.balance.pool import padded_bound
-from lightning_odc.balance.workload import Workload, lower_bound
+from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens, resolve_cost
+from lightning_odc.balance.packed import Packed
+from lightning_odc.balance.tables import Tables
 
 
 def microbatch_costs(
@@ -31,15 +27,11 @@ def microbatch_costs(
         collation: See `plan_minibatch`.
     """
     array = as_lengths(lengths)
-    terms = terms_of(resolve_cost(cost), array, len(plan), collation)
-
-    def of(rank: int, microbatch: list[int]) -> float:
-        overhead, pair = float(terms.overhead[rank]), float(terms.pair[rank])
-        alone, beside = terms.rows[rank, microbatch], beside_rows[rank, microbatch]
-        return _together(alone, beside, array[microbatch], overhead, pair, collation)
-
-    beside_rows = _beside(terms, terms.rows.shape)
-    return [[of(rank, microbatch) for microbatch in microbatches] for rank, microbatches in enumerate(plan)]
+    costs = MinibatchCosts.of(resolve_cost(cost), array, len(plan), collation)
+    return [
+        [_together(costs, rank, microbatch, array[microbatch], collation) for microbatch in microbatches]
+        for rank, microbatches in enumerate(plan)
+    ]
 
 
 def average_costs(
@@ -54,28 +46,25 @@ def average_costs(
         collation: See `plan_minibatch`.
     """
     lengths = np.concatenate(list(microbatches))
-    terms = terms_of(resolve_cost(cost), lengths, num_ranks, collation)
-    cuts = np.cumsum([len(sizes) for sizes in microbatches])[:-1]
-    beside = _beside(terms, terms.samples.shape).mean(0)
-    parts = zip(np.split(terms.samples.mean(0), cuts), np.split(beside, cuts), microbatches, strict=True)
-    overhead, pair = float(terms.overhead.mean()), float(terms.pair.mean())
-    return [_together(alone, own, sizes, overhead, pair, collation) for alone, own, sizes in parts]
-
-
-def _beside(terms: Terms, shape: tuple[int, ...]) -> Floats:
-    """See `Terms.beside`, in this shape."""
-    return np.broadcast_to(0.0 if terms.beside is None else terms.beside, shape)
+    costs = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks, collation).average()
+    ends = np.cumsum([len(sizes) for sizes in microbatches]).tolist()
+    return [
+        _together(costs, 0, range(end - len(sizes), end), sizes, collation)
+        for end, sizes in zip(ends, microbatches, strict=True)
+    ]
 
 
 def _together(
-    alone: Floats, beside: Floats, lengths: Ints, overhead: float, pair: float, collation: Collation
+    costs: MinibatchCosts, rank: int, members: Sequence[int], lengths: Ints, collation: Collation
 ) -> float:
-    """Cost of one microbatch, from the costs that its samples have alone, and what of them padding does not raise."""
-    sizes = first_number(lengths).tolist()
-    if collation.is_table and sizes:
+    """Cost of one microbatch on a rank, from the costs that its members have alone, and their lengths."""
+    row, overhead, pair = rank % len(costs.samples), float(costs.overhead[rank]), float(costs.pair[rank])
+    alone, extra = costs.samples[row].take(members), costs.extra_cost[row].take(members)
+    if collation.is_table and len(members):
         longest = int(first_number(collation.row_lengths(lengths)).argmax())
-        return len(sizes) * float(alone[longest] - beside[longest]) + float(beside.sum()) + overhead
-    return math.fsum(alone.tolist()) + packing_cost([list(range(len(sizes)))], sizes, overhead, pair)
+        return len(members) * float(alone[longest] - extra[longest]) + float(extra.sum()) + overhead
+    across = pairs_of_tokens(first_number(lengths).tolist()) if pair else 0
+    return math.fsum(alone.tolist()) + overhead + pair * across
 
 
 def on_demand_cost(
@@ -122,13 +111,8 @@ def least_cost(
     array = as_lengths(lengths)
     rows = collation.row_lengths(array)
     caps = check_caps(array, rows, as_caps(max_tokens, num_ranks), num_ranks)
-    terms = bar(terms_of(resolve_cost(cost), array, num_ranks, collation), rows, caps)
-    if collation.is_table:
-        samples = PaddedSamples.of(array, caps, terms, collation, below=True)
-        return padded_bound(samples, samples.pool()[0]) / samples.scale
-    ranks = 1 if terms.are_alike else num_ranks
-    sizes, most = fullest(array, caps)
-    bins = terms.overhead[:ranks, None] * (sizes / most[:ranks, None])
-    work = Workload.of(terms.samples + bins, num_ranks)
-    alone = float((terms.samples + terms.overhead[:, None]).min(0).max())
-    return max(lower_bound(work) / work.scale, alone)
+    costs = MinibatchCosts.of(resolve_cost(cost), array, num_ranks, collation)
+    costs = costs.forbid_unfitting(rows, caps)
+    is_table = collation.is_table
+    work = Tables(rows, caps, costs, collation, below=True) if is_table else Packed(rows, caps, costs)
+    return work.bound() / work.scale

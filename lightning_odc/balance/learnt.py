@@ -39,9 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Ints, as_lengths, check_count
+from lightning_odc.balance.arrays import Floats, Ints, as_lengths, check_count, first_number
 from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, pair_of, quadratic
-from lightning_odc.balance.numbers import first_number
 from lightning_odc.balance.transformer import TransformerCost
 
 Observation = tuple[int, Sequence[Any], float]

@@ -9,19 +9,23 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
-from lightning_odc.balance.bins import Packings, samples_of_ranks
-from lightning_odc.balance.blocks import padded_blocks
-from lightning_odc.balance.caps import Caps, as_caps, check_caps
+from lightning_odc.balance.arrays import (
+    Caps,
+    Floats,
+    Ints,
+    Plan,
+    as_caps,
+    as_lengths,
+    check_caps,
+    check_choice,
+    check_count,
+)
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import Cost, Terms, bar, resolve_cost, terms_of
-from lightning_odc.balance.equal_counts import fitting_pairs, pack_equal_counts, partition_with_pairs
-from lightning_odc.balance.numbers import fullest
-from lightning_odc.balance.overheads import partition_with_overheads
-from lightning_odc.balance.padding import PaddedSamples
-from lightning_odc.balance.partition import STARTS, partition
-from lightning_odc.balance.pool import partition_padded
-from lightning_odc.balance.workload import Workload
+from lightning_odc.balance.costs import Cost, MinibatchCosts, resolve_cost
+from lightning_odc.balance.in_step import in_step
+from lightning_odc.balance.packed import Packed
+from lightning_odc.balance.search import share_out
+from lightning_odc.balance.tables import Tables
 
 Policy = Literal["local_sort", "lb_micro", "lb_mini", "steal"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -56,8 +60,6 @@ class Planner:
             pairs of samples fit into one microbatch.
         align: Whether ``"lb_micro"`` makes microbatches of different ranks line up: the largest ones meet each other.
             Otherwise each rank spreads its cost evenly over its microbatches, as in the paper.
-        starts: how hard to search where the first result can still be better; 0 is about three times as fast and a
-            few tenths of a percent worse for small minibatches.
         collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see
             `Collation`.
 
@@ -72,15 +74,12 @@ class Planner:
     _: KW_ONLY
     allow_empty: bool = False
     align: bool = True
-    starts: int = STARTS
     collation: Collation = PACKED
     _cost: Cost = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count("num_ranks", self.num_ranks)
         check_choice("policy", self.policy, POLICIES)
-        if self.starts != 0:
-            check_count("starts", self.starts)
         if not isinstance(self.collation, Collation):
             raise ValueError(f"collation={self.collation!r} is unknown: write collation=Collation('padded').")
         caps = as_caps(self.max_tokens, self.num_ranks)
@@ -112,12 +111,15 @@ class Planner:
         array = as_lengths(lengths)
         rows, caps = self._rows_and_caps(array)
         self.check_feasible(len(array))
-        terms = terms_of(self._cost, array, self.num_ranks, self.collation)
+        costs = MinibatchCosts.of(self._cost, array, self.num_ranks, self.collation)
         if self.policy == "local_sort":
-            return self._local_sort(array if array.ndim == 1 else terms.samples[0])
+            return self._local_sort(array if array.ndim == 1 else costs.samples[0])
+        costs = costs.forbid_unfitting(rows, caps)
+        is_table, collation = self.collation.is_table, self.collation
+        work = Tables(rows, caps, costs, collation) if is_table else Packed(rows, caps, costs)
         if self.policy == "lb_micro":
-            return self._lb_micro(array, caps, terms)
-        return self._lb_mini(array, caps, bar(terms, rows, caps))
+            return in_step(work, self.align)
+        return work.plan(share_out(work))
 
     def capped_for(self, lengths: Any) -> Planner:
         """This planner with the caps that ``max_tokens=None`` means for these samples.
@@ -163,40 +165,6 @@ class Planner:
             plan.append([[sample] for sample in order[begin:end]] + [[] for _ in range(most - (end - begin))])
         return plan
 
-    def _lb_micro(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
-        if self.collation.is_table:
-            return padded_blocks(PaddedSamples.of(lengths, caps, terms, self.collation), self.starts)
-        sizes, most = fullest(lengths, caps)
-        likely = -(-int(sizes.sum()) // int(most.sum()))
-        work = Workload.of(terms.samples, self.num_ranks, terms.overhead * likely)
-        groups = [work.order[group] for group in partition(work, equal_counts=True, starts=self.starts)]
-        plan = self._pack_equal_counts(groups, lengths, caps, terms)
-        if _some_are_short(plan) and (
-            pairs := fitting_pairs(lengths, caps[0], len(lengths) % self.num_ranks)
-        ):
-            paired = partition_with_pairs(work, [len(group) for group in groups], pairs)
-            other = self._pack_equal_counts(paired, lengths, caps, terms)
-            plan = plan if _some_are_short(other) else other
-        count = max(map(len, plan))
-        return [microbatches + [[] for _ in range(count - len(microbatches))] for microbatches in plan]
-
-    def _pack_equal_counts(self, groups: list[Ints], lengths: Ints, caps: Ints, terms: Terms) -> Plan:
-        ranks = samples_of_ranks(groups, lengths, caps, terms)
-        packed = pack_equal_counts(ranks, int(caps.flat[0]), self.align)
-        return [own.microbatches(bins) for own, bins in zip(ranks, packed, strict=True)]
-
-    def _lb_mini(self, lengths: Ints, caps: Ints, terms: Terms) -> Plan:
-        if self.collation.is_table:
-            return partition_padded(PaddedSamples.of(lengths, caps, terms, self.collation), self.starts)
-        packings = Packings(caps, terms)
-        if terms.depend_on_packing:
-            groups = partition_with_overheads(lengths, caps, terms, self.starts, packings)
-        else:
-            work = Workload.of(terms.samples, self.num_ranks)
-            groups = [work.order[group] for group in partition(work, starts=self.starts)]
-        ranks = samples_of_ranks(groups, lengths, caps, terms)
-        return [own.microbatches(packings.of(rank, own.sizes, own.others)) for rank, own in enumerate(ranks)]
-
 
 def plan_minibatch(
     lengths: Any,
@@ -207,7 +175,6 @@ def plan_minibatch(
     *,
     allow_empty: bool = False,
     align: bool = True,
-    starts: int = STARTS,
     collation: Collation = PACKED,
 ) -> Plan:
     """The microbatches of every rank for one minibatch; equal inputs give equal plans on any machine.
@@ -222,7 +189,6 @@ def plan_minibatch(
         cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: allow empty microbatches where a policy needs equal numbers of them.
         align: whether ``"lb_micro"`` packs ranks along each other.
-        starts: how hard to search.
         collation: what the ``collate_fn`` makes of a microbatch; by default one row of packed samples.
 
     Returns:
@@ -244,7 +210,6 @@ def plan_minibatch(
         cost,
         allow_empty=allow_empty,
         align=align,
-        starts=starts,
         collation=collation,
     )
     return planner.plan(lengths)
@@ -270,8 +235,3 @@ def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
             "whole data set: renumber its samples first."
         )
     return back
-
-
-def _some_are_short(plan: Plan) -> bool:
-    """Whether some ranks would end with empty microbatches."""
-    return min(map(len, plan)) < max(map(len, plan))

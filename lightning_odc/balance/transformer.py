@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats
+from lightning_odc.balance.arrays import Floats, first_and_rest
 from lightning_odc.balance.costs import MICROBATCH, PolynomialCost
-from lightning_odc.balance.numbers import first_and_rest
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
 _ALIASES = {

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lightning_odc.balance.arrays import first_number
 from lightning_odc.balance.collation import Collation
-from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.weighting import parts_in
 

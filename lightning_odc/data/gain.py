@@ -17,8 +17,8 @@ from lightning_odc.balance import (
     microbatch_costs,
     on_demand_cost,
 )
+from lightning_odc.balance.arrays import first_number
 from lightning_odc.balance.collation import Collation
-from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, plain
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 

@@ -19,8 +19,7 @@ from torch.utils.data import ConcatDataset, Subset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
-from lightning_odc.balance.arrays import among_others, are_lengths, as_table
-from lightning_odc.balance.caps import as_caps, check_caps
+from lightning_odc.balance.arrays import among_others, are_lengths, as_caps, as_table, check_caps
 from lightning_odc.data.length_cache import dataset_key, remembered
 from lightning_odc.data.rng import isolated_rng
 

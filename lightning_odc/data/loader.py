@@ -23,7 +23,7 @@ from typing import Any, Literal, Unpack
 
 from torch.utils.data import default_collate
 
-from lightning_odc.balance.caps import Caps
+from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.checks import (
     WorkerOptions,

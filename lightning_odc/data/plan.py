@@ -42,12 +42,10 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import check_choice, check_count
-from lightning_odc.balance.caps import Caps
+from lightning_odc.balance.arrays import Caps, check_choice, check_count, first_number
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import terms_of
+from lightning_odc.balance.costs import MinibatchCosts
 from lightning_odc.balance.learnt import AutoCost, default_prior
-from lightning_odc.balance.numbers import first_number
 from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 from lightning_odc.data.minibatch import Detail, Origin
@@ -451,7 +449,7 @@ def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray)
 
 def _are_alike(planner: Planner, lengths: LengthArray) -> bool:
     """Whether ranks may swap their parts of a plan: these samples cost the same on all, and so do microbatches."""
-    terms = terms_of(resolve_cost(planner.cost), lengths, planner.num_ranks)
+    terms = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
     by_rank = (terms.samples, terms.overhead, terms.pair)
     return not isinstance(planner.max_tokens, list) and all(
         bool((values == values[0]).all()) for values in by_rank

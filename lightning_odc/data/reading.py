@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.balance import LearntCost, epoch_order
-from lightning_odc.balance.caps import Caps
+from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.batch_size import PaddingWatch
 from lightning_odc.data.checks import WorkerOptions

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_odc.balance.numbers import first_number
+from lightning_odc.balance.arrays import first_number
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.data.split import some_rows

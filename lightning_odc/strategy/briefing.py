@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lightning_odc import host_memory
-from lightning_odc.balance.caps import Caps
-from lightning_odc.balance.numbers import first_number
+from lightning_odc.balance.arrays import Caps, first_number
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.weighting import Rule

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.balance.caps import Caps
+from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.checks import check_single, whole_minibatches
 from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 
 from lightning_odc import _compat
 from lightning_odc.balance import FittedCost
-from lightning_odc.balance.caps import Caps
+from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
 from lightning_odc.data.checks import did_you_mean
 from lightning_odc.data.lengths import LengthFunction

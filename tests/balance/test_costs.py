@@ -21,7 +21,7 @@ from lightning_odc.balance import (
     transformer,
     with_speeds,
 )
-from lightning_odc.balance.costs import CROSSOVER, terms_of
+from lightning_odc.balance.costs import CROSSOVER, MinibatchCosts
 
 LENGTHS = np.array([1.0, 10.0, 1000.0])
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -70,7 +70,7 @@ def test_dense_attention_by_name_and_for_a_model() -> None:
 
 def test_speeds_divide_samples_and_overhead() -> None:
     cost = with_speeds(PolynomialCost(0, 2, 6), [1, 0.5])
-    terms = terms_of(cost, np.array([3, 4]), 2)
+    terms = MinibatchCosts.of(cost, np.array([3, 4]), 2)
     assert terms.samples.tolist() == [[6, 8], [12, 16]]
     assert terms.overhead.tolist() == [6, 12]
 
@@ -86,7 +86,7 @@ def test_speeds_divide_samples_and_overhead() -> None:
         (lambda: with_speeds("tokens", []), "one per rank"),
         (lambda: with_speeds("bytes", [1]), "'bytes' is unknown"),
         (lambda: resolve_cost("fitted"), r'BalancedDataLoader\(..., cost="fitted"\)'),
-        (lambda: terms_of(FunctionCost(np.sqrt, -1.0), np.array([3]), 2), "overhead.*not negative"),
+        (lambda: MinibatchCosts.of(FunctionCost(np.sqrt, -1.0), np.array([3]), 2), "overhead.*not negative"),
         (lambda: transformer({"hidden_size": 64}), "lacks num_hidden_layers, num_attention_heads"),
         (lambda: transformer(SMALL | {"num_local_experts": 8}), "dense decoder-only.*FittedCost"),
         (lambda: transformer(SMALL | {"is_encoder_decoder": True}), "dense decoder-only"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,8 @@ from lightning_odc.balance import (
     transformer,
     with_speeds,
 )
-from lightning_odc.balance.bins import pack_bins
 from lightning_odc.balance.learnt import AutoCost
-from lightning_odc.balance.numbers import Others
+from lightning_odc.balance.microbatches import Rooms
 
 many = settings(deadline=None, max_examples=120, derandomize=True)
 KINDS = st.sampled_from(["packed", "apart", "padded", "stacked"])
@@ -144,26 +142,21 @@ def test_numbers_after_the_first_decide_how_many_microbatches_there_are() -> Non
 
 @many
 @given(some_rows(), st.floats(1, 4))
-def test_bins_hold_what_fits(rows: np.ndarray, room: float) -> None:
-    caps = np.array(caps_for(rows, room))
-    others = Others.of(rows, caps)
-    bins = pack_bins(rows[:, 0].tolist(), int(caps[0]), others=others)
-    assert sorted(one for own in bins for one in own) == list(range(len(rows)))
-    assert all((rows[own].sum(0) <= caps).all() for own in bins)
-    fewest = int(np.ceil(rows.sum(0) / caps).max())
-    assert fewest <= len(bins) <= max(2 * rows.shape[1] * fewest, 1)
+def test_rows_add_up_and_compare_as_single_numbers(rows: np.ndarray, room: float) -> None:
+    caps, rooms = np.array([caps_for(rows, room)]), Rooms(rows.shape[1])
+    sizes, (cap,) = rooms.sizes(rows), rooms.sizes(caps)
+    for end in range(1, len(rows) + 1):
+        assert rooms.fits(sum(sizes[:end]), cap) == bool((rows[:end].sum(0) <= caps).all())
 
 
 @many
-@given(some_rows(), st.floats(1, 3))
-def test_first_places_are_those_by_hand(rows: np.ndarray, room: float) -> None:
-    others = Others.of(rows, np.array(caps_for(rows, room)))
-    assert others is not None
-    firsts = others.firsts(range(len(rows)))
-    assert all(first <= second for first, second in pairwise(firsts))
-    for place, first in enumerate(firsts):
-        assert others.fit(range(first, place + 1))
-        assert first == 0 or not others.fit(range(first - 1, place + 1))
+@given(some_rows(), st.floats(1, 4))
+def test_one_rank_packs_rows_into_few_microbatches(rows: np.ndarray, room: float) -> None:
+    caps = caps_for(rows, room)
+    (microbatches,) = plan_minibatch(rows, 1, caps)
+    check([microbatches], rows, [caps], Collation())
+    fewest = int(np.ceil(rows.sum(0) / caps).max())
+    assert fewest <= len(microbatches) <= max(2 * rows.shape[1] * fewest, 1)
 
 
 def test_rows_of_one_number_are_numbers() -> None:

@@ -20,7 +20,6 @@ from lightning_odc.balance import (
     POLICIES,
     FittedCost,
     Plan,
-    Planner,
     collective_cost,
     least_cost,
     microbatch_costs,
@@ -30,7 +29,7 @@ from lightning_odc.balance import (
     quadratic,
     with_speeds,
 )
-from lightning_odc.balance.partition import TOLERANCE
+from lightning_odc.balance.search import TOLERANCE
 
 
 @st.composite
@@ -240,14 +239,6 @@ def test_knowing_of_dense_attention_does_not_hurt(
     assert knowing <= span(blind, lengths, dense) * (1.02 if policy == "lb_mini" else 1 + 1e-6)
 
 
-def test_more_starts_never_hurt() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(20):
-        lengths = rng.integers(1, 30_000, 15)
-        with_starts, without = (on_demand_cost(Planner(5, starts=n).plan(lengths), lengths) for n in (16, 0))
-        assert with_starts <= without
-
-
 def test_equal_counts_leave_a_microbatch_empty_only_where_they_must() -> None:
     """A rank with a sample more must put two of its samples together, so each of those ranks needs a pair that fits."""
     cases = [([50, 61, 51, 88, 93, 26, 38, 60], 3, 93, "quadratic")]
@@ -259,7 +250,7 @@ def test_equal_counts_leave_a_microbatch_empty_only_where_they_must() -> None:
         cases.append((samples, num_ranks, 100 + len(cases) % 30, cost))
     avoided = 0
     for lengths, num_ranks, cap, cost in cases:
-        plan = plan_minibatch(lengths, num_ranks, cap, "lb_micro", cost, allow_empty=True, starts=0)
+        plan = plan_minibatch(lengths, num_ranks, cap, "lb_micro", cost, allow_empty=True)
         more = len(lengths) % num_ranks
         ends = sorted(lengths)[: 2 * more]
         # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
@@ -298,7 +289,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cost": lambda x: x * float("nan")}, r"must be positive and finite"),
     ({"cost": with_speeds("tokens", [1, 1, 1])}, r"on 2 ranks"),
     ({"cost": FittedCost(3)}, r"on 2 ranks"),
-    ({"starts": -1}, r"starts must be"),
     ({"policy": "lb_micro"}, r"2 ranks equally many samples, and 3 cannot.*drop_last=True.*allow_empty=True"),
     ({"policy": "local_sort"}, r"multiple of 2, or policy=\"lb_mini\""),
     ({"policy": "lb_micro", "num_ranks": 4}, r"4 ranks equally many samples, and 3 cannot"),

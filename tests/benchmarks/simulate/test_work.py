@@ -80,7 +80,7 @@ def test_empty_microbatches_cost_their_overhead() -> None:
 def test_policies_are_the_planners(policy: Any) -> None:
     lengths = np.arange(1, 13)
     work = plan_work(lengths, DENSE, cluster_of(2), minibatch_size=3, policy=policy, shuffle=False)
-    planner = Planner(2, policy=policy, cost=DENSE.cost, starts=0).capped_for(lengths)
+    planner = Planner(2, policy=policy, cost=DENSE.cost).capped_for(lengths)
     first = work_of([(planner.plan(lengths[:6]), lengths[:6])], DENSE, cluster_of(2))
     most = first.seconds.shape[1]
     np.testing.assert_array_equal(work.seconds[0, :most], first.seconds[0])
