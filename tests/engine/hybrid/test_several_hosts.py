@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "network name
 can_limit = pytest.mark.skipif(bool(NO_LIMIT), reason=NO_LIMIT or "links can be limited")
 
 #: Seconds after which a host that says nothing counts as cut off, and a sum without progress as broken.
-SILENCE = 4.0
+SILENCE = 6.0
 STALL = 2.0
 #: By way of sharding, what is trained: microbatches of every rank.
 RUNS = {"HYBRID_SHARD": [COUNTS], "FULL_SHARD": [COUNTS, (1, 1, 1, 1), (4, 4, 4, 4)]}
