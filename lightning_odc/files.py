@@ -31,32 +31,49 @@ def check_directory(directory: Path) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that at every moment is either the old one or the new one. Several processes may write at once."""
-    with _replacing(path, path.parent / f".{path.name}.{secrets.token_hex(6)}") as file:
-        file.write(content)
+    temporary = _name_beside(path)
+    with _cleaning_up(path, temporary):
+        temporary.write_bytes(content)
+        temporary.replace(path)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` when its content is complete and on the disk.
 
-    One process may write at a time. It removes what one that died before has left.
+    It has no name until then, if the file system can do that: a process that is killed leaves none.
 
     Raises:
         OSError: it cannot be written; the file that was there before is unchanged.
     """
-    with _replacing(path, path.parent / f".{path.name}.part") as file:
+    temporary = _name_beside(path)
+    with _cleaning_up(path, temporary), _open_nameless(path.parent) or temporary.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
+        if not temporary.exists():
+            # Python follows this link only if it gets a directory's descriptor.
+            handle = file.fileno()
+            os.link(f"/proc/self/fd/{handle}", temporary, src_dir_fd=handle, follow_symlinks=True)
+        temporary.replace(path)
+
+
+def _name_beside(path: Path) -> Path:
+    return path.parent / f".{path.name}.{secrets.token_hex(6)}"
+
+
+def _open_nameless(folder: Path) -> BinaryIO | None:
+    """A new file in no directory, on the file system of ``folder``; ``None`` where there is no such thing."""
+    try:
+        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb")
+    except (OSError, AttributeError):
+        return None
 
 
 @contextmanager
-def _replacing(path: Path, temporary: Path) -> Iterator[BinaryIO]:
+def _cleaning_up(path: Path, temporary: Path) -> Iterator[None]:
     try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:
-            yield file
-        temporary.replace(path)
+        yield
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
