@@ -112,8 +112,10 @@ class Packed(Microbatches):
             fewest += 1
         if fewest < 2 or fewest == len(falling):
             return [falling] if fewest == 1 else [[sample] for sample in falling]
+        if even := self._place(row, falling, self._listed_filling, [0] * fewest):
+            return even
         most = self._best_fit(row, falling)
-        for count in range(fewest, len(most) + 1):
+        for count in range(fewest + 1, len(most) + 1):
             if even := self._place(row, falling, self._listed_filling, [0] * count):
                 return even
         return most
