@@ -101,11 +101,7 @@ def _of_optimizer(exception: BaseException) -> str:
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that cannot work on demand.
-
-    Raises:
-        ValueError: an optimizer is LBFGS, or one of bitsandbytes.
-    """
+    """Refuse optimizers that cannot work on demand."""
     for kind in (kind for optimizer in optimizers for kind in type(optimizer).__mro__):
         if kind.__module__.startswith("bitsandbytes."):
             raise ValueError(
@@ -130,11 +126,7 @@ def undivided(name: str) -> ODCError:
 
 
 def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
-    """Refuse hooks of ``fully_shard`` that would see zeros on demand.
-
-    Raises:
-        ValueError: a unit has such a hook.
-    """
+    """Refuse hooks of ``fully_shard`` that would see zeros on demand."""
     for unit in units:
         if _compat.has_all_reduce_hook(unit.modules[0]):
             raise ValueError(
@@ -145,12 +137,7 @@ def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
 
 
 def unexpected_gradient(unit: Unit, prepared: bool) -> ODCError:
-    """The error for gradients that have no place in the accumulators.
-
-    Args:
-        unit: The unit that has them.
-        prepared: Whether there are accumulators at all.
-    """
+    """The error for gradients that have no place in the accumulators."""
     names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
     if not prepared:
         return ODCError(

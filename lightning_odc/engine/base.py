@@ -50,47 +50,30 @@ class Counting(StrEnum):
 
 @dataclass
 class SettleRecord:
-    """The record that a rank sends to all ranks when it settles an optimizer step.
+    """The record that a rank sends to all ranks when it settles an optimizer step."""
 
-    It is sent as a JSON list of its fields, in this order: short, and nothing of it is unpickled. A record that is
-    longer than a mailbox (64 KiB) takes several meetings.
-
-    Attributes:
-        batches: the kind of batches that the rank trained on; ``None`` if none of them counts: any kind is right then.
-        counting: what its weights count, a `Counting`; ``None`` if it ran no microbatch.
-        weight: the sum of its weights; 1 for plain batches.
-        least: its smallest weight if that is negative, else 0.
-        plans: fingerprints of the plans of its minibatches, in the order in which they ran.
-        is_last: it has no more batches in this epoch.
-        logs: what the strategy logs: names and sums.
-        measured: what the strategy measured: seconds of microbatches, and which ran out of memory.
-        note: the rank's `Engine.note`.
-        used: Parameters that received a gradient here, as `flags_to_hex` writes them.
-        scalars: The rank's sums of gradients of its `Scalars`.
-    """
-
+    # the kind of batches that the rank trained on; ``None`` if none of them counts: any kind is right then
     batches: str | None
-    counting: str | None
-    weight: float
-    least: float
-    plans: list[str]
-    is_last: bool
-    logs: Any
-    measured: Any
-    note: Any
-    used: str = "0x0"
-    scalars: Sequence[float | None] = ()
+    counting: str | None  # what its weights count, a `Counting`; ``None`` if it ran no microbatch
+    weight: float  # the sum of its weights; 1 for plain batches
+    least: float  # its smallest weight if that is negative, else 0
+    plans: list[str]  # fingerprints of the plans of its minibatches, in the order in which they ran
+    is_last: bool  # it has no more batches in this epoch
+    logs: Any  # what the strategy logs: names and sums
+    measured: Any  # what the strategy measured: seconds of microbatches, and which ran out of memory
+    note: Any  # the rank's `Engine.note`
+    used: str = "0x0"  # parameters that received a gradient here, as `flags_to_hex` writes them
+    scalars: Sequence[float | None] = ()  # the rank's sums of gradients of its `Scalars`
 
     def as_list(self) -> list[Any]:
         """Its fields; ``SettleRecord(*fields)`` is the record again."""
+        # It is sent as JSON: short, and nothing of it is unpickled. A long one takes several meetings.
         return list(vars(self).values())
 
 
 def flags_to_hex(flags: Sequence[bool]) -> str:
-    """Flags as the bits of a number, the first one lowest: ``[True, False, True]`` is ``0b101``, which is ``"0x5"``.
-
-    In decimal, Python refuses to write numbers of more than 4300 digits, which is 14,000 flags.
-    """
+    """Flags as the bits of a number, first one lowest: ``[True, False, True]`` is ``0b101``, which is ``"0x5"``."""
+    # In decimal, Python refuses to write numbers of more than 4300 digits, which is 14,000 flags.
     return hex(sum(1 << position for position, flag in enumerate(flags) if flag))
 
 
@@ -122,11 +105,7 @@ class Ledger:
         return self.is_idle or (self.counting is None and self.left_out > 0)
 
     def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
-        """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides]).
-
-        Raises:
-            ValueError: earlier ones of this step were counted otherwise, so that weights do not compare.
-        """
+        """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides])."""
         if self.counting not in (None, counting):
             raise ValueError(
                 f"One optimizer step mixes {self.counting} and {counting}, which have no common unit. Return "
@@ -175,15 +154,7 @@ class Ledger:
 
 
 def check_records(records: Sequence[SettleRecord]) -> None:
-    """Refuse an optimizer step for which ranks ran different kinds of batches, or followed different plans.
-
-    Args:
-        records: Records of all ranks, in rank order.
-
-    Raises:
-        DisagreementError: Ranks differ. The message names the first one.
-        ODCError: A rank has an invalid weight.
-    """
+    """Refuse an optimizer step for which ranks ran different kinds of batches, or followed different plans."""
     first = records[0]
     trained = next((rank for rank, record in enumerate(records) if record.batches is not None), 0)
     counting = next((record.counting for record in records if record.counting), None)
@@ -220,12 +191,7 @@ def check_records(records: Sequence[SettleRecord]) -> None:
 
 
 def total_weight(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> float:
-    """What sums of gradients are divided by: see Note [Who divides].
-
-    Args:
-        records: Records of all ranks, which `check_records` has accepted.
-        weight_unit: Weight unit of the engine.
-    """
+    """What sums of gradients are divided by: see Note [Who divides]."""
     is_weighted = any(record.batches == _WEIGHTED for record in records)
     # A rank of which nothing counts goes along with the others: of plain batches it has left out what it has.
     counted = [record for record in records if not (is_weighted and record.batches is None)]

@@ -41,12 +41,7 @@ def is_broken_group(error: BaseException) -> bool:
 
 
 class CollectiveEngine(Engine):
-    """Stock all-gathers and reduce-scatters under the engine interface.
-
-    Args:
-        world_size: number of ranks.
-        rendezvous: gives every rank's object to every rank (a collective).
-    """
+    """Stock all-gathers and reduce-scatters under the engine interface."""
 
     def __init__(self, world_size: int, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -110,11 +105,7 @@ class CollectiveEngine(Engine):
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
-        """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided.
-
-        Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones. Hooks
-        of parameters wait for the division, too. A pass that breaks off leaves ``.grad`` as it was.
-        """
+        """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided."""
         self.is_behind = False
         assert self._root is not None
         if manual:
@@ -126,6 +117,8 @@ class CollectiveEngine(Engine):
         self._reduce_scatter.sends_zeros = not counts
         before = [shard.grad for shard in self._shards]
         self._in_place = not apart and any(grad is not None for grad in before)
+        # Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
+        # Hooks wait for the division, too.
         for shard in self._shards if apart else ():
             self._late_hooks.hold(shard)
             shard.grad = None

@@ -29,17 +29,14 @@ class _Allocating:
 
 
 class GatherComm(_Allocating):
-    """All-gather by ``gather(comm, output, own)``, a callback that fills the peers' slices of ``output``.
-
-    Attributes:
-        keeps_buffer: ``output`` is the same at every call, so that what it holds need not be read again.
-        gathered_in: the version of which it holds all, or 0; for the callback to say and to look at.
-    """
+    """All-gather by ``gather(comm, output, own)``, a callback that fills the peers' slices of ``output``."""
 
     def __init__(self, gather: Callable[[GatherComm, Tensor, Tensor], None]) -> None:
         self._gather = gather
         self._buffer: Tensor | None = None
+        # ``output`` is the same at every call, so that what it holds need not be read again
         self.keeps_buffer = False
+        # the version of which it holds all, or 0; for the callback to say and to look at
         self.gathered_in = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -63,10 +60,7 @@ class GatherComm(_Allocating):
 
 
 class AccumulateComm(_Allocating):
-    """Reduce-scatter by a callback ``accumulate(chunks)``; ``fully_shard`` itself gets zeros.
-
-    The real gradient reaches ``.grad`` when the engine settles.
-    """
+    """Reduce-scatter by a callback ``accumulate(chunks)``; ``fully_shard`` itself gets zeros."""
 
     def __init__(self, accumulate: Callable[[Tensor], None]) -> None:
         self._accumulate = accumulate
@@ -85,7 +79,7 @@ class AccumulateComm(_Allocating):
                 'use ODCStrategy(communication="collective").'
             )
         self._accumulate(input_tensor)
-        output_tensor.zero_()
+        output_tensor.zero_()  # the real gradient reaches ``.grad`` when the engine settles
 
 
 class StockGather(_Allocating):
@@ -98,14 +92,10 @@ class StockGather(_Allocating):
 
 
 class StockReduceScatter(_Allocating):
-    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes.
-
-    Attributes:
-        sends_zeros: Whether this rank's gradients are left out, whatever they are.
-    """
+    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes."""
 
     def __init__(self) -> None:
-        self.sends_zeros = False
+        self.sends_zeros = False  # whether this rank's gradients are left out, whatever they are
 
     def __call__(
         self,
@@ -144,16 +134,10 @@ def reset_units(model: nn.Module, failed: bool = False) -> None:
 
 
 def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Forget a forward or backward pass that broke off, and give the memory of unreachable objects back to the device.
-
-    Needs torch 2.13 or newer, which has ``reset_iter_state``.
-
-    Args:
-        model: The root module.
-        parameters: Whole parameters of units. ``reset_iter_state`` frees them, but leaves their ``.grad`` behind, to
-            which the next backward pass would add.
-    """
-    for parameter in parameters:
+    """Forget a pass that broke off, and give memory back to the device. Needs torch 2.13, and whole parameters."""
+    for (
+        parameter
+    ) in parameters:  # `reset_iter_state` frees them, but the next pass would add to their ``.grad``
         parameter.grad = None
     reset_units(model, failed=True)
     with torch.enable_grad():

@@ -25,25 +25,14 @@ _NAPS = 10  # looks per soft limit
 
 
 class HangReport:
-    """Writes reports of one rank, and keeps a thread that decides when to.
-
-    Args:
-        after: seconds of waiting after which ranks report; after a reported wait that ended well, twice that wait.
-        directory: Directory of the file, made when it is needed; ``None`` to write to stderr alone.
-        rank: Rank of this process.
-        place: where this process is in the program, for people.
-
-    Attributes:
-        after: The time of waiting until the next report.
-        path: Path of the file.
-    """
+    """Writes reports of one rank, and keeps a thread that decides when to."""
 
     def __init__(
         self, after: float, directory: Path | None, rank: int, place: Callable[[], str] = str
     ) -> None:
         self.place = place
-        self.after = after
-        self.path = None if directory is None else directory / f"rank{rank}.txt"
+        self.after = after  # seconds of waiting until the next report; after a reported wait, twice that wait
+        self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
         self._rank = rank
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -51,12 +40,7 @@ class HangReport:
         self._writable = True
 
     def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
-        """Begin to look.
-
-        Args:
-            longest_wait: seconds for which some rank has been waiting by now.
-            describe: where every rank is, this one first.
-        """
+        """Begin to look."""
         self._watched = threading.get_ident()
         self._stop = threading.Event()
         arguments = (self._stop, longest_wait, describe)
@@ -121,13 +105,10 @@ class HangReport:
 
 
 def _append(path: Path, text: str) -> None:
-    """Write to the end of a plain file in a plain directory, made if missing; links and pipes there are errors.
-
-    Without a reader, a pipe would keep the rank here for ever.
-    """
+    """Write to the end of a plain file in a plain directory, made if missing; links and pipes there are errors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    try:  # without a reader, a pipe would keep the rank here for ever: hence O_NONBLOCK
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(path.name, flags, 0o644, dir_fd=folder), "a") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -73,13 +73,9 @@ KeepGathered = Literal["auto"] | int
 
 
 class Memory(Protocol):
-    """What one rank's memory looks like, in bytes.
+    """What one rank's memory looks like, in bytes."""
 
-    Attributes:
-        share: The part of the memory not used by training that may hold kept units.
-    """
-
-    share: float
+    share: float  # the part of the memory not used by training that may hold kept units
 
     def usable(self) -> int:
         """What this rank could hold in all."""
@@ -95,11 +91,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory of the host, which is divided among its ranks.
-
-    Args:
-        ranks: Ranks of this host.
-    """
+    """Memory of the host, which is divided among its ranks."""
 
     share = _HOST_SHARE
 
@@ -120,18 +112,13 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device.
-
-    Args:
-        device: Device of this rank.
-        ranks: Ranks that use the device; more than one in tests only.
-    """
+    """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device."""
 
     share = _DEVICE_SHARE
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
         self._device = device
-        self._ranks = ranks
+        self._ranks = ranks  # more than one on a device in tests only
 
     def begin(self) -> int:
         """Count `peak` from here on; returns what is held now."""
@@ -151,27 +138,16 @@ class CudaMemory:
 
 @dataclass
 class _Kept:
-    """A unit, and what is kept of it.
-
-    Attributes:
-        unit: the unit.
-        comm: The comm object that gathers it.
-        size: bytes of the whole unit on one rank, in the compute dtype.
-        frozen_size: bytes of its frozen parameters.
-        is_plain: it does not go over to a smaller mesh after its forward pass.
-        reshards: whether ``fully_shard`` frees it then, if it is not kept.
-        visits: gathers in a minibatch in which it was not kept.
-        gathered: it stays gathered.
-    """
+    """A unit, and what is kept of it."""
 
     unit: Unit
     comm: GatherComm
-    size: int
-    frozen_size: int
-    is_plain: bool
-    reshards: bool = True
-    visits: int = 0
-    gathered: bool = False
+    size: int  # bytes of the whole unit on one rank, in the compute dtype
+    frozen_size: int  # bytes of its frozen parameters
+    is_plain: bool  # it does not go over to a smaller mesh after its forward pass
+    reshards: bool = True  # whether ``fully_shard`` frees it then, if it is not kept
+    visits: int = 0  # gathers in a minibatch in which it was not kept
+    gathered: bool = False  # it stays gathered
 
     def worth(self) -> float:
         """Time saved per byte that is kept."""
@@ -202,23 +178,16 @@ def _kept(unit: Unit, comm: GatherComm) -> _Kept:
 
 
 class Keeping:
-    """What one rank keeps of its peers' shards; see Note [Read once per minibatch].
-
-    Attributes:
-        bytes: what is kept of all units, or will be when they have run.
-
-    Args:
-        budget: Bytes that may be kept, or ``"auto"``: what is left beside training, with a margin.
-        memory: Memory of this rank.
-    """
+    """What one rank keeps of its peers' shards; see Note [Read once per minibatch]."""
 
     def __init__(self, budget: KeepGathered, memory: Memory) -> None:
-        self._budget = budget
+        self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
         self._memory = memory
         self._kept: list[_Kept] = []
         self._hooks: list[RemovableHandle] = []
         self._needed = self._peak = 0  # by training itself; at all
-        self._usable = self.bytes = 0
+        self._usable = 0
+        self.bytes = 0  # what is kept of all units, or will be when they have run
         self._has_measured = False
         self._contexts = 0  # of `gathered`
         self._in_context: list[tuple[_Kept, bool]] = []  # and whether each was gathered before
@@ -250,11 +219,7 @@ class Keeping:
         self._measure()
 
     def choose(self, visits: Sequence[int]) -> list[int]:
-        """The units to keep from now on, by number: as many as there is room for, the most worthwhile first.
-
-        Args:
-            visits: How often each unit was gathered since the last call.
-        """
+        """The units to keep from now on, by number: as many as there is room for, the most worthwhile first."""
         for kept, count in zip(self._kept, visits, strict=True):
             if count and not kept.gathered:
                 kept.visits = count
@@ -299,11 +264,7 @@ class Keeping:
 
     @contextmanager
     def gathered(self, free: Callable[[Iterable[Unit]], None]) -> Iterator[None]:
-        """A context in which more units stay gathered; see Note [Gathered for a while]. Contexts may be nested.
-
-        Args:
-            free: Frees units, at the end.
-        """
+        """A context in which more units stay gathered; see Note [Gathered for a while]. Contexts may be nested."""
         self._contexts += 1
         if self._contexts == 1:
             self._measure()
@@ -383,12 +344,7 @@ class Keeping:
 
 @contextmanager
 def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered.
-
-    Args:
-        model: The root module.
-        gathered: Makes a context in which units stay gathered.
-    """
+    """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered."""
     found = [module for module in model.modules() if _can_generate(module)]
     with ExitStack() as stack:
         stack.enter_context(_compat.generating_alone(found))

@@ -56,15 +56,10 @@ _TOGETHER = (
 
 
 class Placeholder(DTensor):
-    """Zeros in the place of a gradient: they can be emptied, and nothing else.
-
-    Attributes:
-        parameter_name: The name of the parameter.
-        zeroed: The user emptied it.
-    """
+    """Zeros in the place of a gradient: they can be emptied, and nothing else."""
 
     parameter_name: str
-    zeroed: bool
+    zeroed: bool  # the user emptied it
 
     def to_local(self, **kwargs: Any) -> Any:
         raise _incomplete(self.parameter_name)
@@ -129,11 +124,8 @@ class Placeholders:
         return set(self._laid)
 
     def forget(self) -> None:
-        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a minibatch.
-
-        Placeholders that are still there keep their class; `lay` finds them again, since the parameters are in use.
-        """
-        self._laid.clear()
+        """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a minibatch."""
+        self._laid.clear()  # the objects keep their class: `lay` finds them, since the parameters are in use
 
     def lift(self) -> None:
         """Turn placeholders back into zeros; those that were set to ``None`` are forgotten."""
@@ -142,11 +134,7 @@ class Placeholders:
         self._laid.clear()
 
     def emptied(self) -> set[ParamSlot]:
-        """The parameters of which the user emptied the gradient.
-
-        Raises:
-            ODCError: the user replaced a gradient.
-        """
+        """The parameters of which the user emptied the gradient."""
         gone = set()
         for slot, placeholder in self._laid.items():
             grad = slot.home.grad
@@ -161,11 +149,7 @@ class Placeholders:
         return gone
 
     def check_not_laid(self, slots: Iterable[ParamSlot]) -> None:
-        """Refuse a second backward pass that the engine does not know.
-
-        Raises:
-            ODCError: a parameter has a placeholder as its gradient.
-        """
+        """Refuse a second backward pass that the engine does not know."""
         for slot in slots:
             if slot in self._laid:
                 raise ODCError(
@@ -175,13 +159,10 @@ class Placeholders:
 
 
 class LateHooks:
-    """The hooks of one model's shards.
-
-    Attributes:
-        holding: hooks that are held wait; otherwise they are called when ``fully_shard`` calls them.
-    """
+    """The hooks of one model's shards."""
 
     def __init__(self) -> None:
+        # hooks that are held wait; otherwise they are called when ``fully_shard`` calls them
         self.holding = True
         self._calling = False
 
@@ -203,11 +184,7 @@ class LateHooks:
             self._calling = False
 
     def check_outside(self) -> None:
-        """Refuse to end a step inside a hook.
-
-        Raises:
-            ODCError: a hook is running.
-        """
+        """Refuse to end a step inside a hook."""
         if self._calling:
             raise ODCError(
                 "A hook of `register_post_accumulate_grad_hook` called `step()` of an optimizer of Lightning, or "
@@ -237,13 +214,7 @@ class DeferredHook:
 
 
 class Dropping:
-    """Drops gradients of one rank; see Note [Who drops a gradient].
-
-    Args:
-        placeholders: Placeholders of this rank.
-        units: Returns the units of the model.
-        protocol: Returns the open protocol.
-    """
+    """Drops gradients of one rank; see Note [Who drops a gradient]."""
 
     def __init__(
         self, placeholders: Placeholders, units: Callable[[], list[Unit]], protocol: Callable[[], Protocol]
@@ -266,24 +237,12 @@ class Dropping:
             self.drop(emptied)
 
     def drop(self, slots: set[ParamSlot]) -> None:
-        """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again.
-
-        Args:
-            slots: The parameters.
-        """
+        """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again."""
         self._own = slots
         self._protocol().meet(DISCARD, flags_to_hex([slot in slots for slot in self._slots()]))
 
     def together(self, named: Sequence[str], came_for: str) -> None:
-        """All ranks have met, some of them to drop gradients.
-
-        Args:
-            named: What those drop, as `flags_to_hex` writes it.
-            came_for: What this rank has come for.
-
-        Raises:
-            DisagreementError: this rank has added to what others drop.
-        """
+        """All ranks have met, some of them to drop gradients."""
         slots, laid = self._slots(), self._placeholders.laid
         theirs = set(compress(slots, any_flags(named, len(slots))))
         own = self._own | self._placeholders.emptied()

@@ -54,31 +54,17 @@ from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_uni
 
 
 class OnDemandEngine(Engine):
-    """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators.
-
-    Attributes:
-        stolen: microbatches of other ranks that this rank has run so far.
-
-    Args:
-        make_transport: makes a fresh, unopened transport.
-        rendezvous: gives every rank's object to every rank; used at `attach` only.
-        timeout: seconds after which any wait gives up.
-        deterministic: sum gradients in rank order (bit-equal from run to run); one accumulator per source rank.
-        lockstep: a barrier at every unit, the control experiment.
-        accumulator_dtype: Dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
-        hang_report: says where this rank is when ranks have waited for long.
-        keeping: decides what stays gathered until a minibatch ends; by default nothing does.
-    """
+    """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators."""
 
     def __init__(
         self,
-        make_transport: Callable[[], Transport],
-        rendezvous: Rendezvous,
+        make_transport: Callable[[], Transport],  # a fresh, unopened one
+        rendezvous: Rendezvous,  # used at `attach` only
         *,
-        timeout: float,
-        deterministic: bool = False,
-        lockstep: bool = False,
-        accumulator_dtype: torch.dtype | None = None,
+        timeout: float,  # seconds after which any wait gives up
+        deterministic: bool = False,  # sum in rank order; one accumulator per source rank
+        lockstep: bool = False,  # a barrier at every unit, the control experiment
+        accumulator_dtype: torch.dtype | None = None,  # by default fp32, or wider if the parameters are
         hang_report: HangReport | None = None,
         keeping: Keeping | None = None,
     ) -> None:
@@ -106,7 +92,7 @@ class OnDemandEngine(Engine):
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
         self._dropping = Dropping(self._placeholders, lambda: self._units, lambda: self.protocol)
-        self.stolen = 0
+        self.stolen = 0  # microbatches of other ranks that this rank has run so far
 
     @property
     def protocol(self) -> Protocol:

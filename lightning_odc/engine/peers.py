@@ -15,14 +15,11 @@ from lightning_odc.host_memory import Kills
 
 @dataclass
 class Signals:
-    """Signals of the operating system, which ranks act on together.
+    """Signals of the operating system, which ranks act on together."""
 
-    Attributes:
-        raised: numbers of those that this rank was sent, to tell the others at every meeting.
-        agreed: those that some rank had been sent before the last meeting; the same on all ranks.
-    """
-
+    # numbers of those that this rank was sent, to tell the others at every meeting
     raised: set[int] = field(default_factory=set)
+    # those that some rank had been sent before the last meeting; the same on all ranks
     agreed: set[int] = field(default_factory=set)
 
     def forget(self, number: int) -> None:
@@ -76,17 +73,11 @@ class Activity(IntEnum):
 
 
 class Doing(NamedTuple):
-    """The activity of a rank, in one control word. It is written several times per unit and microbatch.
-
-    Attributes:
-        activity: what.
-        unit: Number of the unit, below 2**21.
-        since: Begin in milliseconds of the monotonic clock, below 2**39 (17 years).
-    """
+    """The activity of a rank, in one control word. It is written several times per unit and microbatch."""
 
     activity: Activity
-    unit: int
-    since: int
+    unit: int  # number of the unit, below 2**21
+    since: int  # begin in milliseconds of the monotonic clock, below 2**39 (17 years)
 
     @classmethod
     def of(cls, word: int) -> Doing:
@@ -112,19 +103,12 @@ _ACTIVITY_TEXT = {
 
 
 class Peers:
-    """The state that this rank shows the others, and what it knows of them.
-
-    Args:
-        transport: Transport with `Word.COUNT` control words, and a mailbox for failures.
-        units: Units, whose names messages use.
-
-    Attributes:
-        beyond: tells of trouble with ranks that share no windows with this one; empty if there is none.
-    """
+    """The state that this rank shows the others, and what it knows of them."""
 
     def __init__(self, transport: Transport, units: Sequence[UnitSpec]) -> None:
         self._transport = transport
         self._units = units
+        # tells of trouble with ranks that share no windows with this one; empty if there is none
         self.beyond: Callable[[], str] = str
         self._kills = Kills()
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
@@ -171,24 +155,13 @@ class Peers:
         return {peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace") for peer in failed}
 
     def check(self) -> None:
-        """Find out whether all peers are alive and well.
-
-        Raises:
-            PeerFailedError: a peer has failed or died.
-        """
+        """Find out whether all peers are alive and well."""
         trouble = self.trouble()
         if trouble:
             raise PeerFailedError(trouble)
 
     def check_not_left(self, *peers: int) -> None:
-        """Find out whether these peers still take part. See Note [Who has left].
-
-        Args:
-            peers: Ranks of the transport for which this rank waits.
-
-        Raises:
-            PeerFailedError: A peer has left.
-        """
+        """Find out whether these peers still take part. See Note [Who has left]."""
         left = [peer for peer in peers if self._state(peer) == State.LEFT]
         if left:
             gone, own = self._job_ranks(left[0])
@@ -198,15 +171,7 @@ class Peers:
             )
 
     def check_not_past(self, *peers: int) -> None:
-        """Find out whether these peers can still come to the place where this rank waits. See Note [Who has left].
-
-        Args:
-            peers: Ranks of the transport that must come to this place before they end the batch.
-
-        Raises:
-            PeerFailedError: A peer has left.
-            DisagreementError: A peer has ended the batch.
-        """
+        """Find out whether these peers can still come to the place where this rank waits. See Note [Who has left]."""
         self.check_not_left(*peers)
         ended = self._transport.load(self._transport.rank, Word.ENDS)
         ahead = [peer for peer in peers if self._transport.load(peer, Word.ENDS) > ended]

@@ -22,17 +22,7 @@ def probe(
     keep: Container[str],
     accumulator_dtype: torch.dtype | None,
 ) -> None:
-    """Lay out a unit as ``fully_shard`` does.
-
-    Args:
-        unit: the unit, sharded.
-        while_gathered: called for each of its parameters while they are unsharded; may say that it is ``hooked``.
-        keep: names of parameters that get a place in the accumulator without a hook.
-        accumulator_dtype: dtype of the accumulators; ``None`` for fp32, or wider if the parameters are.
-
-    Raises:
-        NotImplementedError: its parameters lie in another order, or are gathered in another form.
-    """
+    """Lay out a unit as ``fully_shard`` does."""
     with _numbered(unit):
         own = _shown_shard(unit, while_gathered)
         for slot in unit.slots:
@@ -42,11 +32,8 @@ def probe(
 
 @contextmanager
 def _numbered(unit: Unit) -> Iterator[None]:
-    """A context in which the elements of this rank's shards are distinct numbers, by parameter and place.
-
-    Parameters that are equal to each other, as norms and biases are in the beginning, would look the same in any order.
-    Afterwards all contents are what they were, bit for bit.
-    """
+    """A context in which the elements of this rank's shards are distinct numbers, by parameter and place."""
+    # Parameters with equal contents, as norms and biases are in the beginning, would look the same in any order.
     kept = [(slot, slot.local.clone()) for slot in unit.slots if type(slot.local) is Tensor]
     first = 0
     try:
@@ -60,15 +47,12 @@ def _numbered(unit: Unit) -> Iterator[None]:
 
 
 def _shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tensor:
-    """This rank's shard as ``fully_shard`` passes it to be gathered: 1-D, in the compute dtype.
-
-    What the peers' slices hold does not matter, since the unit is resharded at once.
-    """
+    """This rank's shard as ``fully_shard`` passes it to be gathered: 1-D, in the compute dtype."""
     shown: list[Tensor] = []
     set_comms(
         unit.modules, GatherComm(lambda _comm, _output, own: shown.append(own.clone())), StockReduceScatter()
     )
-    unit.modules[0].unshard()
+    unit.modules[0].unshard()  # what the peers' slices hold does not matter: the unit is resharded at once
     for slot in unit.slots:
         slot.compute_dtype = slot.current.dtype
         while_gathered(slot)

@@ -26,12 +26,7 @@ from lightning_odc.errors import ODCError
 
 
 class RootUnit:
-    """Keeps the root unit gathered where it is needed.
-
-    Args:
-        units: Units of a model. The root unit is the first one, if the root module has parameters of its own.
-        model: the root module.
-    """
+    """Keeps the root unit gathered where it is needed."""
 
     def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
         self._model = cast(FSDPModule, model)
@@ -54,22 +49,16 @@ class RootUnit:
             self._root.match_frozen()
 
     def shard(self) -> None:
-        """Shard the unit if it is gathered.
-
-        Within the root module's call ``fully_shard`` keeps it, unless there was a backward pass: on a rank without
-        microbatches there was none.
-        """
+        """Shard the unit if it is gathered."""
         if self._root is not None and self._root.is_gathered:
+            # Within the root module's call ``fully_shard`` keeps the unit until a backward pass, and on a rank without
+            # microbatches there was none.
             self._model.set_reshard_after_forward(True, recurse=False)
             self._model.reshard()
             self._model.set_reshard_after_forward(False, recurse=False)
 
     def check_reduced(self) -> None:
-        """Refuse a backward pass that left gradients behind, in this unit or another one.
-
-        Raises:
-            ODCError: naming classes of layers of which units can be made.
-        """
+        """Refuse a backward pass that left gradients behind, in this unit or another one."""
         for unit in self._units:
             if isinstance(unit.slots[0].current, DTensor) or _compat.keeps_gradients(unit.modules[0]):
                 continue

@@ -28,22 +28,14 @@ def scalars_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Scalars:
-    """The gradients of such parameters in an optimizer step.
-
-    A hook takes each gradient away and leaves zeros in ``.grad``. Emptying these zeros drops the gradient, as in Note
-    [Gradients arrive late].
-
-    Attributes:
-        parameters: The parameters, in the order of the model.
-    """
+    """The gradients of such parameters in an optimizer step."""
 
     def __init__(self) -> None:
-        self.parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []  # in the order of the model
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._counts = True
-        self._zeros: dict[
-            nn.Parameter, tuple[Tensor, int]
-        ] = {}  # and their version, which every change raises
+        # What hooks leave in ``.grad``, and its version, which every change raises. See Note [Gradients arrive late].
+        self._zeros: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._hooks: list[RemovableHandle] = []
         self._late_hooks = LateHooks()
 

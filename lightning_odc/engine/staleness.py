@@ -33,18 +33,12 @@ _WIDEST = max(_INTEGERS)
 
 
 class StalenessGuard:
-    """Compares contents of one model's parameters, bit for bit.
-
-    Args:
-        units: the units of the model.
-        windows: what this rank published, by unit.
-        deferred: the tensors are on a device that the host runs ahead of. The answers stay there until `before_settle`.
-    """
+    """Compares contents of one model's parameters, bit for bit."""
 
     def __init__(self, units: Sequence[Unit], windows: Sequence[UnitWindow], deferred: bool) -> None:
         self._units = units
-        self._windows = windows
-        self._deferred = deferred
+        self._windows = windows  # what this rank published, by unit
+        self._deferred = deferred  # the host runs ahead: answers stay on the device until `before_settle`
         self._compared: set[int] = set()  # units, since they were published last
         self._differ: dict[Hashable, Tensor] = {}
         self._errors: dict[Hashable, Callable[[], Exception]] = {}
@@ -73,11 +67,7 @@ class StalenessGuard:
                 self._expect_same(part, shard, name, partial(_lost, name))
 
     def before_settle(self, wait_for_device: Callable[[], None]) -> None:
-        """Compare what was not compared in this version, and look at all answers.
-
-        Raises:
-            StaleShardError: naming the first parameter that differs.
-        """
+        """Compare what was not compared in this version, and look at all answers."""
         for unit in self._units:
             if unit.index not in self._compared:
                 self._compare_shard(unit, self._shard_now(unit))
@@ -92,24 +82,19 @@ class StalenessGuard:
 
     @torch.no_grad()
     def frozen_parts_differ(self) -> set[int]:
-        """The units of which a parameter without gradients is no longer what was published, by number.
-
-        On a device this waits for it, if the model has such parameters.
-        """
+        """The units of which a parameter without gradients is no longer what was published, by number."""
         found = {}
         for unit in self._units:
             if len(unit.trainable) < len(unit.slots):
                 parts = unit.parts(self._windows[unit.index].own_shard)
                 differ = [_differ(there, now.to(there)) for slot, there, now in parts if slot.grad_offset < 0]
                 found[unit.index] = torch.stack(differ).any()
-        answers = torch.stack(list(found.values())).tolist() if found else []
+        answers = torch.stack(list(found.values())).tolist() if found else []  # waits for the device
         return {index for index, is_different in zip(found, answers, strict=True) if is_different}
 
     def _shard_now(self, unit: Unit) -> Tensor:
-        """What this rank would publish if it did so now.
-
-        A copy of one unit: to compare parameter by parameter without one takes as long, on every device.
-        """
+        """What this rank would publish if it did so now."""
+        # A copy of one unit: to compare parameter by parameter without one takes as long, on every device.
         own = torch.zeros_like(self._windows[unit.index].own_shard)
         unit.write_shard(own)
         return own
@@ -131,14 +116,8 @@ class StalenessGuard:
     def _expect_same(
         self, one: Tensor, other: Tensor, what: Hashable, error: Callable[[], Exception]
     ) -> None:
-        """Raise what ``error`` makes, now or in `before_settle`, if two 1-D tensors of one dtype differ.
-
-        Args:
-            one: a tensor.
-            other: another one, of its dtype, size and device.
-            what: a key; comparisons under the same one count as one.
-            error: called only if they differ.
-        """
+        """Raise what ``error`` makes, now or in `before_settle`, if two 1-D tensors of one dtype differ."""
+        # Comparisons under the same key (``what``) count as one.
         if not self._deferred:
             if not _same_bits(one, other):
                 raise error()
@@ -160,11 +139,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_integers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Both viewed as the widest integers that fit.
-
-    6 numbers of bf16 have 12 bytes. If one tensor begins at byte 4 of its storage and the other at byte 0, then
-    ``8 | 4 | 12`` is ``0b1100``: 4 bytes divide everything, and both are viewed as 3 numbers of int32.
-    """
+    """Both viewed as the widest integers that fit."""
+    # 6 numbers of bf16 have 12 bytes. If one tensor begins at byte 4 of its storage and the other at byte 0, then
+    # ``8 | 4 | 12`` is ``0b1100``: 4 bytes divide everything, and both are viewed as 3 numbers of int32.
     starts = int(one.storage_offset()) | int(other.storage_offset())
     divisible = _WIDEST | starts * one.itemsize | one.nbytes | other.nbytes
     divisor = divisible & -divisible  # the largest power of two that divides all of them

@@ -58,16 +58,7 @@ _Change = Callable[[Queue], tuple[int | None, Queue]]
 
 
 class WorkQueues:
-    """All ranks' queues of the current minibatch, or of the prompts to be sampled.
-
-    Args:
-        protocol: Protocol of this rank.
-        number: Number of these queues, counted from 1 on every rank.
-        costs: Planned cost of every microbatch or prompt, by rank, in any unit.
-
-    Raises:
-        ValueError: a rank has more items than a queue can count.
-    """
+    """All ranks' queues of the current minibatch, or of the prompts to be sampled."""
 
     def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
         if max(map(len, costs)) > _MASK:
@@ -77,8 +68,8 @@ class WorkQueues:
             )
         self._protocol = protocol
         self._transport = protocol.transport
-        self._number = number
-        self._costs = costs
+        self._number = number  # of these queues, counted from 1 on every rank
+        self._costs = costs  # planned, of every microbatch or prompt, by rank, in any unit
         self._rank = protocol.transport.rank
         self._write(self._rank, Queue(0, len(costs[self._rank])))
 
@@ -202,20 +193,10 @@ def _next_queues(protocol: Protocol, costs: Sequence[Sequence[float]]) -> WorkQu
 
 
 def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-    """Rank and number of all items for this rank to do: its own, then those of loaded peers of its node.
-
-    Its queue is open when this returns, so that peers can help a rank that takes nothing itself.
-
-    Args:
-        protocol: Protocol of this rank.
-        costs: Expected cost of every item, by rank of the job, in any unit.
-
-    Raises:
-        ValueError: a rank has more items than a queue can count.
-        PeerFailedError: while it iterates, another rank has failed or died.
-    """
+    """Rank and number of all items for this rank to do: its own, then those of loaded peers of its node."""
     transport = protocol.transport
     ranks = [transport.job_rank(peer) for peer in range(transport.world_size)]
+    # Opened before anything is taken, so that peers can help a rank that takes nothing itself.
     queues = _next_queues(protocol, [costs[rank] for rank in ranks])
 
     def taken() -> Iterator[tuple[int, int]]:
@@ -228,19 +209,7 @@ def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tup
 
 
 class Stealing:
-    """Iterates over the microbatches that this rank runs: its own, then those of loaded peers.
-
-    Args:
-        protocol: Protocol of this rank.
-        own: this rank's microbatches.
-        everybody: The microbatches of all ranks.
-
-    Attributes:
-        stolen: microbatches of peers that were handed out so far.
-
-    Raises:
-        ValueError: sums must be taken in a fixed order.
-    """
+    """Iterates over the microbatches that this rank runs: its own, then those of loaded peers."""
 
     def __init__(self, protocol: Protocol, own: Minibatch, everybody: AllRanks) -> None:
         if protocol.deterministic:
@@ -249,7 +218,7 @@ class Stealing:
                 'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
                 "ODCStrategy(deterministic=False)."
             )
-        self.stolen = 0
+        self.stolen = 0  # microbatches of peers that were handed out so far
         self._own = own
         self._everybody = everybody
         self._rank = protocol.transport.rank

@@ -9,38 +9,23 @@ from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
-    """One thing that this rank did.
+    """One thing that this rank did."""
 
-    Attributes:
-        kind: ``"read"``, ``"add"``, ``"wait"``, ``"settle"``, ``"publish"``, ``"forward"``, ``"backward"``,
-            ``"optimizer"``, ``"data"``, ``"sampling"``, ``"scoring"``, or the name of a collective. Spans nest: waits
-            lie inside what waited.
-        begin: nanoseconds of the monotonic clock.
-        end: nanoseconds of the monotonic clock.
-        details: what else is known: unit, peer, cause, microbatch, bytes, tokens.
-    """
-
+    # ``"read"``, ``"add"``, ``"wait"``, ``"settle"``, ``"publish"``, ``"forward"``, ``"backward"``, ``"optimizer"``,
+    # ``"data"``, ``"sampling"``, ``"scoring"``, or the name of a collective. Spans nest: waits lie inside what waited.
     kind: str
-    begin: int
-    end: int
-    details: dict[str, Any]
+    begin: int  # nanoseconds of the monotonic clock
+    end: int  # nanoseconds of the monotonic clock
+    details: dict[str, Any]  # what else is known: unit, peer, cause, microbatch, bytes, tokens
 
 
 class Tracer:
-    """Collects spans until it is full.
-
-    Args:
-        capacity: most spans to keep; later ones are counted and dropped.
-
-    Attributes:
-        spans: what was recorded, in the order of the ends.
-        dropped: spans that found no place.
-    """
+    """Collects spans until it is full."""
 
     def __init__(self, capacity: int = 100_000) -> None:
-        self.capacity = capacity
+        self.capacity = capacity  # later spans are counted and dropped
         self.spans: list[Span] = []
-        self.dropped = 0
+        self.dropped = 0  # spans that found no place
 
     def begin_wait(self, cause: str) -> None:
         """A wait begins. When it has ended, `record` gets a ``"wait"``. Waits nest."""
@@ -59,11 +44,7 @@ class Tracer:
 
 
 class Fanout(Tracer):
-    """Several tracers at once, each with its own place.
-
-    Args:
-        tracers: who listens.
-    """
+    """Several tracers at once, each with its own place."""
 
     def __init__(self, *tracers: Tracer) -> None:
         super().__init__(capacity=0)
@@ -84,13 +65,9 @@ def fanout(*tracers: Tracer) -> Tracer | None:
 
 
 class Traced:
-    """Something whose work can be traced. With no tracer set, tracing costs one comparison.
+    """Something whose work can be traced. With no tracer set, tracing costs one comparison."""
 
-    Attributes:
-        tracer: The listener, or ``None``.
-    """
-
-    tracer: Tracer | None = None
+    tracer: Tracer | None = None  # the listener, or ``None``
 
     @contextmanager
     def traced(self, kind: str, **details: Any) -> Iterator[None]:

@@ -21,58 +21,28 @@ _SMALL = 64 * 1024
 
 @dataclass
 class Traffic:
-    """What went over the transport so far, on this rank.
+    """What went over the transport so far, on this rank."""
 
-    Attributes:
-        reads: Shards of other ranks that were read.
-        adds: Gradient chunks added for other ranks.
-        bytes_read: Bytes of other ranks' shards that were read.
-        bytes_added: Bytes of gradients added into the windows of peers and into the own one.
-        bytes_reduced: Bytes of gradients summed over nodes.
-        bytes_shared: Bytes of published shards that came from other nodes.
-    """
-
-    reads: int = 0
-    adds: int = 0
-    bytes_read: int = 0
-    bytes_added: int = 0
-    bytes_reduced: int = 0
-    bytes_shared: int = 0
+    reads: int = 0  # shards of other ranks that were read
+    adds: int = 0  # gradient chunks added for other ranks
+    bytes_read: int = 0  # bytes of other ranks' shards that were read
+    bytes_added: int = 0  # bytes of gradients added into the windows of peers and into the own one
+    bytes_reduced: int = 0  # bytes of gradients summed over nodes
+    bytes_shared: int = 0  # bytes of published shards that came from other nodes
 
 
 class Column(NamedTuple):
-    """The ranks whose shards one window holds. On one node it is the window's owner alone.
+    """The ranks whose shards one window holds. On one node it is the window's owner alone."""
 
-    On several nodes it is one rank per node; see Note [A copy per node].
-
-    Attributes:
-        size: How many.
-        own: Place of this rank among them.
-    """
-
-    size: int
-    own: int
+    size: int  # 1, or on several nodes one rank per node: see Note [A copy per node]
+    own: int  # place of this rank among them
 
 
 ALONE = Column(1, 0)
 
 
 class RankState(Traced):
-    """What all units of one rank share: how far it is, how it waits, what it has moved.
-
-    Args:
-        transport: not yet opened.
-        version: the version that this rank works on.
-        lockstep: a barrier at every gather and every accumulate.
-        peers: the other ranks.
-        waiter: how this rank waits.
-        column: whose shards a window holds.
-
-    Attributes:
-        ended: the version has ended on all ranks, and the next one has not begun here.
-        finished: nothing was asked of the device since the host waited for it last.
-        traffic: what this rank has moved.
-    """
+    """What all units of one rank share: how far it is, how it waits, what it has moved."""
 
     def __init__(
         self,
@@ -89,7 +59,8 @@ class RankState(Traced):
         self.peers = peers
         self.waiter = waiter
         self.column = column
-        self.ended = self.finished = False
+        self.ended = False  # the version has ended on all ranks, and the next one has not begun here
+        self.finished = False  # nothing was asked of the device since the host waited for it last
         self.traffic = Traffic()
         self._barriers = 0
 
@@ -119,76 +90,45 @@ class RankState(Traced):
 
 
 class _Published(NamedTuple):
-    """What one window holds of other ranks.
-
-    Attributes:
-        owner: the window's.
-        version: reads the version word of the unit.
-        edited: reads in which version frozen parameters of the unit changed last.
-        parts: The shard of each rank as the only item of a list, and where it begins in the whole unit.
-    """
+    """What one window holds of other ranks."""
 
     owner: int
-    version: Callable[[], int]
-    edited: Callable[[], int]
+    version: Callable[[], int]  # reads the version word of the unit
+    edited: Callable[[], int]  # reads in which version frozen parameters of the unit changed last
+    # the shard of each rank as the only item of a list, and where it begins in the whole unit
     parts: list[tuple[list[Tensor], int]]
 
 
 class AlreadyGathered(NamedTuple):
-    """What the buffer of a unit has from earlier reads.
+    """What the buffer of a unit has from earlier reads."""
 
-    Attributes:
-        since: the version of which it holds all.
-        trained: begins and ends of the parts of a shard that every optimizer step changes.
-    """
-
-    since: int
+    since: int  # the version of which it holds all
+    # begins and ends of the parts of a shard that every optimizer step changes
     trained: Sequence[tuple[int, int]]
 
 
 class _Accumulator(NamedTuple):
-    """Where this rank adds gradients to one window.
-
-    Attributes:
-        owner: the window's.
-        totals: View of the window for each rank of the column that will take the sum.
-        lock: Lock to hold while adding; ``None`` if no other rank adds to this place, or additions are atomic.
-    """
+    """Where this rank adds gradients to one window."""
 
     owner: int
-    totals: list[Tensor]
+    totals: list[Tensor]  # view of the window for each rank of the column that will take the sum
+    # lock to hold while adding; ``None`` if no other rank adds to this place, or additions are atomic
     lock: Lock | None
 
 
 class UnitWindow:
-    """One unit as this rank sees it in the windows of all ranks, which must be open.
-
-    Args:
-        state: State of this rank.
-        index: the number of the unit.
-        spec: its sizes.
-        sources: accumulators per owner: 1, or one for every rank.
-        edited_word: the control word for the version in which frozen parameters changed last.
-
-    Attributes:
-        gathers: Number of gathers of the unit since it was last set to 0.
-        owners: Number of ranks over which the unit is sharded.
-        own: Place of this rank among them.
-        shards: what this rank's window holds, shape ``[column.size, shard_numel]``.
-        own_shard: this rank's row of it.
-        own_accumulator: where this rank adds what its own window takes.
-    """
+    """One unit as this rank sees it in the windows of all ranks, which must be open."""
 
     def __init__(self, state: RankState, index: int, spec: UnitSpec, sources: int, edited_word: int) -> None:
         self.index = index
         self.spec = spec
-        self.gathers = 0
+        self.gathers = 0  # number of gathers of the unit since it was last set to 0
         self._edited_word = edited_word
         self._state = state
         self._transport = transport = state.transport
         rank, self._world_size = transport.rank, transport.world_size
-        self.owners = state.column.size * self._world_size
-        self.own = state.column.own * self._world_size + rank
+        self.owners = state.column.size * self._world_size  # number of ranks over which the unit is sharded
+        self.own = state.column.own * self._world_size + rank  # place of this rank among them
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
         self._word = Word.COUNT + index
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
@@ -196,8 +136,9 @@ class UnitWindow:
             self._by_node(transport.shard(owner, index), spec.shard_numel)
             for owner in range(self._world_size)
         ]
+        # what this rank's window holds, shape ``[column.size, shard_numel]``
         self.shards = transport.shard(rank, index).view(state.column.size, spec.shard_numel)
-        self.own_shard = by_window[rank][state.column.own]
+        self.own_shard = by_window[rank][state.column.own]  # this rank's row of it
         self._shards = [shard for shards in zip(*by_window, strict=True) for shard in shards]  # in rank order
         self._published = [
             _Published(owner, transport.watch(owner, self._word), transport.watch(owner, edited_word), parts)
@@ -215,7 +156,7 @@ class UnitWindow:
             for owner in own_first
         ]
         self._sums = [transport.accumulator(rank, index, source) for source in range(sources)]
-        self.own_accumulator = self._sums[source]
+        self.own_accumulator = self._sums[source]  # where this rank adds what its own window takes
 
     def _by_node(self, whole: Tensor, numel: int) -> list[Tensor]:
         """The part of each rank of the column in a shard or an accumulator of one window."""
@@ -227,35 +168,18 @@ class UnitWindow:
         return [([self._shards[one]], one * self.spec.shard_numel) for one in ranks if one != self.own]
 
     def publish(self, edited: bool = True) -> None:
-        """Make `own_shard` readable as the current version. See Note [Versions instead of barriers].
-
-        Args:
-            edited: More than what is trained may have changed.
-        """
+        """Make `own_shard` readable as the current version. ``edited``: more than what is trained may have changed."""
         self._state.finished = False
         self._state.publish(self, edited)
 
     def announce(self, version: int, edited: bool) -> None:
-        """Say that all shards in this rank's window are those of a version.
-
-        Args:
-            version: The version.
-            edited: More than what is trained may have changed.
-        """
+        """Say that all shards in this rank's window are those of a version."""
         if edited:
             self._transport.store(self._edited_word, version)
         self._transport.announce(self._word, version)
 
     def gather(self, out: Tensor, known: AlreadyGathered | None = None) -> None:
-        """Copy the current shards of all other ranks into ``out``.
-
-        Args:
-            out: 1-D, ``owners * shard_numel`` elements, in rank order; the own part is there already.
-            known: What else is there already, if anything.
-
-        Raises:
-            StaleShardError: between the end of a version and the next one.
-        """
+        """Copy the current shards of all other ranks into ``out``, ``[owners * shard_numel]`` with the own one."""
         state, read, numel = self._state, self._transport.read, self.spec.shard_numel
         self.check_not_ended()
         self.gathers += 1
@@ -287,17 +211,7 @@ class UnitWindow:
         return len(window.parts) * (self.spec.shard_numel - read)
 
     def accumulate(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
-        """Add each owner's chunk into its accumulator.
-
-        Starts with its own window and goes round. Leaves out a window whose lock is taken, and comes back to it later.
-
-        Args:
-            chunks: 1-D, ``owners * numel`` elements: one chunk for every owner, in rank order.
-            segments: Where each element of a chunk goes in the accumulator.
-
-        Raises:
-            StaleShardError: between the end of a version and the next one.
-        """
+        """Add each owner's chunk into its accumulator. ``chunks``: ``[owners * numel]``, in rank order."""
         state = self._state
         self.check_not_ended()
         begin = time.monotonic_ns()
@@ -312,14 +226,10 @@ class UnitWindow:
         self._go_on("add", begin)
 
     def summed(self) -> Tensor:
-        """The gradients that all ranks added in this rank's window: 1-D, ``grad_numel`` for each rank of the column.
-
-        Read it only after the version has ended and before `clear`. A view, or the sum in rank order of one
-        accumulator per source.
-        """
+        """What all ranks added here, between a version's end and `clear`: ``[column.size * grad_numel]``."""
         if len(self._sums) == 1:
             return self._sums[0]
-        total = self._sums[0].clone()
+        total = self._sums[0].clone()  # of one accumulator per source, in rank order
         for one in self._sums[1:]:
             total += one
         return total
@@ -335,11 +245,7 @@ class UnitWindow:
             (total if numel is None else self.by_node(total).narrow(1, start, numel)).zero_()
 
     def check_not_ended(self) -> None:
-        """Refuse to use a version that has ended.
-
-        Raises:
-            StaleShardError: between the end of a version and the next one.
-        """
+        """Refuse to use a version that has ended."""
         if self._state.ended:
             raise StaleShardError(
                 f"The model ran (unit {self.spec.name!r}) between the end of an optimizer step and its publishing, "
@@ -412,6 +318,7 @@ class UnitWindow:
 
     def _add_under_locks(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         rows = chunks.split_with_sizes([chunks.numel() // self.owners] * self.owners)
+        # It starts with its own window and goes round, and comes back later to windows whose locks are taken.
         waiting = self._add_where_free(self._accumulators, rows, segments)
         while waiting:
             self._await_any_lock(waiting)

@@ -47,33 +47,21 @@ _ROOT = "(root)"
 
 @dataclass(eq=False)
 class ParamSlot:
-    """One parameter of a unit, and its place in one rank's part of the unit.
+    """One parameter of a unit, and its place in one rank's part of the unit."""
 
-    Attributes:
-        name: qualified name in the model.
-        module: the module that holds it (parameters are looked up there: the object changes while unsharded).
-        attribute: its name in that module.
-        padded_numel: elements of one rank's padded shard.
-        compute_dtype: dtype in which it is published.
-        shard_offset: where it starts in the published shard, in elements of ``compute_dtype``.
-        grad_offset: where it starts in the accumulator, in elements; -1 if it has no place there.
-        has_gradient: it gets a place in the accumulator.
-        hooked: a hook notes when it receives a gradient.
-        trains: whether it trains; when that was last the same for the shard and the gathered parameter.
-        home: the sharded parameter, which optimizers hold.
-    """
-
-    name: str
+    name: str  # qualified name in the model
+    # the module that holds it (parameters are looked up there: the object changes while unsharded)
     module: nn.Module
-    attribute: str
-    padded_numel: int
-    compute_dtype: torch.dtype
-    shard_offset: int = 0
-    grad_offset: int = -1
-    has_gradient: bool = False
-    hooked: bool = False
+    attribute: str  # its name in that module
+    padded_numel: int  # elements of one rank's padded shard
+    compute_dtype: torch.dtype  # dtype in which it is published
+    shard_offset: int = 0  # where it starts in the published shard, in elements of ``compute_dtype``
+    grad_offset: int = -1  # where it starts in the accumulator, in elements; -1 if it has no place there
+    has_gradient: bool = False  # it gets a place in the accumulator
+    hooked: bool = False  # a hook notes when it receives a gradient
+    # whether it trains; when that was last the same for the shard and the gathered parameter
     trains: bool = False
-    home: DTensor = field(init=False, repr=False)
+    home: DTensor = field(init=False, repr=False)  # the sharded parameter, which optimizers hold
 
     def __post_init__(self) -> None:
         self.home = self.sharded
@@ -96,10 +84,8 @@ class ParamSlot:
         return _compat.local_of(self.sharded)
 
     def at_rest(self) -> Tensor:
-        """The same of what optimizers hold, also while the parameter is gathered, or kept by a smaller mesh.
-
-        If the parameter was replaced, `home` is the new one from here on.
-        """
+        """The same of what optimizers hold, also while the parameter is gathered, or kept by a smaller mesh."""
+        # If the parameter was replaced, `home` is the new one from here on.
         current: Any = self.current
         is_new = current is not self.home and isinstance(current, DTensor)
         if is_new and current.device_mesh == self.home.device_mesh:
@@ -109,33 +95,21 @@ class ParamSlot:
 
 @dataclass
 class Unit:
-    """One parameter group of ``fully_shard``: gathered, resharded and reduced together.
+    """One parameter group of ``fully_shard``: gathered, resharded and reduced together."""
 
-    Attributes:
-        index: its number, equal on all ranks.
-        name: qualified name of its (first) module.
-        modules: the modules that ``fully_shard`` grouped, usually one.
-        slots: its parameters in memory order.
-        as_bytes: compute dtypes differ, so the published shard is a run of bytes.
-        grad_dtype: dtype of the accumulators.
-        fresh: Parameters that received a gradient since the last reduce-scatter.
-        used: Parameters that received a gradient on this rank since the last settle.
-        trainable: Parameters that have a place in the accumulator.
-        trained: Where these lie in the published shard: begins and ends, neighbours joined.
-        shard_numel: elements of this rank's published shard.
-    """
-
-    index: int
-    name: str
-    modules: list[FSDPModule]
-    slots: list[ParamSlot]
-    as_bytes: bool = False
-    grad_dtype: torch.dtype = torch.float32
+    index: int  # its number, equal on all ranks
+    name: str  # qualified name of its (first) module
+    modules: list[FSDPModule]  # the modules that ``fully_shard`` grouped, usually one
+    slots: list[ParamSlot]  # its parameters in memory order
+    as_bytes: bool = False  # compute dtypes differ, so the published shard is a run of bytes
+    grad_dtype: torch.dtype = torch.float32  # dtype of the accumulators
+    # Parameters that received a gradient: since the last reduce-scatter, and since the last settle.
     fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
     used: set[ParamSlot] = field(default_factory=set)
-    trainable: list[ParamSlot] = field(default_factory=list)
+    trainable: list[ParamSlot] = field(default_factory=list)  # have a place in the accumulator
+    # where these lie in the published shard: begins and ends, neighbours joined
     trained: list[tuple[int, int]] = field(default_factory=list)
-    shard_numel: int = 0
+    shard_numel: int = 0  # elements of this rank's published shard
     _whole: list[Segment] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)
 
@@ -181,33 +155,18 @@ class Unit:
         torch._foreach_copy_(places, values, non_blocking=True)
 
     def parts(self, shard: Tensor) -> Iterator[tuple[ParamSlot, Tensor, Tensor]]:
-        """Every parameter, where it lies in a published shard, and what is to be there now: both 1-D, without padding.
-
-        The last one has the dtype and the device of the parameter, so its memory is that of the parameter; in a unit
-        that is published as bytes, it is a copy in bytes.
-
-        Args:
-            shard: 1-D, as `spec` says.
-        """
+        """Every parameter, where it lies in a published shard, and what is to be there now: both 1-D, no padding."""
         for slot, place in zip(self.slots, shard.split_with_sizes(self._sizes), strict=True):
-            value = slot.at_rest().reshape(-1)
+            value = slot.at_rest().reshape(-1)  # the memory of the parameter
             if self.as_bytes:
                 value = value.to(slot.compute_dtype).view(torch.uint8)
             numel = value.numel()
             yield slot, place if place.numel() == numel else place[:numel], value
 
     def regroup(self, shards: Tensor, neighbours: int, target: Tensor) -> None:
-        """Fill the all-gather buffer of a smaller mesh.
-
-        Args:
-            shards: The shards of all ranks, shape ``[world_size, shard_numel]``.
-            neighbours: How many ranks' shards each rank of the smaller mesh holds, parameter by parameter.
-            target: The buffer, 1-D; one row per rank of the smaller mesh.
-
-        With 4 ranks, 2 neighbours, parameters ``w`` and ``b``, of which rank ``r`` has ``wr`` and ``br``: the rows of
-        ``shards`` are ``w0 b0``, ``w1 b1``, ``w2 b2``, ``w3 b3``, those of ``target`` ``w0 w1 b0 b1`` and
-        ``w2 w3 b2 b3``.
-        """
+        """Fill the all-gather buffer (1-D) of a smaller mesh from ``shards``: ``[world_size, shard_numel]``."""
+        # 4 ranks, 2 neighbours, parameters w and b, of which rank r has wr and br. The rows of ``shards`` are
+        # ``w0 b0``, ``w1 b1``, ``w2 b2``, ``w3 b3``; those of ``target`` are ``w0 w1 b0 b1`` and ``w2 w3 b2 b3``.
         rows = target.view(-1, neighbours * self.shard_numel)
         for _, start, end in self.places():
             rows[:, neighbours * start : neighbours * end] = shards[:, start:end].reshape(len(rows), -1)
@@ -234,12 +193,9 @@ class Unit:
             slot.trains = slot.home.requires_grad
 
     def match_frozen(self) -> None:
-        """Freeze or unfreeze the shard as the gathered parameter, or the other way round: the one that was changed.
-
-        ``toggle_optimizer`` freezes what optimizers hold, which is shards. ``disable_adapter`` of PEFT, and a user who
-        goes through a module, freeze what modules hold. That is the gathered parameter, which is gone when the unit is
-        freed.
-        """
+        """Freeze or unfreeze the shard as the gathered parameter, or the other way round: the one that was changed."""
+        # ``toggle_optimizer`` freezes what optimizers hold: shards. ``disable_adapter`` of PEFT, and a user who goes
+        # through a module, freeze what modules hold: the gathered parameter, which is gone when the unit is freed.
         if not self.is_gathered:
             return
         for slot in self.slots:
@@ -274,22 +230,13 @@ class Unit:
             module.set_gradient_divide_factor(factor)
 
     def carry(self, accumulator: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """Put gradients into this rank's empty accumulator.
-
-        Args:
-            accumulator: Shape ``[column.size, grad_numel]``.
-            gradients: Padded gradients of all ranks of the column, by parameter name. Shape ``[column.size,
-                padded_numel]``.
-        """
+        """Put gradients into this rank's empty accumulator, both ``[column.size, ...]``, padded."""
         for slot in self.trainable:
             if slot.name in gradients:
                 accumulator.narrow(1, slot.grad_offset, slot.padded_numel).copy_(gradients[slot.name])
 
     def take_fresh(self) -> list[Segment]:
-        """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator.
-
-        Neighbours are joined, so that a unit of which every parameter was used is one segment.
-        """
+        """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator."""
         fresh = self.fresh
         if len(fresh) == len(self.trainable):
             segments = self._whole
@@ -307,13 +254,7 @@ class Unit:
 
     @torch.no_grad()
     def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
-        """Add ``scale * total`` to ``.grad`` of the shards of the ``used`` parameters.
-
-        Args:
-            total: 1-D, ``grad_numel`` elements, on the device of the shards; see `at_home`.
-            scale: A factor.
-            used: Whether a parameter received a gradient on any rank, by position in `slots`.
-        """
+        """Add ``scale * total`` (``[grad_numel]``, see `at_home`) to ``.grad`` of the shards of ``used`` parameters."""
         empty: list[tuple[DTensor, Tensor]] = []
         kept: list[tuple[DTensor, Tensor]] = []
         is_used = dict(zip(self.slots, used, strict=True))

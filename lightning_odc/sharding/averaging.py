@@ -32,11 +32,7 @@ def copy_values(source: nn.Module, target: nn.Module) -> None:
 
 
 def check_kept_whole(found: list[nn.Module], full: bool) -> None:
-    """Refuse what cannot be saved: the callback puts a second model into the checkpoint.
-
-    Raises:
-        ValueError: Checkpoints are sharded.
-    """
+    """Refuse what cannot be saved: the callback puts a second model into the checkpoint."""
     if found and not full:
         raise ValueError(
             "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "

@@ -42,13 +42,7 @@ PRECISION_KEY = "ODCPrecision"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoint files that are whole at every moment.
-
-    Lightning's ``TorchCheckpointIO`` writes to the directory for temporary files and moves the result. If that is
-    another file system, as ``/tmp`` often is, moving is copying. A process that dies meanwhile leaves half a file in
-    place of the earlier checkpoint, under its name. This class writes local files beside their place, to the disk, and
-    then renames them.
-    """
+    """Writes checkpoint files that are whole at every moment."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or "://" in str(path):
@@ -58,6 +52,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         target.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
+        # Lightning writes to the directory for temporary files and moves the result. On another file system moving is
+        # copying, and a process that dies meanwhile leaves half a file in place of the earlier checkpoint.
         with replacing(target) as file:
             file.write(buffer.getbuffer())
 
@@ -92,18 +88,7 @@ def location(path: str | Path) -> Path | str:
 
 
 def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
-    """Remove a checkpoint of the other kind where one is to be written. All ranks together.
-
-    Args:
-        path: The path of the checkpoint to write.
-        full: It will be a file, not a directory.
-        is_first: This rank removes.
-        barrier: A function that waits for all ranks.
-
-    Raises:
-        IsADirectoryError: if something else lies there.
-        ValueError: A sharded checkpoint at a URL.
-    """
+    """Remove a checkpoint of the other kind where one is to be written. All ranks together."""
     if isinstance(path, str):
         if not full:
             raise ValueError(
@@ -126,24 +111,12 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
 def load(
     path: Path | str,
     model: nn.Module,
-    optimizers: list[Optimizer],
+    optimizers: list[Optimizer],  # empty if their states are not needed
     strict: bool,
-    weights_only: bool | None,
-    checkpoint_io: CheckpointIO,
+    weights_only: bool | None,  # as in ``torch.load``
+    checkpoint_io: CheckpointIO,  # reads full checkpoints
 ) -> dict[str, Any]:
-    """Load the model in place; returns the rest of the checkpoint. All ranks together.
-
-    Args:
-        path: The path of a full checkpoint (a file, or its URL) or a sharded one (a directory).
-        model: The sharded model.
-        optimizers: Those that the checkpoint must have states for; empty if these are not needed.
-        strict: Refuse missing and unexpected parameters.
-        weights_only: The same as in ``torch.load``.
-        checkpoint_io: The plugin that reads full checkpoints.
-
-    Returns:
-        What else the checkpoint has. Under ``"optimizer_states"`` stands what `load_optimizers` takes.
-    """
+    """Load the model in place; returns the rest of the checkpoint. All ranks together."""
     trusted_as_asked = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
     if isinstance(path, Path) and not path.is_file():
         if not _compat.is_sharded_checkpoint(path):
@@ -186,11 +159,7 @@ def _load_full(checkpoint: dict[str, Any], model: nn.Module, strict: bool) -> di
 
 
 def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:
-    """Load the states of optimizers, in their order, from what `load` has returned. All ranks together.
-
-    Raises:
-        ValueError: The state of an optimizer with other parameters.
-    """
+    """Load the states of optimizers, in their order, from what `load` has returned. All ranks together."""
     for optimizer, state in zip(optimizers, states, strict=True):
         if isinstance(state, sharded_checkpoint.OptimizerShards):
             state.load(optimizer, model)

@@ -38,22 +38,7 @@ class Unfilled:
 
 
 def materialize(model: nn.Module, device: torch.device, *, offload: bool = False) -> list[Unfilled]:
-    """Give everything on the meta device memory and values; leave everything else alone.
-
-    A module that holds such tensors is initialised by its ``reset_parameters()``, then by ``_init_weights(module)`` of
-    the closest module around it that has such a method, as in Hugging Face's and many other models.
-
-    Args:
-        model: The model, sharded with ``fully_shard``.
-        device: The device for the tensors.
-        offload: Keep shards on the CPU.
-
-    Returns:
-        What has no value yet, but may get one from a checkpoint: for `check_filled`, before the model runs.
-
-    Raises:
-        ValueError: naming the modules with a buffer that nothing can give a value.
-    """
+    """Give everything on the meta device memory and values; leave everything else alone."""
     if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         return []
     _refuse_adapters(model)
@@ -61,11 +46,7 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool = False
 
 
 def check_filled(unfilled: list[Unfilled]) -> None:
-    """Refuse to run a model that has no values.
-
-    Raises:
-        ValueError: naming the modules.
-    """
+    """Refuse to run a model that has no values."""
     left = [item for item in unfilled if item.still]
     if left:
         raise ValueError(
@@ -120,6 +101,7 @@ class _Materializer:
         reset = _compat.reset_of(module)
         if reset is not None:
             reset()
+        # That of the closest module around it which has such a method, as in Hugging Face's and many other models.
         if init_weights is not None:
             init_weights(module)
         where = f"{self._names[module] or 'the model'!r} ({type(module).__name__})"

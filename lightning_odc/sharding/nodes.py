@@ -28,18 +28,7 @@ WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_
 
 
 def layout_of(device_mesh: Any, num_nodes: int, world_size: int, rank: int) -> Layout:
-    """The layout over several nodes.
-
-    Args:
-        device_mesh: The argument of the user: ``None``, ``(replicate, shard)``, or a 2-D ``DeviceMesh``.
-        num_nodes: The nodes of the trainer: how many rows there are if the user did not say.
-        world_size: The number of ranks.
-        rank: The rank of this process.
-
-    Raises:
-        ValueError: the mesh does not have ``world_size`` ranks, each one once and in ascending order; or nodes do not
-            have equally many.
-    """
+    """The layout over several nodes."""
     if device_mesh is None and world_size % num_nodes:
         raise ValueError(
             f"{world_size} ranks on {num_nodes} nodes: every node needs as many ranks as the others. Start equally "
@@ -70,14 +59,7 @@ def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
 
 @contextlib.contextmanager
 def gloo_checked(strategy: Any) -> Iterator[None]:
-    """Make the process group in this context: before, all nodes tell whether others can reach gloo there.
-
-    gloo takes the address that the name of the host has. If that is the loopback interface, other hosts do not get
-    through: one end waits for the whole timeout, and the other fails without the reason.
-
-    Raises:
-        ValueError: a host of several has such a name. On all nodes.
-    """
+    """Make the process group in this context: before, all nodes tell whether others can reach gloo there."""
     is_gloo = strategy.root_device.type == "cpu" or "gloo" in (strategy.process_group_backend or "")
     if strategy.num_nodes == 1 or not is_gloo or dist.is_initialized():
         yield
@@ -87,6 +69,8 @@ def gloo_checked(strategy: Any) -> Iterator[None]:
     node, local = strategy.node_rank, strategy.local_rank
     rank, count = node * strategy.num_processes + local, strategy.world_size
     store, _, _ = next(rendezvous("env://", rank, count, timeout=strategy.timeout))
+    # gloo takes the address that the name of the host has. If that is the loopback interface, other hosts do not get
+    # through: one end waits for the whole timeout, and the other fails without the reason.
     is_lost = "GLOO_SOCKET_IFNAME" not in os.environ and _is_on_loopback(socket.gethostname())
     store.set(f"odc/host/{node}", json.dumps([socket.gethostname(), boot_id(), is_lost]))
     hosts = [json.loads(store.get(f"odc/host/{one}")) for one in range(strategy.num_nodes)]
@@ -115,10 +99,8 @@ def _is_on_loopback(name: str) -> bool:
 
 
 def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh with the dimensions that modules for ``ModelParallelStrategy`` ask for. All ranks together.
-
-    ``["data_parallel"]`` is ``mesh``, or under hybrid sharding its last dimension. ``["tensor_parallel"]`` is one rank.
-    """
+    """A mesh with the dimensions that modules for ``ModelParallelStrategy`` ask for. All ranks together."""
+    # "data_parallel" is ``mesh``, or under hybrid sharding its last dimension; "tensor_parallel" is one rank.
     alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     return DeviceMesh.from_group(
         [*mesh.get_all_groups(), alone],
@@ -129,16 +111,7 @@ def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
-    """Find out whether all nodes run one version, and whether the ranks of a row are on one host. All ranks together.
-
-    Args:
-        layout: The rows and columns of ranks.
-        rendezvous: Gives every rank's object to every rank.
-
-    Raises:
-        DisagreementError: two nodes run different versions of this package.
-        ValueError: the ranks of a row are on several hosts.
-    """
+    """Refuse nodes with different versions, and rows of ranks on several hosts. All ranks together."""
     facts = rendezvous([__version__, socket.gethostname(), boot_id()])
     versions, names, boots = zip(*facts, strict=True)
     if trouble := why_versions_differ(versions, names):
@@ -148,12 +121,7 @@ def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
 
 
 def why_versions_differ(versions: Sequence[str], names: Sequence[str]) -> str:
-    """Describe which node runs which version of this package; empty if all run the same.
-
-    Args:
-        versions: Versions by rank.
-        names: Names of the hosts, by rank.
-    """
+    """Describe which node runs which version of this package; empty if all run the same."""
     if len(set(versions)) == 1:
         return ""
     ranks_of: dict[tuple[str, str], list[int]] = {}
@@ -167,13 +135,7 @@ def why_versions_differ(versions: Sequence[str], names: Sequence[str]) -> str:
 
 
 def why_rows_are_apart(layout: Layout, hosts: Sequence[str], names: Sequence[str]) -> str:
-    """Which rows of ranks, who share memory, are spread over several hosts, and what to write; empty if none is.
-
-    Args:
-        layout: The rows and columns of ranks.
-        hosts: What only ranks of one host have in common, by rank.
-        names: Names of the hosts, by rank.
-    """
+    """Which rows of ranks, who share memory, are spread over several hosts, and what to write; empty if none is."""
     if all(len({hosts[rank] for rank in row}) == 1 for row in layout.rows):
         return ""
     by_host = [[rank for rank, one in enumerate(hosts) if one == host] for host in dict.fromkeys(hosts)]
@@ -195,11 +157,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def check_shards(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a model that the user has sharded over other ranks.
-
-    Raises:
-        ValueError: naming the first such parameter.
-    """
+    """Refuse a model that the user has sharded over other ranks."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and not torch.equal(parameter.device_mesh.mesh, mesh.mesh):
             raise ValueError(

@@ -24,14 +24,10 @@ from lightning_odc import _compat
 
 
 class ParameterNames:
-    """The names of parameters that ``fully_shard`` has replaced.
-
-    It keeps no parameter alive: what no optimizer holds is freed when it is sharded. And it refers to no parameter that
-    a model has now, since torch cannot convert shards with weak references.
-    """
+    """The names of parameters that ``fully_shard`` has replaced."""
 
     def __init__(self) -> None:
-        self._names = WeakIdKeyDictionary()
+        self._names = WeakIdKeyDictionary()  # what no optimizer holds is freed when it is sharded
 
     def __reduce__(self) -> Any:
         return ParameterNames, ()  # in another process they are other parameters
@@ -44,19 +40,12 @@ class ParameterNames:
                 self._names[parameter] = _compat.checkpoint_name(name)
         try:
             yield
-        finally:
+        finally:  # torch cannot convert shards with weak references
             for parameter in model.parameters():
                 self._names.pop(parameter, None)
 
     def follow(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step on the parameters that the model has now, instead of those that were replaced.
-
-        Their parameter groups change in place, and their state is sharded like the parameters. A parameter that never
-        was the model's stays, with a warning if it is trained.
-
-        Raises:
-            ValueError: State that neither has the shape of its parameter nor is a scalar.
-        """
+        """Let optimizers step on the parameters that the model has now, instead of those that were replaced."""
         current = {_compat.checkpoint_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
         own = set(current.values())
         for optimizer in optimizers:
@@ -84,16 +73,7 @@ def _sharded(state: Any, parameter: Tensor) -> Any:
 
 
 def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
-    """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are.
-
-    Args:
-        value: A value from the state of an ordinary optimizer.
-        parameter: The parameter that it belongs to.
-        advice: What to do if it cannot be sharded.
-
-    Raises:
-        ValueError: if its shape differs.
-    """
+    """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
     if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.ndim):
         return value
     if value.shape != parameter.shape:
@@ -118,21 +98,15 @@ def _warn_of_strangers(optimizer: Optimizer, strangers: list[Tensor]) -> None:
 
 
 def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Give optimizers the parameters that finetuning callbacks had unfrozen before the checkpoint was written.
-
-    Lightning's callbacks do it in ``on_fit_start``. With a strategy that loads after sharding this is too early: they
-    know nothing of the checkpoint yet. What they add is trained again. They froze it when this run began, and
-    unfreeze it only in one epoch, which may be over.
-
-    Args:
-        trainer: Trainer whose callbacks have loaded their states.
-        module: The sharded model.
-    """
+    """Give optimizers the parameters that finetuning callbacks had unfrozen before the checkpoint was written."""
+    # Lightning's callbacks do it in ``on_fit_start``. With a strategy that loads after sharding this is too early: they
+    # know nothing of the checkpoint yet.
     before = _held(trainer.optimizers)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning):
             BaseFinetuning.on_fit_start(callback, trainer, module)
     added = _held(trainer.optimizers) - before
+    # Callbacks froze these when this run began, and unfreeze them only in one epoch, which may be over.
     for part in module.modules():
         own = [parameter for parameter in part.parameters(recurse=False) if parameter in added]
         if own and next(part.children(), None) is None:

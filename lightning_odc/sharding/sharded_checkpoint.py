@@ -31,13 +31,10 @@ _METADATA = ".metadata"
 
 
 def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
-    """Write shards of model and optimizers, and one file with everything else. All ranks together.
-
-    They are written beside ``path`` and renamed when they are complete. The names are those of Lightning's
-    ``FSDPStrategy``, which its tool for consolidating checkpoints expects.
-    """
+    """Write shards of model and optimizers, and one file with everything else. All ranks together."""
     unfinished = _unfinished(path)
     unfinished.mkdir(parents=True, exist_ok=True)
+    # These names are expected by Lightning's tool for consolidating checkpoints.
     state = {_MODEL_KEYS[0]: checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
     state.update({f"{OptimizerShards.prefix}{index}": state for index, state in enumerate(states)})
@@ -101,23 +98,14 @@ def load(path: Path, model: nn.Module, strict: bool, weights_only: bool) -> dict
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """The state of one optimizer in a sharded checkpoint, not read yet.
-
-    Attributes:
-        path: The path of the checkpoint.
-        index: The index of the optimizer.
-    """
+    """The state of one optimizer in a sharded checkpoint, not read yet."""
 
     prefix: ClassVar[str] = "optimizer_"
     path: Path
     index: int
 
     def load(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Read this rank's part; all ranks together.
-
-        Raises:
-            ValueError: if the checkpoint has state for a parameter that the optimizer does not step on.
-        """
+        """Read this rank's part; all ranks together."""
         frozen = [
             parameter for parameter in self._with_state(optimizer, model) if not parameter.requires_grad
         ]
@@ -158,11 +146,7 @@ class OptimizerShards:
 
 
 def check_names(saved: Collection[str], wanted: Collection[str]) -> None:
-    """Compare the names of parameters and buffers.
-
-    Raises:
-        RuntimeError: if they differ, with the names.
-    """
+    """Compare the names of parameters and buffers."""
     missing = sorted(set(wanted) - set(saved))
     unexpected = sorted(set(saved) - set(wanted))
     if missing or unexpected:
@@ -173,11 +157,7 @@ def check_names(saved: Collection[str], wanted: Collection[str]) -> None:
 
 
 def check_optimizers(saved: int, wanted: int) -> None:
-    """Compare the numbers of optimizers.
-
-    Raises:
-        ValueError: if they differ.
-    """
+    """Compare the numbers of optimizers."""
     if wanted and saved != wanted:
         raise ValueError(
             f"The checkpoint has {saved} optimizers, `configure_optimizers` made {wanted}. To load the model alone, "
@@ -186,14 +166,7 @@ def check_optimizers(saved: int, wanted: int) -> None:
 
 
 def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
-    """Let a fit that was stopped in the middle of an epoch go on there, if its loader has saved the place.
-
-    Lightning counts an epoch that was stopped as done, and would train on the next one: the other samples of the
-    epoch would be lost. (Without a place there is nothing better to do, so a plain loader is left to Lightning.)
-
-    Args:
-        checkpoint: The checkpoint as loaded, changed in place.
-    """
+    """Let a fit that was stopped in the middle of an epoch go on there, if its loader has saved the place."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     places = loop.get("state_dict", {}).get("combined_loader", [])
     if not places or loop["epoch_loop.batch_progress"]["is_last_batch"]:
@@ -201,6 +174,7 @@ def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
     epochs = loop["epoch_progress"]
     done = epochs["current"]["processed"] - 1
     if all(place.get("epoch") == done and place.get("minibatches") is not None for place in places):
+        # Lightning counts an epoch that was stopped as done: the other samples of the epoch would be lost.
         for progress in (epochs["current"], epochs["total"]):
             progress["processed"] -= 1
             progress["completed"] = progress["processed"]

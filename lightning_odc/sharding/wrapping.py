@@ -45,29 +45,13 @@ def shard_model(
     cpu_offload: bool = False,
     announce: bool = False,
 ) -> None:
-    """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit.
-
-    A model that the user sharded by hand with ``fully_shard`` keeps those units.
-
-    Args:
-        model: The module to shard.
-        mesh: The 1-D device mesh of the ranks that share the shards.
-        wrap_policy: The ``auto_wrap_policy`` of ``FSDPStrategy``; by default the repeated blocks of the model.
-        mixed_precision: Compute and reduction dtypes.
-        reshard_after_forward: Free a unit's full parameters between forward and backward pass.
-        cpu_offload: Keep shards on the CPU.
-        announce: Say which modules the default policy has chosen.
-
-    Raises:
-        TypeError: if a module is already wrapped in FSDP1.
-        ValueError: if parameters are tied across units, or a module holds trainable parameters of several dtypes.
-    """
+    """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit."""
     _refuse_fsdp1(model)
     named = partial(model.named_parameters, remove_duplicate=False)
     hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
     options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        _refuse_mixed_units(model)
+        _refuse_mixed_units(model)  # the user's own `fully_shard`: the units stay
     else:
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         if announce:
@@ -84,15 +68,7 @@ def shard_model(
 
 
 def checked_units(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
-    """The modules that become units, innermost first: the chosen ones, and those whose dtype asks for it.
-
-    Args:
-        model: The module to shard, which becomes the root unit.
-        chosen: The modules that become units in any case, without the model itself.
-
-    Raises:
-        ValueError: parameters are tied across units, or a module holds trainable parameters of several dtypes.
-    """
+    """The modules that become units, innermost first: the chosen ones, and those whose dtype asks for it."""
     targets = with_dtype_units(model, chosen)
     _refuse_ties(model, targets)
     return targets
@@ -105,10 +81,8 @@ def wrapping_shards(
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
 ) -> AbstractContextManager[None]:
-    """A context in which ``wrap(layer)`` of ``torch.distributed.fsdp.wrap`` makes a unit of the layer, in place.
-
-    Models that were written for FSDP1 call it in ``configure_model``. Arguments are those of `shard_model`.
-    """
+    """A context in which ``wrap(layer)`` of ``torch.distributed.fsdp.wrap`` makes a unit of the layer, in place."""
+    # Models that were written for FSDP1 call it in ``configure_model``.
     options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
 
     def shard(module: nn.Module) -> nn.Module:
@@ -149,13 +123,7 @@ def _shard_unit(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
-    """The modules that become units of their own, innermost first.
-
-    Args:
-        model: The module to shard.
-        policy: ``None`` (`default_units`), a callable in the manner of ``torch.distributed.fsdp.wrap``, or one of
-            torch's policy objects.
-    """
+    """The modules that become units of their own, innermost first."""
     if policy is None:
         targets = default_units(model)
     elif callable(policy):
@@ -168,12 +136,10 @@ def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks; with manual optimization also the layers of networks that have none.
-
-    Under manual optimization every loss must depend on a unit besides the root unit, and there may be a loss for each
-    network: the parts of a ``LightningModule``, such as a generator and a discriminator. A part that is a single layer
-    stays in the root unit if there are blocks elsewhere.
-    """
+    """The repeated blocks; with manual optimization also the layers of networks that have none."""
+    # Under manual optimization every loss must depend on a unit besides the root unit, and there may be a loss for each
+    # network: the parts of a ``LightningModule``, such as a generator and a discriminator. A part that is a single
+    # layer stays in the root unit if there are blocks elsewhere.
     blocks = repeated_blocks(model)
     if getattr(model, "automatic_optimization", True):
         return blocks
@@ -185,11 +151,8 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The outermost modules that hold a matrix themselves and can be called, without those that are tied.
-
-    What is smaller, norms for example, is not worth reading by itself.
-    """
-    own = module.parameters(recurse=False)
+    """The outermost modules that hold a matrix themselves and can be called, without those that are tied."""
+    own = module.parameters(recurse=False)  # norms and the like are not worth reading by themselves
     if type(module).forward is not nn.Module.forward and any(parameter.dim() > 1 for parameter in own):
         if tied.isdisjoint(module.parameters()):
             yield module
@@ -207,11 +170,8 @@ def _tied(model: nn.Module) -> set[nn.Parameter]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks: elements of a ``ModuleList`` or ``Sequential`` of which two or more are alike.
-
-    That is where the layers of transformer-like models are. Small leaf modules (a ``Linear`` in a head, say) do not
-    count: a block has submodules of its own. A list of lists is read as one list.
-    """
+    """The outermost repeated blocks: elements of a ``ModuleList`` or ``Sequential`` of which two or more are alike."""
+    # That is where the layers of transformer-like models are. A block has submodules: a ``Linear`` in a head is none.
     blocks: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -249,12 +209,7 @@ def _announce(model: nn.Module, policy: Any, targets: list[nn.Module]) -> None:
 
 
 def choice_of_units(model: nn.Module, chosen: list[nn.Module]) -> str:
-    """What the default policy says about its choice.
-
-    Args:
-        model: The module to shard.
-        chosen: The modules that become units, without the model itself.
-    """
+    """What the default policy says about its choice."""
     if not chosen:
         layers = [layer for part in model.children() for layer in _layers(part, set())]
         return (
@@ -275,11 +230,9 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
-    """The 1-D mesh over all ranks.
-
-    A job of GPUs that chose gloo (``"gloo"`` or ``"cpu:gloo,cuda:gloo"``) means it, as ranks that share one GPU do,
-    which NCCL refuses: torch before 2.12 would make a group of NCCL for the mesh.
-    """
+    """The 1-D mesh over all ranks."""
+    # A job of GPUs that chose gloo means it, as ranks that share one GPU do, which NCCL refuses. Torch before 2.12
+    # would make a group of NCCL for the mesh.
     names = ("shard",)
     if device_type == "cuda" and dist.is_initialized() and "cuda:gloo" in dist.get_backend_config():
         assert dist.group.WORLD is not None
@@ -290,30 +243,19 @@ def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
 def precision_policy(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, on_demand: bool
 ) -> MixedPrecisionPolicy:
-    """The ``fully_shard`` precision policy of a pair of dtypes.
-
-    On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
-    ``reduce_dtype`` would only copy the same values in more bytes. (``None`` means that dtype up to torch 2.14, and
-    that of the parameters from 2.15 on.)
-    """
+    """The ``fully_shard`` precision policy of a pair of dtypes."""
+    # On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
+    # ``reduce_dtype`` would only copy the same values in more bytes. (``None`` means that dtype up to torch 2.14, and
+    # that of the parameters from 2.15 on.)
     return MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=param_dtype if on_demand else reduce_dtype
     )
 
 
 def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules to shard, innermost first, so that the trainable parameters of a unit have one dtype.
-
-    ``fully_shard`` reduces the gradients of a unit in one buffer, so it takes no others. Modules whose own parameters
-    differ in dtype from the rest of their unit (complex layers between real ones) become units of their own.
-
-    Args:
-        model: The module to shard, which becomes the root unit.
-        targets: The modules that become units in any case.
-
-    Raises:
-        ValueError: naming a module that itself holds trainable parameters of several dtypes.
-    """
+    """The modules to shard, innermost first, so that the trainable parameters of a unit have one dtype."""
+    # ``fully_shard`` reduces the gradients of a unit in one buffer, so it takes no others. Modules whose own parameters
+    # differ in dtype from the rest of their unit (complex layers between real ones) become units of their own.
     chosen = {*targets}
     seen: set[nn.Module] = set()
 
@@ -459,15 +401,7 @@ def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
 
 
 def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
-    """Refuse layers that are known to wait for all ranks, or to change parameters, in their forward pass.
-
-    Args:
-        model: The module to train.
-        sync_batchnorm: ``Trainer(sync_batchnorm=True)`` asks to put such layers in.
-
-    Raises:
-        ValueError: naming the layer, with the line to write instead.
-    """
+    """Refuse layers that are known to wait for all ranks, or to change parameters, in their forward pass."""
     found = next((n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
     if found is not None or sync_batchnorm:
         where = f"{found!r} is a SyncBatchNorm" if found is not None else "Trainer(sync_batchnorm=True)"

@@ -23,14 +23,9 @@ _UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a job as rows (one per node, which shard the model among themselves) and columns.
+    """The ranks of a job as rows (one per node, which shard the model among themselves) and columns."""
 
-    Args:
-        rows: the ranks of every row, equally many in each.
-        rank: Rank of this process.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, ...], ...]  # equally many ranks in each
     rank: int
 
     @property
@@ -73,23 +68,13 @@ class Layout:
 
 
 class ColumnGroup:
-    """The process group of this rank's column. All ranks of the column are there when a collective begins.
-
-    Args:
-        layout: Layout of all ranks.
-        device: where parameters and gradients are.
-        stall: time without progress after which a collective gives up.
-
-    Attributes:
-        device: the same.
-        trouble: tells which rank of the column is gone, if one is.
-    """
+    """The process group of this rank's column. All ranks of the column are there when a collective begins."""
 
     def __init__(self, layout: Layout, device: torch.device, stall: timedelta) -> None:
         self.device = device
-        self.trouble: Callable[[], str] = str
+        self.trouble: Callable[[], str] = str  # tells which rank of the column is gone, if one is
         self._layout = layout
-        self._stall = stall
+        self._stall = stall  # time without progress after which a collective gives up
         self._group: dist.ProcessGroup | None = None
 
     def open(self) -> None:
@@ -104,15 +89,7 @@ class ColumnGroup:
             dist.destroy_process_group(group)
 
     def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
-        """Begin to copy what every rank of the column has to all of them; returns what waits for the end of it.
-
-        Args:
-            own: 1-D. It may be its own part of ``whole``.
-            whole: 1-D, for what every rank has, one behind the other.
-
-        Raises:
-            RuntimeError: the collective broke. So does what is returned.
-        """
+        """Begin to copy what every rank of the column has to all; returns what waits for its end. Both are 1-D."""
         work = all_gather(_as_bytes(whole), _as_bytes(own), group=self._group, async_op=True)
 
         def wait() -> None:
@@ -121,17 +98,9 @@ class ColumnGroup:
         return wait
 
     def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:
-        """Begin to give every rank of the column its part; returns what waits for what this rank is given.
-
-        It is half of a reduce-scatter; the sum over what was heard is the other half. That of gloo is an all-reduce,
-        which sends twice the bytes. And so sums are taken in the order of the nodes, on every backend.
-
-        Args:
-            sums: 1-D, one part for every rank of the column, equally long. It must not change until the end.
-
-        Returns:
-            A function. Its answer has the shape ``[nodes, part]``, in the order of the nodes.
-        """
+        """Begin to give every rank of the column its part; returns what waits for what this rank is given."""
+        # Half of a reduce-scatter; the sum over what was heard is the other half. That of gloo is an all-reduce, which
+        # sends twice the bytes. ``sums`` (1-D, a part per rank) must not change until the end; ``[nodes, part]`` comes.
         heard = torch.empty_like(sums)
         work = self._checked(
             lambda: dist.all_to_all_single(
@@ -147,13 +116,7 @@ class ColumnGroup:
         return wait
 
     def blame(self, what: str, trouble: str, error: BaseException) -> str:
-        """The message of a collective that broke.
-
-        Args:
-            what: What it was to do.
-            trouble: The rank that is gone, as far as it is known.
-            error: What it said.
-        """
+        """The message of a collective that broke."""
         others = [rank for rank in self._layout.column if rank != self._layout.rank]
         trouble = trouble or f"The reason is not known; ranks {others} took part in it."
         return f"{what} over nodes broke on rank {self._layout.rank}. {trouble}\n{error}"

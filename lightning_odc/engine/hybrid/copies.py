@@ -64,16 +64,11 @@ _HOLDS = "a copy of the published model and of its gradient per node, over its r
 
 
 class _Job(NamedTuple):
-    """One version to share.
-
-    Attributes:
-        version: the version.
-        edited: the units of which more than what is trained may have changed on this rank, by number.
-        after: a context in which the device works after everything that was asked of it before.
-    """
+    """One version to share."""
 
     version: int
-    edited: list[int]
+    edited: list[int]  # the units of which more than what is trained may have changed on this rank, by number
+    # a context in which the device works after everything that was asked of it before
     after: Callable[[], AbstractContextManager[Any]]
 
 
@@ -82,21 +77,10 @@ class _HaltedError(Exception):
 
 
 class Sharing:
-    """Copies shards over the column and announces them; see Note [A copy per node].
-
-    Ranks come out of the optimizer step at different times. So the thread first waits at a connection until the whole
-    column has published, as ranks do at meetings. Only then does it begin collectives, which may so give up early.
-
-    Args:
-        link: Link to this rank's column, not yet opened. This thread alone uses it.
-        group: Process group of the column.
-
-    Attributes:
-        trouble: What ended the thread, for the message of an error; empty as long as nothing did.
-    """
+    """Copies shards over the column and announces them; see Note [A copy per node]."""
 
     def __init__(self, link: ReplicaLink, group: ColumnGroup) -> None:
-        self.trouble = ""
+        self.trouble = ""  # what ended the thread, for the message of an error; empty as long as nothing did
         self._link = link
         self._group = group
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -106,33 +90,18 @@ class Sharing:
         self._units: list[tuple[UnitWindow, Trained]] = []
 
     def open(self) -> None:
-        """Connect. All ranks of the job together.
-
-        Raises:
-            WindowError: on every rank if any rank could not.
-        """
+        """Connect. All ranks of the job together."""
         self._link.open()
 
     def start(self, state: RankState, windows: Sequence[UnitWindow], trained: Sequence[Trained]) -> None:
-        """Start the thread.
-
-        Args:
-            state: State of this rank; it counts what was moved.
-            windows: Contents of this rank's window, by unit.
-            trained: Parts that are shared in every version, by unit. The rest of a shard is shared after an edit.
-        """
+        """Start the thread."""
         self._state = state
         self._units = list(zip(windows, trained, strict=True))
         self._thread = threading.Thread(target=self._run, name="lightning-odc sharing", daemon=True)
         self._thread.start()
 
     def begin(self, version: int, edited: list[int]) -> None:
-        """This rank's own shards are written, or will be on the current stream: share and announce them.
-
-        Args:
-            version: What they are.
-            edited: The units of which more than what is trained may have changed on this rank, by number.
-        """
+        """This rank's own shards are written, or will be on the current stream: share and announce them."""
         self._jobs.put(_Job(version, edited, _after_this(self._group.device)))
 
     def halt(self) -> None:
@@ -165,6 +134,8 @@ class Sharing:
             self.trouble = self._group.blame("Sharing of parameters", self._link.trouble(), error)
 
     def _share(self, job: _Job) -> None:
+        # Ranks come out of the optimizer step at different times. So this waits at a connection until the whole column
+        # has published. Only then do collectives begin, which may so give up early.
         told = self._await_column(job.edited)  # [[], [3]]: the rank on the second node has edited unit 3
         edited = {index for one in told for index in one}
         begins = (
@@ -242,17 +213,7 @@ def _after_this(device: torch.device) -> Callable[[], AbstractContextManager[Any
 
 
 class CopiesProtocol(SpanningProtocol):
-    """`SpanningProtocol` over a model that is sharded over all ranks; see Note [A copy per node].
-
-    Args:
-        transport: Transport, see `SpanningProtocol`.
-        units: Units, see `Protocol`. Sizes are those of one rank of the job.
-        layout: Layout of all ranks. Ranks ascend from row to row.
-        group: Process group of this rank's column, opened.
-        sharing: not yet opened.
-        trained: Parts of a shard that every optimizer step changes, by unit.
-        **options: Options of `SpanningProtocol`.
-    """
+    """`SpanningProtocol` over a model that is sharded over all ranks; see Note [A copy per node]."""
 
     def __init__(
         self,
@@ -260,9 +221,9 @@ class CopiesProtocol(SpanningProtocol):
         units: Sequence[UnitSpec],
         *,
         layout: Layout,
-        group: ColumnGroup,
-        sharing: Sharing,
-        trained: Sequence[Trained],
+        group: ColumnGroup,  # of this rank's column, opened
+        sharing: Sharing,  # not yet opened
+        trained: Sequence[Trained],  # parts of a shard that every optimizer step changes, by unit
         **options: Any,
     ) -> None:
         assert [rank for row in layout.rows for rank in row] == list(range(layout.world_size))

@@ -53,26 +53,15 @@ class Kind(IntEnum):
 
 
 class Connection:
-    """One end of a connection. Nothing here waits, except `say_last` for a moment.
-
-    Args:
-        sock: a connected socket, which belongs to this object from now on.
-        name: the rank at the other end and its host, for messages.
-        silence: seconds without any sign of the other host after which it counts as cut off.
-
-    Attributes:
-        failure: why the rank at the other end failed, once it said so.
-        has_left: it said that it is done.
-        broken: what happened to the connection, once it cannot be used any more.
-    """
+    """One end of a connection. Nothing here waits, except `say_last` for a moment."""
 
     def __init__(self, sock: socket.socket, name: str, silence: float) -> None:
-        self.name = name
-        self.failure: str | None = None
-        self.has_left = False
-        self.broken = ""
+        self.name = name  # the rank at the other end and its host, for messages
+        self.failure: str | None = None  # why the rank at the other end failed, once it said so
+        self.has_left = False  # it said that it is done
+        self.broken = ""  # what happened to the connection, once it cannot be used any more
         self._socket = sock
-        self._silence = silence
+        self._silence = silence  # seconds without any sign of the other host after which it counts as cut off
         self._is_over = False
         self._outgoing = bytearray()
         self._incoming = bytearray()
@@ -188,24 +177,15 @@ class ListenAddress:
 
 
 class ReplicaLink:
-    """This rank's connections to the others of its column. `open` connects, on all ranks together.
-
-    Args:
-        rank: Rank of this process.
-        ranks: Ranks of the column, in ascending order.
-        rendezvous: gives every rank's object to every rank of the job; used only while opening.
-        main_address: Address of the host of rank 0, which all ranks know.
-        main_ranks: the ranks on that host.
-        silence: see `Connection`.
-    """
+    """This rank's connections to the others of its column. `open` connects, on all ranks together."""
 
     def __init__(
         self,
         rank: int,
-        ranks: Sequence[int],
+        ranks: Sequence[int],  # of the column, in ascending order
         rendezvous: Rendezvous,
-        main_address: str,
-        main_ranks: Sequence[int],
+        main_address: str,  # of the host of rank 0, which all ranks know
+        main_ranks: Sequence[int],  # those on that host
         silence: float,
     ) -> None:
         self.rank = rank
@@ -225,11 +205,7 @@ class ReplicaLink:
     # -- connecting -----------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connect. All ranks of the job together.
-
-        Raises:
-            WindowError: on every rank if any rank could not.
-        """
+        """Connect. All ranks of the job together."""
         error, listener, own = "", None, None
         try:
             if self.rank == self._first:
@@ -335,11 +311,7 @@ class ReplicaLink:
             self._peers[self._first].send(Kind.RECORD, self._own)
 
     def complete(self) -> bool:
-        """Whether all records are here, and on their way to all ranks.
-
-        Raises:
-            PeerFailedError: A rank left without sending a record.
-        """
+        """Whether all records are here, and on their way to all ranks."""
         for peer in self._peers.values():
             peer.pump()
         if self._all is None and all(peer.has_come for peer in self._peers.values()):

@@ -60,12 +60,7 @@ class Replicas(ColumnGroup):
     def level_where_different(
         self, shards: Mapping[str, Tensor], sums_by_rank: list[Mapping[str, int]]
     ) -> None:
-        """`level` the shards whose `checksums` differ within the column, and say so.
-
-        Args:
-            shards: Shards of this rank.
-            sums_by_rank: the `checksums` of every rank of the job.
-        """
+        """`level` the shards whose `checksums` differ within the column, and say so."""
         column = [sums_by_rank[rank] for rank in self._layout.column]
         different = {name: s for name, s in shards.items() if len({sums[name] for sums in column}) > 1}
         if different:
@@ -86,14 +81,7 @@ def checksums(shards: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class HybridProtocol(SpanningProtocol):
-    """`SpanningProtocol` that sums gradients over replicas.
-
-    Args:
-        transport: Transport, see `SpanningProtocol`.
-        units: Units, see `Protocol`.
-        group: Process group of this rank's column, opened.
-        **options: Options of `SpanningProtocol`.
-    """
+    """`SpanningProtocol` that sums gradients over replicas."""
 
     def __init__(
         self, transport: Transport, units: Sequence[UnitSpec], *, group: Replicas, **options: Any
@@ -119,14 +107,7 @@ class HybridProtocol(SpanningProtocol):
 
 
 class HybridEngine(SpanningEngine):
-    """`SpanningEngine` of nodes with a replica of the model each.
-
-    Args:
-        make_transport: See `SpanningEngine`.
-        rendezvous: See `SpanningEngine`.
-        group: Process group of this rank's column, not yet opened.
-        **options: Options of `SpanningEngine`.
-    """
+    """`SpanningEngine` of nodes with a replica of the model each."""
 
     def __init__(
         self,

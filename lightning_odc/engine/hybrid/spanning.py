@@ -37,25 +37,16 @@ from lightning_odc.engine.waiting import Cause
 
 
 class SpanningProtocol(Protocol):
-    """`Protocol` within a row, whose meetings span all nodes; see Note [Two levels].
-
-    Args:
-        transport: Transport between the ranks of this row, not yet opened.
-        units: Units, see `Protocol`.
-        layout: Layout of all ranks.
-        link: Link to this rank's column, not yet opened.
-        group: Process group of this rank's column, opened.
-        **options: Options of `Protocol`.
-    """
+    """`Protocol` within a row, whose meetings span all nodes; see Note [Two levels]."""
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Transport,  # between the ranks of this row, not yet opened
         units: Sequence[UnitSpec],
         *,
         layout: Layout,
-        link: ReplicaLink,
-        group: ColumnGroup,
+        link: ReplicaLink,  # to this rank's column, not yet opened
+        group: ColumnGroup,  # of this rank's column, opened
         **options: Any,
     ) -> None:
         super().__init__(transport, units, **options)
@@ -103,12 +94,7 @@ class SpanningProtocol(Protocol):
         return self._link.records()
 
     def await_nodes(self, unit: int, end: Callable[[], Tensor]) -> Tensor:
-        """What a collective over the column comes to. On GPUs the host only asks, and does not wait.
-
-        Args:
-            unit: The unit that it is about.
-            end: Waits for it.
-        """
+        """What a collective over the column comes to. On GPUs the host only asks, and does not wait."""
         name = self._units[unit].name
         self.peers.begin(Activity.NETWORK, unit)
         with self.waiter.during(
@@ -120,25 +106,16 @@ class SpanningProtocol(Protocol):
 
 
 class SpanningEngine(OnDemandEngine):
-    """`OnDemandEngine` over the ranks of several nodes.
-
-    Args:
-        make_transport: Makes the transport between the ranks of this row, see `OnDemandEngine`.
-        rendezvous: gives every rank's object to every rank of the job; used at `attach` only.
-        layout: Layout of all ranks.
-        make_link: makes a fresh, unopened link to this rank's column.
-        group: Process group of this rank's column, not yet opened.
-        **options: Options of `OnDemandEngine`.
-    """
+    """`OnDemandEngine` over the ranks of several nodes."""
 
     def __init__(
         self,
-        make_transport: Callable[[], Transport],
-        rendezvous: Rendezvous,
+        make_transport: Callable[[], Transport],  # between the ranks of this row
+        rendezvous: Rendezvous,  # of all ranks of the job
         *,
         layout: Layout,
-        make_link: Callable[[], ReplicaLink],
-        group: ColumnGroup,
+        make_link: Callable[[], ReplicaLink],  # a fresh, unopened link to this rank's column
+        group: ColumnGroup,  # of this rank's column, not yet opened
         **options: Any,
     ) -> None:
         super().__init__(make_transport, rendezvous, **options)

@@ -36,21 +36,13 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The size of one unit in one rank's window (the same on every rank).
+    """The size of one unit in one rank's window (the same on every rank)."""
 
-    Args:
-        name: the unit's module name, for messages.
-        shard_numel: elements of one rank's padded parameter shard.
-        shard_dtype: dtype of the published shard (the compute dtype).
-        grad_numel: elements of one rank's padded gradient shard; 0 for a unit without trainable parameters.
-        grad_dtype: dtype of the accumulators.
-    """
-
-    name: str
-    shard_numel: int
-    shard_dtype: torch.dtype
-    grad_numel: int
-    grad_dtype: torch.dtype
+    name: str  # the unit's module name, for messages
+    shard_numel: int  # elements of one rank's padded parameter shard
+    shard_dtype: torch.dtype  # the compute dtype
+    grad_numel: int  # elements of one rank's padded gradient shard; 0 without trainable parameters
+    grad_dtype: torch.dtype  # of the accumulators
 
     @property
     def shard_bytes(self) -> int:
@@ -63,23 +55,14 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """The layout of a window: words, mailboxes, then per unit one shard and its accumulators.
+    """The layout of a window: words, mailboxes, then per unit one shard and its accumulators."""
 
-    Args:
-        units: one entry per unit, in publishing order.
-        words: number of 64-bit control words.
-        mailboxes: number of mailboxes.
-        mailbox_bytes: capacity of one mailbox.
-        sources: accumulators per unit: 1 (shared, under a lock) or the world size (one per source rank).
-        holds: what that is, for messages.
-    """
-
-    units: tuple[UnitSpec, ...]
-    words: int
+    units: tuple[UnitSpec, ...]  # in publishing order
+    words: int  # 64-bit control words
     mailboxes: int = 0
     mailbox_bytes: int = 0
-    sources: int = 1
-    holds: str = "published shards and gradient accumulators"
+    sources: int = 1  # accumulators per unit: 1 (shared), or one per source rank
+    holds: str = "published shards and gradient accumulators"  # what that is, for messages
 
     @property
     def mailbox_stride(self) -> int:
@@ -279,31 +262,19 @@ class Transport(ABC):
 
 def together(
     rendezvous: Rendezvous,
-    stage: Callable[[], _Answer],
-    give_up: Callable[[], None],
-    job_ranks: Sequence[int],
+    stage: Callable[[], _Answer],  # raises ``OSError`` or ``RuntimeError`` if it cannot be done
+    give_up: Callable[[], None],  # releases what this rank has taken so far
+    job_ranks: Sequence[int],  # for messages
 ) -> list[_Answer]:
-    """Do one stage of `Transport.open` on all ranks; returns what it returned on every rank.
-
-    Ranks check, create and attach, and after each stage tell each other how it went, so all of them go on or all raise
-    the same error. No rank creates before every rank has checked: a rank that looked later would count the windows that
-    are there already and the room for all of them, and refuse a job that fits.
-
-    Args:
-        rendezvous: gives every rank's object to every rank.
-        stage: raises ``OSError`` or ``RuntimeError`` if it cannot be done.
-        give_up: releases what this rank has taken so far.
-        job_ranks: what the ranks are called in messages.
-
-    Raises:
-        WindowError: on every rank, if it could not be done on one.
-    """
+    """Do one stage of `Transport.open` on all ranks; returns what it returned on every rank."""
+    # No rank creates before every rank has checked: a rank that looked later
+    # would count the windows that are there already and the room for all of them, and refuse a job that fits.
     answer, error = None, ""
     try:
         answer = stage()
     except (OSError, RuntimeError) as exception:
         error = str(exception)
-    answers = rendezvous((answer, error))
+    answers = rendezvous((answer, error))  # all ranks go on, or all raise the same error
     for rank, (_, reason) in zip(job_ranks, answers, strict=True):
         if reason:
             give_up()

@@ -15,11 +15,7 @@ _BY_DEVICE = {"cpu": "shared_memory", "cuda": "cuda"}
 
 
 def check_transport(transport: str, device_type: str, strategy: str = "ODCStrategy") -> None:
-    """Refuse devices that have no windows, and a transport that is another device's.
-
-    Raises:
-        ValueError: No transport fits; the message has the line to write instead.
-    """
+    """Refuse devices that have no windows, and a transport that is another device's."""
     fitting = _BY_DEVICE.get(device_type)
     if fitting is None:
         raise ValueError(
@@ -36,22 +32,14 @@ def check_transport(transport: str, device_type: str, strategy: str = "ODCStrate
 
 def make_transport(
     device: torch.device,
-    rank: int,
+    rank: int,  # in the group
     world_size: int,
-    rendezvous: Rendezvous,
+    rendezvous: Rendezvous,  # of the group
     group: Any,
+    # the group's ranks in the job, for messages, where it is a part of it
     job_ranks: Sequence[int] | None = None,
 ) -> Transport:
-    """A fresh, unopened transport for ranks on such devices.
-
-    Args:
-        device: Device of this rank.
-        rank: Rank in the group.
-        world_size: World size of the group.
-        rendezvous: exchanges small objects between all ranks of the group.
-        group: process group of the ranks.
-        job_ranks: where these are a part of the job, their ranks in it, for messages.
-    """
+    """A fresh, unopened transport for ranks on such devices."""
     if device.type == "cpu":
         return SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
     from lightning_odc.engine.transports.symmetric import SymmetricDevice

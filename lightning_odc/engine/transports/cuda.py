@@ -30,15 +30,7 @@ _TRIES, _TRIED_BYTES = 16, 4096
 
 
 class CudaTransport(SharedMemoryTransport):
-    """One rank's view of all windows in device memory; their control plane is in host memory.
-
-    Args:
-        rank: this rank.
-        world_size: number of ranks.
-        rendezvous: exchanges small objects between all ranks; used only while opening.
-        device: Device that holds this rank's window.
-        job_ranks: where these are a part of the job, their ranks in it, for messages.
-    """
+    """One rank's view of all windows in device memory; their control plane is in host memory."""
 
     runs_ahead = True
     needs_locks = False
@@ -180,14 +172,7 @@ class CudaTransport(SharedMemoryTransport):
 
 
 class Announcer:
-    """A thread that writes control words when this rank's device has done what they announce.
-
-    It writes them in the order in which they were handed over; see Note [When the host waits for its device].
-
-    Args:
-        store: writes a word.
-        enter_thread: called first in the thread.
-    """
+    """A thread that writes words, in order, when the device has done what they announce; see the Note above."""
 
     def __init__(self, store: Callable[[int, int], None], enter_thread: Callable[[], None]) -> None:
         self._store = store
@@ -198,11 +183,7 @@ class Announcer:
         self._thread.start()
 
     def announce(self, mark: Mark, word: int, value: int) -> None:
-        """Write a word when ``mark`` has been passed.
-
-        Raises:
-            RuntimeError: an earlier word could not be written.
-        """
+        """Write a word when ``mark`` has been passed."""
         self.check()
         self._waiting.put((mark, word, value))
 

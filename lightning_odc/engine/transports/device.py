@@ -27,33 +27,20 @@ class Mark(Protocol):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What one rank knows of its device before it opens a window; see ``preflight``.
-
-    Attributes:
-        name: the model, as the driver says.
-        uuid: tells devices of one host apart.
-        free: bytes that a window may take.
-        index: its number in this process.
-        stack: versions of torch, CUDA and driver, for messages.
-        backend: what provides symmetric memory in this build of torch; ``None`` if nothing does.
-        is_rocm: an AMD device under the name of CUDA.
-        shares_device: several ranks on one device are allowed.
-        expandable: torch's allocator works with expandable segments.
-        socket: path of the socket by which torch hands handles over.
-        reaches: Whether this device can access the memory of another device that this process sees, by its uuid.
-        atomics: Whether additions of this device to the memory of the same devices are atomic, by uuid.
-    """
+    """What one rank knows of its device before it opens a window; see ``preflight``."""
 
     name: str
-    uuid: str
-    free: int
-    index: int = 0
-    stack: str = ""
-    backend: str | None = "CUDA"
-    is_rocm: bool = False
-    shares_device: bool = False
-    expandable: bool = False
-    socket: str = ""
+    uuid: str  # tells devices of one host apart
+    free: int  # bytes that a window may take
+    index: int = 0  # its number in this process
+    stack: str = ""  # versions of torch, CUDA and driver, for messages
+    backend: str | None = "CUDA"  # what provides symmetric memory in this torch; ``None`` if nothing does
+    is_rocm: bool = False  # an AMD device under the name of CUDA
+    shares_device: bool = False  # several ranks on one device are allowed
+    expandable: bool = False  # torch's allocator works with expandable segments
+    socket: str = ""  # path of the socket by which torch hands handles over
+    # By the uuid of another device that this process sees: whether this one can access its memory, and whether
+    # additions to it are atomic.
     reaches: Mapping[str, bool] = field(default_factory=dict)
     atomics: Mapping[str, bool] = field(default_factory=dict)
 

@@ -47,11 +47,7 @@ _PIDFD_GET_INFO = 0xC0400000 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, 64 bytes)
 
 
 def check_platform() -> None:
-    """Refuse where there is no shared memory of our kind.
-
-    Raises:
-        WindowError: this is not Linux.
-    """
+    """Refuse where there is no shared memory of our kind."""
     if not sys.platform.startswith("linux"):
         raise WindowError(
             'the shared-memory transport needs Linux; elsewhere use ODCStrategy(communication="collective").'
@@ -64,15 +60,9 @@ def boot_id() -> str:
 
 
 def how_ended(pid: int, pidfd: int) -> str:
-    """How a process ended that is not a child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty if Linux hides it.
-
-    Linux gives this only to the parent. But until the parent has read it, the number stands in ``/proc``. Since Linux
-    6.15 a descriptor that was opened while the process lived has it afterwards.
-
-    Args:
-        pid: The process.
-        pidfd: A descriptor of it.
-    """
+    """How a process ended that is no child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty if Linux hides it."""
+    # Linux tells the parent alone. Until the parent has asked, the number stands in ``/proc``. Since Linux 6.15 a
+    # descriptor that was opened while the process lived has it afterwards.
     for look in (_status_of_reaped, _status_of_zombie, _status_of_reaped):  # it may be reaped in between
         status = look(pid, pidfd)
         if status is not None:
@@ -100,14 +90,7 @@ def _status_of_reaped(_: int, pidfd: int) -> int | None:
 
 
 def make_fence(machine: str = "") -> Fence | None:
-    """The fence of this machine. Every process that shares memory must make one before any of them uses it.
-
-    Args:
-        machine: Name of the machine type; by default ``platform.machine()``.
-
-    Raises:
-        WindowError: nothing is known to order memory here.
-    """
+    """The fence of this machine. Every process that shares memory must make one before any of them uses it."""
     machine = machine or platform.machine()
     if machine in _STRONGLY_ORDERED:
         return None
@@ -127,11 +110,7 @@ def thread_fence() -> Fence | None:
 
 
 def membarrier(machine: str) -> Fence:
-    """A full barrier between this process and all others that have registered by a call of this function.
-
-    Raises:
-        WindowError: the kernel has no such system call, or something (a container, say) forbids it.
-    """
+    """A full barrier between this process and all others that have registered by a call of this function."""
     libc = ctypes.CDLL(None, use_errno=True)
     number = _MEMBARRIER.get(machine)
 

@@ -36,16 +36,10 @@ _GROUP = 16  # elements
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is started. ``make bench-gpu`` measures other choices.
+    """How the kernel is started. ``make bench-gpu`` measures other choices."""
 
-    Attributes:
-        programs: Programs for the rows of all owners together; at least one per owner.
-        block: elements that a program adds at once.
-        warps: Warps of a program.
-    """
-
-    programs: int = 32
-    block: int = 4096
+    programs: int = 32  # programs for the rows of all owners together; at least one per owner
+    block: int = 4096  # elements that a program adds at once
     warps: int = 8
 
 
@@ -91,24 +85,14 @@ def _add_rows(  # type: ignore[no-untyped-def] # Triton looks names up
 
 
 def add_rows(
-    windows: Tensor,
-    offset: int,
-    dtype: torch.dtype,
-    rows: Tensor,
-    first: int = 0,
+    windows: Tensor,  # addresses, by rank: 1-D, int64, in this device's memory; multiples of 64
+    offset: int,  # byte of each window at which its row is added
+    dtype: torch.dtype,  # one of `ATOMIC_DTYPES`, in which windows hold sums
+    rows: Tensor,  # any floating dtype, shape ``[len(windows), numel]``, each row contiguous
+    first: int = 0,  # whose row comes first, before those of the ranks behind it
     launch: Launch = DEFAULT_LAUNCH,
 ) -> None:
-    """Add each row to one window, all by one launch; additions of other devices to the same places are not lost.
-
-    Args:
-        windows: The addresses of all windows, by rank: 1-D, int64, in this device's memory; multiples of 64.
-        offset: The byte of each window at which its row is added.
-        dtype: One of `ATOMIC_DTYPES`, in which windows hold sums.
-        rows: Addends in any floating dtype, shape ``[len(windows), numel]``, each row contiguous, in this device's
-            memory.
-        first: The rank whose row comes first, before those of the ranks behind it.
-        launch: How the kernel is started.
-    """
+    """Add each row to one window, all by one launch; additions of other devices to the same places are not lost."""
     assert dtype in ATOMIC_DTYPES, "atomic additions of this dtype are not known to work"
     world, numel = rows.shape
     assert len(windows) == world and offset % dtype.itemsize == 0 and (numel < 2 or rows.stride(1) == 1)

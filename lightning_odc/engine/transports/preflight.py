@@ -23,15 +23,7 @@ OVERHEAD_BYTES = 4 * 2**20
 
 
 def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
-    """Refuse before anything is allocated. Every rank comes to the same answer.
-
-    Args:
-        facts: Facts of all ranks, in rank order.
-        spec: Spec of one window.
-
-    Raises:
-        WindowError: A check failed; the message has the first reason found.
-    """
+    """Refuse before anything is allocated. Every rank comes to the same answer."""
     reason = next(_reasons(facts, spec), None)
     if reason is not None:
         raise WindowError(f"{reason} {_OTHERWISE}")
@@ -134,16 +126,11 @@ def _access(facts: Sequence[DeviceFacts]) -> Iterator[str]:
 
 
 def why_not_atomic(facts: Sequence[DeviceFacts]) -> str:
-    """Why additions to a peer's memory may be lost although the kernel runs; empty if none can be.
-
-    Over PCIe a GPU usually reads, adds and writes back, and what another GPU added in between is gone. Where a process
-    does not see its peer's GPU, it cannot ask.
-
-    Args:
-        facts: Facts of all ranks, in rank order.
-    """
+    """Why additions to a peer's memory may be lost although the kernel runs; empty if none can be."""
     for rank, own in enumerate(facts):
         for peer, other in enumerate(facts):
+            # Over PCIe a GPU usually reads, adds and writes back, and what another added in between is gone. Where a
+            # process does not see its peer's GPU, it cannot ask.
             if own.uuid != other.uuid and not own.atomics.get(other.uuid, False):
                 return (
                     f"additions from the GPU of rank {rank} to the memory of that of rank {peer} are not known to be "
@@ -153,15 +140,7 @@ def why_not_atomic(facts: Sequence[DeviceFacts]) -> str:
 
 
 def check_addresses(addresses: Sequence[int], stack: str) -> None:
-    """Refuse windows that begin where the kernel cannot add in packets.
-
-    Args:
-        addresses: The first byte of every window.
-        stack: Versions of torch, CUDA and driver, for the message.
-
-    Raises:
-        WindowError: A window does not begin at a multiple of `ALIGNMENT`.
-    """
+    """Refuse windows that begin where the kernel cannot add in packets."""
     misplaced = next((address for address in addresses if address % ALIGNMENT), None)
     if misplaced is not None:
         raise WindowError(
@@ -171,16 +150,7 @@ def check_addresses(addresses: Sequence[int], stack: str) -> None:
 
 
 def check_sums(sums: Sequence[float], expected: float, own: DeviceFacts) -> None:
-    """Refuse devices that lose additions.
-
-    Args:
-        sums: What came out when all ranks added to the same places at once.
-        expected: What each sum must be.
-        own: Facts of the device that holds the sums.
-
-    Raises:
-        WindowError: A sum is another one.
-    """
+    """Refuse devices that lose additions."""
     wrong = next((total for total in sums if total != expected), None)
     if wrong is not None:
         raise WindowError(
@@ -207,12 +177,7 @@ def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
 
 
 def explain(error: Exception, own: DeviceFacts) -> str:
-    """Explain the likely causes of a driver error while windows were made or mapped.
-
-    Args:
-        error: Error that torch raised.
-        own: facts of this rank.
-    """
+    """Explain the likely causes of a driver error while windows were made or mapped."""
     first = str(error).strip().split("\n")[0]
     if "out of memory" in first:
         return (

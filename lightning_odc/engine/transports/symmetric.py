@@ -33,12 +33,7 @@ _abandoned: list[tuple[Any, Any]] = []
 
 
 class SymmetricDevice(Device):
-    """A GPU whose memory the others of the group map.
-
-    Args:
-        device: Device of this rank.
-        group: process group of the ranks that share windows.
-    """
+    """A GPU whose memory the others of the group map."""
 
     def __init__(self, device: torch.device, group: Any) -> None:
         self._device = device
@@ -195,10 +190,8 @@ def _others(device: torch.device) -> dict[str, int]:
 
 
 def _adds_atomically(source: int, target: int) -> bool:
-    """Whether atomic additions of a device to another one's memory are atomic there: over NVLink, seldom over PCIe.
-
-    torch has no name for it, so the driver is asked. It numbers devices as torch does. ``False`` if it cannot say.
-    """
+    """Whether atomic additions of a device to another one's memory are atomic there: over NVLink, seldom over PCIe."""
+    # torch has no name for it, so the driver is asked, which numbers devices as torch does.
     driver = _driver()
     if driver is None:
         return False

@@ -35,38 +35,21 @@ class Address:
 
 
 class Region:
-    """One mapped window.
-
-    The mapping belongs to the tensor `memory` and to every view of it, so it lasts as long as any of these views.
-    The descriptor carries the locks, so nothing else in this process may keep a copy of it. Forked processes have one.
-
-    Args:
-        fd: File descriptor of the window. The region owns it from now on.
-        size: Size of the window in bytes.
-
-    Attributes:
-        memory: all of it, as bytes (1-D, ``uint8``).
-        bytes: all of it, for headers and mailboxes.
-        words: the control words and the claim word, once `map_units` was called.
-        shards: Published shard of each unit.
-        accumulators: Gradient accumulator of each unit and source.
-    """
+    """One mapped window."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self.fd = fd
-        self.memory = _map(fd, size)
-        self.bytes = self.memory.numpy().data
-        self.words = self.bytes[:0]
+        self.fd = (
+            fd  # carries the locks: nothing else in this process may keep a copy; forked processes have one
+        )
+        self.memory = _map(fd, size)  # 1-D, ``uint8``; the mapping lasts as long as any view of it
+        self.bytes = self.memory.numpy().data  # all of it, for headers and mailboxes
+        self.words = self.bytes[:0]  # the control words and the claim word, once `map_units` was called
         self.shards: list[Tensor] = []
         self.accumulators: list[list[Tensor]] = []
 
     @classmethod
     def create(cls, size: int) -> Region:
-        """A zeroed window whose memory is claimed and whose size is final.
-
-        Raises:
-            OSError: the kernel refuses, for lack of memory or by a limit of the process.
-        """
+        """A zeroed window whose memory is claimed and whose size is final."""
         fd = os.memfd_create("lightning-odc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
@@ -79,11 +62,7 @@ class Region:
 
     @classmethod
     def attach(cls, peer: int, address: Address, secret: bytes, size: int) -> Region:
-        """A peer's window, trusting nothing it said until it was checked.
-
-        Raises:
-            WindowError: it cannot be opened, or is not the file that the peer described.
-        """
+        """A peer's window, trusting nothing it said until it was checked."""
         fd = _open(peer, address)
         try:
             _check(fd, peer, secret, size)
@@ -121,13 +100,7 @@ class Region:
 
 
 class RangeLock:
-    """The lock of one byte of a region, which excludes all other open file descriptions of it.
-
-    Args:
-        fd: File descriptor of the region.
-        byte: Number of the byte to lock.
-        fence: orders what is done under the lock, where the machine needs that.
-    """
+    """The lock of one byte of a region, which excludes all other open file descriptions of it."""
 
     def __init__(self, fd: int, byte: int, fence: Fence | None) -> None:
         self._fd = fd
