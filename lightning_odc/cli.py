@@ -78,15 +78,9 @@ def _suggestion(message: str, options: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of ``lightning-odc`` and of ``python -m lightning_odc``.
-
-    Args:
-        arguments: the command line without the program's name; by default that of the process.
-
-    Returns:
-        The exit code. It is 1 if the demo's losses disagree, a rank failed, or the doctor found an error;
-        2 for options that cannot work; 130 after Ctrl-C; otherwise 0.
-    """
+    """Entry point of ``lightning-odc`` and of ``python -m lightning_odc``; returns the exit code."""
+    # It is 1 if the demo's losses disagree, a rank failed, or the doctor found an error; 2 for options that
+    # cannot work; 130 after Ctrl-C; otherwise 0.
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _build_parser()
     if not given:

@@ -31,21 +31,14 @@ class OptionError(ValueError):
 
 def option(
     default: Any,
-    text: str,
+    text: str,  # its help
     *,
-    letter: str = "N",
-    least: float | None = None,
-    choices: Sequence[str] = (),
+    letter: str = "N",  # what stands for the value in the help
+    least: float | None = None,  # the smallest number that can work
+    choices: Sequence[str] = (),  # the names that are known, of each value if there are several
 ) -> Any:
-    """A field of a dataclass that is an option of a command, too.
-
-    Args:
-        default: The default; ``MISSING`` of `dataclasses` if the option has to be given.
-        text: Its help.
-        letter: What stands for the value in the help.
-        least: The smallest number that can work.
-        choices: The names that are known, of each value if there are several.
-    """
+    """A field of a dataclass that is an option of a command, too."""
+    # ``MISSING`` of `dataclasses` as the default means that the option has to be given.
     return field(
         default=default, metadata={"help": text, "letter": letter, "least": least, "choices": choices}
     )
@@ -83,11 +76,7 @@ def read_options(options: type[Options], parsed: Mapping[str, Any]) -> Options:
 
 
 def check_options(options: Any) -> None:
-    """Refuse numbers that are too small, and names that are unknown.
-
-    Raises:
-        OptionError: an option cannot work.
-    """
+    """Refuse numbers that are too small, and names that are unknown."""
     for one in _fields(options):
         value, least, choices = getattr(options, one.name), one.metadata["least"], one.metadata["choices"]
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
@@ -115,11 +104,7 @@ def check_extra_packages(command: str) -> None:
 
 
 def prepare_output(folder: Path) -> None:
-    """Create the output folder and write to it once, so that a long run does not end in an error.
-
-    Raises:
-        OptionError: the folder cannot be created or written to.
-    """
+    """Create the output folder and write to it once, so that a long run does not end in an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -130,24 +115,14 @@ def prepare_output(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a command's output.
+    """The form of a command's output."""
 
-    Attributes:
-        json: One JSON document on stdout instead of text.
-        quiet: No first line, no progress, and no text beyond what the command's ``--quiet`` names.
-    """
-
-    json: bool = False
-    quiet: bool = False
+    json: bool = False  # one JSON document on stdout instead of text
+    quiet: bool = False  # no first line, no progress, and no text beyond what the command's ``--quiet`` names
 
 
 def add_form(parser: argparse.ArgumentParser, quiet: str = "print errors only") -> None:
-    """Add ``--json`` and ``--quiet``.
-
-    Args:
-        parser: The parser of a command.
-        quiet: The effect of ``--quiet``, for its help.
-    """
+    """Add ``--json`` and ``--quiet``, whose help says what it does."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--quiet", action="store_true", help=quiet)
 
@@ -164,16 +139,7 @@ def say_first(form: Form) -> None:
 
 
 def run_written(form: Form, run: Callable[[], int], document: Path) -> int:
-    """Run a command that prints text and writes a JSON document, and show what the form asks for.
-
-    Args:
-        form: The form of the output.
-        run: The command; returns the exit code.
-        document: The file that it writes if it measures anything.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command that prints text and writes a JSON document, and show what the form asks for; its exit code."""
     before = _stamp(document)
     text, errors = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:

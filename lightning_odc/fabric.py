@@ -272,11 +272,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
 
 class _Accumulation:
-    """``fabric.no_backward_sync``: no backward pass waits for other ranks anyway, but another one follows.
-
-    Attributes:
-        goes_on: it does.
-    """
+    """``fabric.no_backward_sync``: no backward pass waits for other ranks anyway, but another one follows."""
 
     goes_on = False
 

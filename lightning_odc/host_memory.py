@@ -47,19 +47,12 @@ _RAISE_GROUP = (
 
 @dataclass(frozen=True)
 class Room:
-    """What is left below one limit.
+    """What is left below one limit."""
 
-    Attributes:
-        size: Bytes.
-        limit: The limit, as the subject of a message.
-        remedy: How to raise it.
-        is_shared: All processes below the limit share what is left. Else each has as much.
-    """
-
-    size: int
-    limit: str
-    remedy: str
-    is_shared: bool = True
+    size: int  # Bytes
+    limit: str  # the limit, as the subject of a message
+    remedy: str  # how to raise it
+    is_shared: bool = True  # all processes below the limit share what is left. Else each has as much.
 
 
 class _Group(NamedTuple):
@@ -71,11 +64,7 @@ class _Group(NamedTuple):
 
 
 def rooms(root: Path | None = None) -> list[Room]:
-    """What is left below every limit of this process, none where it is no Linux; see Note [What limits memory].
-
-    Args:
-        root: The folder of ``proc`` and ``sys``.
-    """
+    """What is left below every limit of this process, none where it is no Linux; see Note [What limits memory]."""
     root = root or ROOT
     of_groups = [room for group in _control_groups(root) if (room := _room_of_group(group)) is not None]
     return [*_rooms_of_host(root), *of_groups, *_rooms_of_process(root)]
@@ -87,14 +76,9 @@ def available(processes: int = 1) -> int:
 
 
 def shortage(what: str, needed: int, instead: str, each: int | None = None) -> str:
-    """The message if memory does not suffice; empty if it does.
-
-    Args:
-        what: The subject of the sentence, which needs the memory; plural.
-        needed: Bytes that all processes need together.
-        instead: What else to do about it, behind "or".
-        each: Bytes that one process needs of its own limits; by default all of them.
-    """
+    """The message if memory does not suffice; empty if it does."""
+    # ``what`` is the plural subject of the sentence, ``needed`` all processes' bytes together, ``each`` those
+    # that one process needs of its own limits (by default all), and ``instead`` what else to do, behind "or".
 
     def need(room: Room) -> int:
         return needed if room.is_shared or each is None else each
@@ -114,11 +98,7 @@ def gib(size: int) -> str:
 
 
 class Kills:
-    """Processes that the out-of-memory killer ended since this object was made; see Note [Whom the kernel ended].
-
-    Args:
-        root: The folder of ``proc`` and ``sys``.
-    """
+    """Processes that the out-of-memory killer ended since this object was made; see Note [Whom the kernel ended]."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or ROOT

@@ -23,11 +23,7 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class AdviseOptions:
-    """Options of ``lightning-odc advise``; in Python, ``lengths`` and ``model`` may be objects.
-
-    Raises:
-        OptionError: Raised at construction, if a number is out of range.
-    """
+    """Options of ``lightning-odc advise``; in Python, ``lengths`` and ``model`` may be objects."""
 
     lengths: Any = option(
         MISSING,

@@ -24,29 +24,19 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Plans:
-    """What balancing would gain, planned from lengths and the model's cost, without the time of communication.
+    """What balancing would gain, planned from lengths and the model's cost, without the time of communication."""
 
-    Attributes:
-        collective: Batches as they come, and balanced for collectives: equally many microbatches on all ranks.
-        on_demand: Batches as they come, and balanced for ranks that meet once per optimizer step.
-        least_idle: The part of all ranks' time that no plan can remove, since one sample runs on one rank.
-        long_steps: Steps whose longest sample takes longer than a rank's equal share.
-        steps: Steps that were planned.
-    """
-
+    # batches as they come, and balanced for collectives: equally many microbatches on all ranks
     collective: Gain
-    on_demand: Gain
+    on_demand: Gain  # batches as they come, and balanced for ranks that meet once per optimizer step
+    # the part of all ranks' time that no plan can remove, since one sample runs on one rank
     least_idle: float
-    long_steps: int
-    steps: int
+    long_steps: int  # steps whose longest sample takes longer than a rank's equal share
+    steps: int  # steps that were planned
 
     @classmethod
     def of(cls, question: Question) -> Plans:
-        """Plan some steps of randomly drawn samples, the same ones under both policies.
-
-        Raises:
-            ValueError: a sample is above ``max_tokens``.
-        """
+        """Plan some steps of randomly drawn samples, the same ones under both policies."""
         size, lengths = question.samples_per_step, question.samples.lengths
         steps = min(len(lengths) // size, _PLANNED_STEPS)
         generator = np.random.default_rng(question.seed)
@@ -86,21 +76,13 @@ def _share_and_longest(question: Question, part: Ints) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank that do not depend on the samples, under Adam and full sharding.
+    """Bytes on a rank that do not depend on the samples, under Adam and full sharding."""
 
-    Attributes:
-        parameters: Its shard of the parameters.
-        gradients: Gradients of this shard.
-        optimizer: Adam's two moments.
-        window: What on-demand communication adds: published shards and accumulators.
-        limit: What a rank can take.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    window: float
-    limit: float
+    parameters: float  # its shard of the parameters
+    gradients: float  # gradients of this shard
+    optimizer: float  # Adam's two moments
+    window: float  # what on-demand communication adds: published shards and accumulators
+    limit: float  # what a rank can take
 
     @classmethod
     def of(cls, model: ModelFacts, place: Place) -> Memory:
@@ -128,17 +110,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a node sends to other nodes in an optimizer step, under full sharding.
+    """Bytes that a node sends to other nodes in an optimizer step, under full sharding."""
 
-    Attributes:
-        on_demand: Sums of gradients and published shards, once.
-        collective: Two gathers and a sum in every microbatch.
-        microbatches: Microbatches of a rank in that step.
-    """
-
-    on_demand: float
-    collective: float
-    microbatches: int
+    on_demand: float  # sums of gradients and published shards, once
+    collective: float  # two gathers and a sum in every microbatch
+    microbatches: int  # microbatches of a rank in that step
 
     @classmethod
     def of(cls, question: Question) -> Traffic:
@@ -158,14 +134,7 @@ def compute_bytes(place: Place) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """All of it, and what follows.
-
-    Attributes:
-        question: What was asked.
-        plans: Who waits.
-        memory: What lies on a rank.
-        traffic: What crosses the network.
-    """
+    """All of it, and what follows."""
 
     question: Question
     plans: Plans
@@ -174,11 +143,7 @@ class Facts:
 
     @classmethod
     def of(cls, question: Question) -> Facts:
-        """Work all of it out.
-
-        Raises:
-            OptionError: a sample is above ``max_tokens``.
-        """
+        """Work all of it out."""
         memory = Memory.of(question.model, question.place)
         try:
             return cls(question, Plans.of(question), memory, Traffic.of(question))

@@ -23,36 +23,22 @@ DEVICES_PER_NODE = 8
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model.
+    """What is known of a model."""
 
-    Attributes:
-        name: What it is, for people.
-        cost: What a microbatch costs, in FLOPs or another unit.
-        parameters: How many it has.
-        trained: How many of them are trained.
-    """
-
-    name: str
-    cost: Cost
-    parameters: int
-    trained: int
+    name: str  # what it is, for people
+    cost: Cost  # what a microbatch costs, in FLOPs or another unit
+    parameters: int  # how many it has
+    trained: int  # how many of them are trained
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a model is trained on.
-
-    Attributes:
-        device: The name of a device.
-        devices: Devices of all nodes together.
-        nodes: The number of nodes.
-        memory: Bytes that a rank can take.
-    """
+    """What a model is trained on."""
 
     device: str
-    devices: int
+    devices: int  # devices of all nodes together
     nodes: int
-    memory: float
+    memory: float  # bytes that a rank can take
 
     @property
     def is_cpu(self) -> bool:
@@ -67,23 +53,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Question:
-    """Everything that the advice depends on.
+    """Everything that the advice depends on."""
 
-    Attributes:
-        samples: Lengths, and how a loader makes batches of them.
-        model: The model.
-        place: The devices.
-        minibatch_size: Samples per device and optimizer step.
-        max_tokens: Most tokens of a microbatch; ``None``: the longest sample.
-        seed: The seed of the order of samples.
-    """
-
-    samples: SampleFacts
+    samples: SampleFacts  # lengths, and how a loader makes batches of them
     model: ModelFacts
     place: Place
-    minibatch_size: int
-    max_tokens: int | None = None
-    seed: int = 0
+    minibatch_size: int  # samples per device and optimizer step
+    max_tokens: int | None = None  # most tokens of a microbatch; ``None``: the longest sample
+    seed: int = 0  # the seed of the order of samples
 
     @property
     def samples_per_step(self) -> int:
@@ -92,11 +69,7 @@ class Question:
 
 
 def ask(options: AdviseOptions, trainer: Any = None, length_fn: Any = None) -> Question:
-    """Put everything together that a user gave; see `lightning_odc.advise` for the arguments.
-
-    Raises:
-        OptionError: a value is invalid; the message lists what is accepted.
-    """
+    """Put everything together that a user gave; see `lightning_odc.advise` for the arguments."""
     batches = 1 if trainer is None else trainer.accumulate_grad_batches
     place = _place(options, trainer)
     if hasattr(options.lengths, "dataset"):

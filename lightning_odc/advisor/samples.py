@@ -25,37 +25,19 @@ _MOST_SAMPLES = 8192
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """Lengths, and how batches are made of them.
+    """Lengths, and how batches are made of them."""
 
-    Attributes:
-        lengths: ``[n]`` tokens of the samples.
-        source: How they were found, for people.
-        together: Samples of a batch.
-        minibatch_size: Samples per device and optimizer step, where the user does not say.
-        collation: What the ``collate_fn`` makes of a batch.
-    """
-
-    lengths: Ints
-    source: str
-    together: int = 1
-    minibatch_size: int = 4
-    collation: Collation = PACKED
+    lengths: Ints  # ``[n]`` tokens of the samples
+    source: str  # how they were found, for people
+    together: int = 1  # samples of a batch
+    minibatch_size: int = 4  # samples per device and optimizer step, where the user does not say
+    collation: Collation = PACKED  # what the ``collate_fn`` makes of a batch
 
 
 def read_lengths(
     given: Any, max_length: int | None = None, seed: int = 0, tokenizer: str | None = None
 ) -> SampleFacts:
-    """Lengths that a user named or gave.
-
-    Args:
-        given: A named distribution, a file, the folder of a data set, or numbers.
-        max_length: The longest sample, see ``lightning-odc advise --help``.
-        seed: The seed of named distributions.
-        tokenizer: The name or folder of a Hugging Face tokenizer, for texts.
-
-    Raises:
-        OptionError: there are no lengths, or their values are implausible.
-    """
+    """Lengths that a user named or gave."""
     if not isinstance(given, str | Path):
         try:
             lengths = first_number(as_lengths(np.asarray(given)))
@@ -87,16 +69,7 @@ def _tokenizer(name: str | None) -> Any:
 
 
 def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> SampleFacts:
-    """Look at the samples of a loader, from a copy of its data set: its generators and counters stay.
-
-    Args:
-        dataloader: A loader of a data set that has indices.
-        batches: Batches of an optimizer step.
-        length_fn: The length of a sample, if it is not known.
-
-    Raises:
-        OptionError: nothing tells how long samples are.
-    """
+    """Look at the samples of a loader, from a copy of its data set: its generators and counters stay."""
     dataset = dataloader.dataset
     if is_stream(dataset) or dataloader.batch_size is None:
         raise OptionError(

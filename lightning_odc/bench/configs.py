@@ -34,15 +34,9 @@ _MOST_PARAMETERS = 1e14
 
 
 def config_of(given: Any) -> tuple[Any, str]:
-    """A Hugging Face configuration, object or mapping, and its name.
-
-    Args:
-        given: A name of `PRESETS`; a number of parameters; a type of model that transformers knows; a ``config.json``
-            or its folder; or a configuration.
-
-    Raises:
-        OptionError: it is something else; the message lists what is accepted.
-    """
+    """A Hugging Face configuration, object or mapping, and its name."""
+    # Given: a name of `PRESETS`; a number of parameters; a type of model that transformers knows; a
+    # ``config.json`` or its folder; or a configuration.
     if isinstance(given, str | Path) and Path(given).exists():
         return read_config(Path(given)), str(given)
     if isinstance(given, str):
@@ -56,11 +50,7 @@ def config_of(given: Any) -> tuple[Any, str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What is in a ``config.json``, or in that of a folder.
-
-    Raises:
-        OptionError: it cannot be read, or is no configuration.
-    """
+    """What is in a ``config.json``, or in that of a folder."""
     try:
         found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
     except (OSError, ValueError) as error:
@@ -87,10 +77,8 @@ def _named(name: str) -> tuple[Any, str]:
 
 
 def _decoder_with(parameters: float) -> Mapping[str, Any]:
-    """A decoder with that many parameters. As usual, its width is 128 times its number of layers.
-
-    3e9 parameters: ``(3e9 / 196608) ** (1/3)`` is 25 layers, 3200 wide; they have 12 * 25 * 3200^2 = 3.07e9.
-    """
+    """A decoder with that many parameters. As usual, its width is 128 times its number of layers."""
+    # 3e9 parameters: ``(3e9 / 196608) ** (1/3)`` is 25 layers, 3200 wide; they have 12 * 25 * 3200^2 = 3.07e9.
     if not _PARAMETERS_PER_CUBE <= parameters <= _MOST_PARAMETERS:
         raise OptionError(
             f"--model {parameters:g}: a number of parameters is between 2e5 and 1e14, for example 7e9"

@@ -44,19 +44,13 @@ class CorpusError(OptionError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Samples of source text that fit under a length cap.
+    """Samples of source text that fit under a length cap."""
 
-    Attributes:
-        samples: the bytes of each sample, in the order of sorted file names and of lines in a file.
-        max_length: the cap, in tokens (bytes plus :data:`SPECIAL_TOKENS`).
-        dropped: how many definitions were longer than the cap and left out.
-        files: how many source files were read.
-    """
-
+    # the bytes of each sample, in the order of sorted file names and of lines in a file
     samples: tuple[bytes, ...]
-    max_length: int
-    dropped: int
-    files: int
+    max_length: int  # the cap, in tokens (bytes plus :data:`SPECIAL_TOKENS`)
+    dropped: int  # how many definitions were longer than the cap and left out
+    files: int  # how many source files were read
 
     @property
     def lengths(self) -> list[int]:
@@ -73,21 +67,11 @@ class Corpus:
 
 
 def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
-    """Cut every top-level function and class of at most ``max_length`` tokens out of the library's source.
-
-    That takes seconds the first time; a process keeps what it has cut.
-
-    Longer definitions are *dropped*, not truncated: truncation would put about a sixth of all samples at
-    exactly the cap, a spike that no data has and that flatters on-demand communication, and would train
-    on functions without an end.
-
-    Args:
-        max_length: the cap in tokens, that is bytes plus two.
-        root: folder of ``.py`` files; by default the running interpreter's standard library.
-
-    Raises:
-        CorpusError: no source is there, or no definition is short enough.
-    """
+    """Cut every top-level function and class of at most ``max_length`` tokens out of the library's source."""
+    # That takes seconds the first time; a process keeps what it has cut.
+    # Longer definitions are *dropped*, not truncated: truncation would put about a sixth of all samples at
+    # exactly the cap, a spike that no data has and that flatters on-demand communication, and would train on
+    # functions without an end.
     root = _standard_library() if root is None else root
     definitions, files = _definitions(root)
     if not definitions:
@@ -116,11 +100,7 @@ def _standard_library() -> Path:
 
 
 def source_files(root: Path | None = None) -> list[Path]:
-    """All modules outside the skipped folders, in an order that no file system changes.
-
-    Args:
-        root: the folder to look in; by default the running interpreter's standard library.
-    """
+    """All modules outside the skipped folders, in an order that no file system changes."""
     root = _standard_library() if root is None else root
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = (path for path in relative if SKIPPED_DIRECTORIES.isdisjoint(path.parts))
@@ -128,10 +108,8 @@ def source_files(root: Path | None = None) -> list[Path]:
 
 
 def cut_definitions(source: bytes) -> Iterator[bytes]:
-    """Yield the bytes of each top-level function and class of a module, decorators included.
-
-    A module that this interpreter cannot parse yields nothing.
-    """
+    """Yield the bytes of each top-level function and class of a module, decorators included."""
+    # A module that this interpreter cannot parse yields nothing.
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Invalid escapes in old modules are not our business.

@@ -28,15 +28,7 @@ TITLES = {"on_demand": "on demand", "balanced": "on demand, balanced"}
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Train, print, write.
-
-    Returns:
-        The exit code: 0; 1 if the losses of the modes differ by more than rounding explains, or a rank failed; 130
-        after Ctrl-C.
-
-    Raises:
-        OptionError: the output folder cannot be written to, or text, memory or GPUs do not suffice for the options.
-    """
+    """Train, print, write; returns the exit code, 1 if losses differ by more than rounding explains."""
     outcome = DemoOutcome(options)
     code = run_train(outcome, partial(timeline_recorders, options))
     return code or (0 if outcome.losses_agree else 1)
@@ -58,11 +50,7 @@ def timeline_folder(output: Path, mode: str) -> Path:
 
 
 class DemoOutcome(Outcome):
-    """What the demo has found out.
-
-    Args:
-        options: The options of the demo.
-    """
+    """What the demo has found out."""
 
     document = "result"
 

@@ -13,17 +13,12 @@ from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of all ranks.
+    """The devices of all ranks."""
 
-    With 3 ranks and 2 GPUs, ranks 0 and 2 share ``cuda:0``, and rank 1 has ``cuda:1``.
+    # With 3 ranks and 2 GPUs, ranks 0 and 2 share ``cuda:0``, and rank 1 has ``cuda:1``.
 
-    Attributes:
-        ranks: The number of ranks.
-        gpus: The number of GPUs that they use, at most one per rank; 0 on processors.
-    """
-
-    ranks: int
-    gpus: int = 0
+    ranks: int  # the number of ranks
+    gpus: int = 0  # the number of GPUs that they use, at most one per rank; 0 on processors
 
     @property
     def devices(self) -> list[torch.device]:
@@ -58,11 +53,9 @@ class Placement:
         return f"{self.ranks} ranks on {where}: shows that it works, not how fast"
 
     def enter(self, rank: int) -> None:
-        """Take the device of a rank. Call it in the rank's process, before that makes its process group.
-
-        The variable that lets ranks share a GPU is set here and not by the parent: the server from which ranks are
-        forked may be older, with another environment.
-        """
+        """Take the device of a rank. Call it in the rank's process, before that makes its process group."""
+        # The variable that lets ranks share a GPU is set here and not by the parent: the server from which
+        # ranks are forked may be older, with another environment.
         if self.shares:
             os.environ[OVERLAP_VARIABLE] = "1"
         if self.gpus:
@@ -70,15 +63,7 @@ class Placement:
 
 
 def place(device: str, ranks: int) -> Placement:
-    """Where this many ranks run on this machine: one GPU each if there are enough, else several on one.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        ranks: The number of ranks.
-
-    Raises:
-        OptionError: there is no GPU that torch can use.
-    """
+    """Where this many ranks run on this machine: one GPU each if there are enough, else several on one."""
     if device == "cpu":
         return Placement(ranks)
     if torch.version.cuda is None:

@@ -50,21 +50,15 @@ PUBLISHED = {
 
 
 class Samples(Sequence[Tensor]):
-    """Token ids by index, made when they are asked for.
-
-    Args:
-        lengths: The lengths of all samples.
-        source: A description of them, for people.
-        text: The tokens of a sample; by default random ones, the same on all ranks.
-        vocabulary: The number of different tokens.
-    """
+    """Token ids by index, made when they are asked for."""
 
     def __init__(
         self,
-        lengths: LengthArray,
-        source: str,
+        lengths: LengthArray,  # the lengths of all samples
+        source: str,  # a description of them, for people
+        # the tokens of a sample; by default random ones, the same on all ranks
         text: Callable[[int], Tensor] | None = None,
-        vocabulary: int = 256,
+        vocabulary: int = 256,  # the number of different tokens
     ) -> None:
         self.lengths = lengths
         self.source = source
@@ -82,17 +76,9 @@ class Samples(Sequence[Tensor]):
 
 
 def find_samples(name: str, max_length: int | None, seed: int, tokenizer: Any = None) -> Samples:
-    """The samples that ``--lengths`` names.
-
-    Args:
-        name: A distribution, a file, or the folder of a data set.
-        max_length: The longest sample. Texts, files and data sets lose longer ones; named distributions shrink.
-        seed: The seed of named distributions.
-        tokenizer: What counts the tokens of a text, ``tokenizer(text)["input_ids"]``; by default 4 bytes are one.
-
-    Raises:
-        OptionError: it cannot be read, or nothing is left.
-    """
+    """The samples that ``--lengths`` names."""
+    # Texts, files and data sets lose what is longer than ``max_length``; named distributions shrink. Without a
+    # tokenizer, 4 bytes of a text are taken for a token.
     if name in ("stdlib", "equal"):
         return _text(max_length or _TEXT_CAP, name == "equal")
     if name in PUBLISHED:
@@ -106,14 +92,8 @@ def find_samples(name: str, max_length: int | None, seed: int, tokenizer: Any = 
 
 
 def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> LengthArray:
-    """Lengths from a named distribution, int64 ``[count]``.
-
-    Args:
-        name: One of `PUBLISHED`.
-        count: The number of lengths.
-        longest: The longest length in tokens, to which all shrink; by default the published one.
-        seed: The seed of the draw.
-    """
+    """Lengths from a named distribution, int64 ``[count]``."""
+    # All shrink in proportion to the longest, which by default is the published one.
     known = PUBLISHED[name]
     location = _location(known.mean / known.longest, _SIGMA)
     normal = statistics.NormalDist(location, _SIGMA)
@@ -160,15 +140,11 @@ def _read(path: Path, tokenizer: Any) -> tuple[LengthArray, str]:
 
 
 class _Count:
-    """Counts the tokens of texts.
-
-    Attributes:
-        how: How that was done, for people; empty as long as there was no text.
-    """
+    """Counts the tokens of texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.how = ""
+        self.how = ""  # how that was done, for people; empty as long as there was no text
 
     def __call__(self, text: str) -> int:
         if self._tokenizer is None:

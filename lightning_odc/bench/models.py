@@ -42,17 +42,10 @@ SIZES = {"tiny": (2, 64), "demo": (4, 256), "small": (6, 384), "wide": (2, 768)}
 
 
 def find_config(name: str, max_length: int) -> PretrainedConfig:
-    """The configuration of a causal language model.
-
-    Args:
-        name: One of `SIZES`; layers x width of another such model, as in ``4x256``; a ``config.json`` as Hugging Face
-            writes it; or a type of model that transformers knows, such as ``gpt2``, which stands for its default
-            configuration.
-        max_length: The longest sample in tokens.
-
-    Raises:
-        OptionError: it is neither of these, or not of a causal language model.
-    """
+    """The configuration of a causal language model."""
+    # The name is one of `SIZES`; layers x width of another such model, as in ``4x256``; a ``config.json`` as
+    # Hugging Face writes it; or a type of model that transformers knows, such as ``gpt2``, in its default
+    # configuration.
     if name in SIZES:
         return byte_llama(*SIZES[name], max_length)
     if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
@@ -68,13 +61,7 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
 
 
 def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
-    """The configuration of one of our own models.
-
-    Args:
-        layers: The number of decoder layers.
-        width: A multiple of the head size 64.
-        max_length: The longest sample in tokens.
-    """
+    """The configuration of one of our own models."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -129,15 +116,7 @@ def _read_config(path: Path) -> PretrainedConfig:
 
 
 def count_parameters(name: str, config: PretrainedConfig) -> int:
-    """Count the parameters of the model that a configuration describes, without making it.
-
-    Args:
-        name: The name of the model, for the message.
-        config: The configuration of the model.
-
-    Raises:
-        OptionError: transformers cannot make such a model.
-    """
+    """Count the parameters of the model that a configuration describes, without making it."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -156,25 +135,17 @@ def planned_cost(name: str, config: PretrainedConfig) -> Any:
 
 
 class BenchModule(LightningModule):
-    """A model whose loss is a sum with a count, weighted exactly by the strategy.
+    """A model whose loss is a sum with a count, weighted exactly by the strategy."""
 
-    Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the microbatches by itself and reduces once.
-
-    Args:
-        by_hand: Whether the strategy does not unroll a `Minibatch`.
-
-    Attributes:
-        loss_sum: Summed loss of the microbatches since `take_loss`.
-        tokens: Tokens predicted in them.
-        watch: The watch of the one backward pass that reduces, under ``ddp``.
-    """
+    # Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the microbatches ``by_hand`` and
+    # reduces once.
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__()
         self.automatic_optimization = not by_hand
-        self.loss_sum = 0.0
-        self.tokens = 0
-        self.watch: Watch | None = None
+        self.loss_sum = 0.0  # summed loss of the microbatches since `take_loss`
+        self.tokens = 0  # tokens predicted in them
+        self.watch: Watch | None = None  # the watch of the one backward pass that reduces, under ``ddp``
 
     def compute(self, microbatch: Any) -> tuple[Tensor, int]:
         """Summed loss of a microbatch, and how many tokens it is a sum over."""
@@ -229,14 +200,7 @@ class BenchModule(LightningModule):
 
 
 class CausalModel(BenchModule):
-    """A causal language model over packed samples.
-
-    Args:
-        config: The configuration of the model, whose weights are random.
-        seed: The seed of the weights.
-        slowness: A factor; a device that is 1.5 times slower sleeps after each pass.
-        by_hand: Whether the strategy does not unroll a `Minibatch`.
-    """
+    """A causal language model over packed samples."""
 
     def __init__(
         self, config: PretrainedConfig, seed: int, slowness: float = 1.0, by_hand: bool = False
@@ -245,7 +209,7 @@ class CausalModel(BenchModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        self.slowness = slowness
+        self.slowness = slowness  # a factor; a device that is 1.5 times slower sleeps after each pass
 
     def compute(self, microbatch: PackedBatch) -> tuple[Tensor, int]:
         begin = time.thread_time()

@@ -50,11 +50,7 @@ class Combination(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Combination:
-        """Parse ``communication+policy`` or ``communication+policy+cost``.
-
-        Raises:
-            OptionError: unknown names, or a policy that this communication cannot run.
-        """
+        """Parse ``communication+policy`` or ``communication+policy+cost``."""
         communication, _, rest = text.partition("+")
         policy, _, cost = rest.partition("+")
         if communication not in COMMUNICATIONS or policy not in POLICIES or cost not in ("", *COSTS):
@@ -95,11 +91,7 @@ LONGEST_HELP = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of ``lightning-odc bench``; the help of each says what it means.
-
-    Raises:
-        OptionError: Raised at construction, if a value cannot work.
-    """
+    """Options of ``lightning-odc bench``; the help of each says what it means."""
 
     output: Path | None = option(Path("odc-bench"), "folder for JSON, Markdown and pictures", letter="DIR")
     runs: tuple[Combination, ...] = option(
@@ -165,11 +157,7 @@ class TrainOptions:
 
 
 def check_ranks(flag: str, ranks: int) -> None:
-    """Refuse more ranks than make sense on this machine.
-
-    Raises:
-        OptionError: there are too many.
-    """
+    """Refuse more ranks than make sense on this machine."""
     cores = available_cores()
     if ranks > RANKS_PER_CORE * cores:
         raise OptionError(
@@ -188,11 +176,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of ``lightning-odc demo``, a preset of ``lightning-odc bench``.
-
-    Raises:
-        OptionError: Raised at construction, if a value cannot work.
-    """
+    """Options of ``lightning-odc demo``, a preset of ``lightning-odc bench``."""
 
     output: Path = option(Path("odc-demo"), "folder for result.json and pictures", letter="DIR")
     communication: tuple[str, ...] = option(

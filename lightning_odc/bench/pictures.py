@@ -14,12 +14,7 @@ from lightning_odc.files import write_whole
 
 
 def rows_picture(rows: Mapping[str, Row], caption: str = "") -> Figure:
-    """Seconds per minibatch with intervals; the hatched part is waiting, where that is known.
-
-    Args:
-        rows: One bar each, by name.
-        caption: What is to be said about all of them, if anything.
-    """
+    """Seconds per minibatch with intervals; the hatched part is waiting, where that is known."""
     figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     for place, (name, row) in enumerate(rows.items()):

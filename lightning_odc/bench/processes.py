@@ -37,27 +37,18 @@ Tell = Callable[[Any], None]
 
 
 class RankFailedError(RuntimeError):
-    """A rank raised or ended; the message is one line.
-
-    Attributes:
-        details: The traceback of the rank, if it had time for one.
-    """
+    """A rank raised or ended; the message is one line."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
-        self.details = details
+        self.details = details  # the traceback of the rank, if it had time for one
 
 
 class CutShort:
-    """A context that may end early, when a rank fails or at Ctrl-C: one line on stderr, and no exception.
-
-    Attributes:
-        code: The exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
-        failure: One line, if it ended early.
-        details: The traceback of the rank that failed.
-    """
+    """A context that may end early, when a rank fails or at Ctrl-C: one line on stderr, and no exception."""
 
     def __init__(self) -> None:
+        # The exit code; one line; the traceback of the rank that failed.
         self.code, self.failure, self.details = 0, "", ""
 
     def __enter__(self) -> CutShort:
@@ -74,16 +65,7 @@ class CutShort:
 
 
 def check_memory(needed: int, what: str, instead: str) -> None:
-    """Refuse what does not fit into memory.
-
-    Args:
-        needed: Bytes, on all ranks together.
-        what: The subject of the message.
-        instead: What to use instead.
-
-    Raises:
-        OptionError: host memory does not suffice.
-    """
+    """Refuse what does not fit into memory."""
     short = host_memory.shortage(what, needed, f"use {instead}", each=0)
     if short:
         raise OptionError(short)
@@ -103,24 +85,18 @@ class _Rank(NamedTuple):
 
 
 class Ranks:
-    """Processes with a process group that run one function after another, all ranks together.
+    """Processes with a process group that run one function after another, all ranks together."""
 
-    They are forked from a server that has imported everything once, so that many of them start in seconds. They ignore
-    Ctrl-C, which is for the parent, and end when it does, however that ends.
-
-    Args:
-        world_size: The number of ranks.
-        preload: Modules that the server imports before it forks.
-        prepare: A function that is called with the rank in its process before the group is made.
-        backend: The backend of the process group.
-    """
+    # They are forked from a server that has imported everything once, so that many of them start in seconds.
+    # They ignore Ctrl-C, which is for the parent, and end when it does, however that ends.
 
     def __init__(
         self,
-        world_size: int,
-        preload: Sequence[str] = (),
+        world_size: int,  # the number of ranks
+        preload: Sequence[str] = (),  # modules that the server imports before it forks
+        # a function that is called with the rank in its process before the group is made
         prepare: Callable[[int], None] | None = None,
-        backend: str = "gloo",
+        backend: str = "gloo",  # the backend of the process group
     ) -> None:
         self.world_size = world_size
         self._prepare = prepare
@@ -193,16 +169,9 @@ class Ranks:
     def call(
         self, function: Callable[..., Any], *arguments: Any, heard: Callable[[int, Any], None] | None = None
     ) -> list[Any]:
-        """Call ``function(rank, world_size, *arguments)`` on every rank; returns what they returned, by rank.
-
-        Args:
-            function: Function of a module, not a closure.
-            *arguments: Picklable arguments of the function.
-            heard: given to the function as ``tell=...``: called here with rank and item for every ``tell(item)`` there.
-
-        Raises:
-            RankFailedError: a rank raised or ended. No rank can be used after that.
-        """
+        """Call ``function(rank, world_size, *arguments)`` on every rank; returns what they returned, by rank."""
+        # A function of a module, not a closure, since it is pickled. ``heard(rank, item)`` is called here for
+        # every ``tell(item)`` there. After a `RankFailedError` no rank can be used.
         for rank in self._ranks:
             with suppress(OSError):  # its end is found below
                 rank.pipe.send((function, arguments, heard is not None))
@@ -253,13 +222,8 @@ def run_ranks(
     *arguments: Any,
     prepare: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """Call ``function(rank, world_size, *arguments)`` in new processes with a gloo group; returns results by rank.
-
-    ``prepare(rank)``, if given, is called before the group is made.
-
-    Raises:
-        SystemExit: if a rank fails; the others are ended too.
-    """
+    """Call ``function(rank, world_size, *arguments)`` in new processes with a gloo group; returns results by rank."""
+    # ``prepare(rank)``, if given, is called before the group is made.
     try:
         with Ranks(world_size, preload=[function.__module__], prepare=prepare) as ranks:
             return ranks.call(function, *arguments)

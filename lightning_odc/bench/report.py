@@ -51,26 +51,17 @@ _STYLES = {"losses agree": "green", "LOSSES": "bold red", "The machine": "yellow
 
 
 class Outcome:
-    """What a benchmark of trainings measures and says, also if it is cut short.
-
-    Args:
-        workload: What is trained.
-
-    Attributes:
-        runs: The runs, as far as they came.
-        cut: Whether, and by what, it was cut short.
-        load: The load average before.
-    """
+    """What a benchmark of trainings measures and says, also if it is cut short."""
 
     document = "bench"
     """The name of its files."""
 
     def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+        self.workload = workload  # what is trained
         self.options: TrainOptions = workload.options
-        self.runs: list[Run] = []
-        self.cut = CutShort()
-        self.load = os.getloadavg()[0]
+        self.runs: list[Run] = []  # the runs, as far as they came
+        self.cut = CutShort()  # whether, and by what, it was cut short
+        self.load = os.getloadavg()[0]  # the load average before
 
     @cached_property
     def placement(self) -> Placement:
@@ -217,11 +208,9 @@ class Outcome:
         }
 
     def write_files(self) -> None:
-        """Write JSON, Markdown and a picture into the output folder, if there is one.
-
-        Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said why it
-        failed.
-        """
+        """Write JSON, Markdown and a picture into the output folder, if there is one."""
+        # Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said
+        # why it failed.
         folder, name, told = self.options.output, self.document, f"{self.document}-error.txt"
         if folder is None:
             return
@@ -250,12 +239,7 @@ def length_facts(lengths: ArrayLike) -> dict[str, float]:
 
 
 def machine(load: float, gpus: int = 0) -> dict[str, Any]:
-    """What JSON files say about where they come from.
-
-    Args:
-        load: The load average before the run.
-        gpus: The number of GPUs that were used, the first ones that torch sees.
-    """
+    """What JSON files say about where they come from."""
     return {
         "system": platform.platform(),
         "cores": available_cores(),

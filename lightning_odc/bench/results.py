@@ -46,27 +46,16 @@ Key = tuple[int, int]
 
 @dataclass
 class MinibatchRecord:
-    """One minibatch on one rank.
+    """One minibatch on one rank."""
 
-    Attributes:
-        seconds: Time from its start to the start of the next one.
-        waits: Seconds of waiting for others, by cause.
-        loss_sum: Sum over this rank's tokens.
-        tokens: Tokens predicted on this rank.
-        settling: Seconds of own work in settle and publish.
-        processor: Seconds of processor time, all threads.
-        bytes_read: Bytes of shards that it read from peers.
-        meetings: When this rank entered and left each collective.
-    """
-
-    seconds: float
-    waits: dict[str, float]
-    loss_sum: float
-    tokens: int
-    settling: float = 0.0
-    processor: float = 0.0
-    bytes_read: int = 0
-    meetings: list[Passage] = field(default_factory=list)
+    seconds: float  # time from its start to the start of the next one
+    waits: dict[str, float]  # seconds of waiting for others, by cause
+    loss_sum: float  # sum over this rank's tokens
+    tokens: int  # tokens predicted on this rank
+    settling: float = 0.0  # seconds of own work in settle and publish
+    processor: float = 0.0  # seconds of processor time, all threads
+    bytes_read: int = 0  # bytes of shards that it read from peers
+    meetings: list[Passage] = field(default_factory=list)  # when this rank entered and left each collective
 
     @property
     def idle(self) -> float:
@@ -76,41 +65,29 @@ class MinibatchRecord:
 
 @dataclass
 class Totals:
-    """What a rank says at the end of a run.
+    """What a rank says at the end of a run."""
 
-    Attributes:
-        peak_bytes: Largest private memory, 0 where the kernel does not tell.
-        window_bytes: Size of its window.
-        traffic: Reads and adds over the transport, by the names of the engine's ``Traffic``.
-        stolen: Microbatches of others that it ran.
-        policy: The policy of the plans that it ran.
-        sees_waits: Whether it knows all its waits for others. By collectives on GPUs the host does not see them.
-    """
-
-    peak_bytes: int = 0
-    window_bytes: int = 0
+    peak_bytes: int = 0  # largest private memory, 0 where the kernel does not tell
+    window_bytes: int = 0  # size of its window
+    # reads and adds over the transport, by the names of the engine's ``Traffic``
     traffic: dict[str, int] = field(default_factory=dict)
-    stolen: int = 0
-    policy: str = ""
+    stolen: int = 0  # microbatches of others that it ran
+    policy: str = ""  # the policy of the plans that it ran
+    # whether it knows all its waits for others. By collectives on GPUs the host does not see them.
     sees_waits: bool = True
 
 
 @dataclass
 class Run:
-    """All minibatches of one combination in one repetition, as far as it came.
-
-    Attributes:
-        ranks: Records of every rank, by rank.
-        totals: Totals of every rank; empty if the run did not end.
-        estimates: Idle fraction of each minibatch by the planner's cost, if the plan is run as it was made.
-        common_clock: Whether the moments of meetings are of one clock for all ranks, as they are on processors.
-    """
+    """All minibatches of one combination in one repetition, as far as it came."""
 
     combination: Combination
     repetition: int
-    ranks: list[list[MinibatchRecord]]
-    totals: list[Totals] = field(default_factory=list)
+    ranks: list[list[MinibatchRecord]]  # records of every rank, by rank
+    totals: list[Totals] = field(default_factory=list)  # totals of every rank; empty if the run did not end
+    # idle fraction of each minibatch by the planner's cost, if the plan is run as it was made
     estimates: list[float] = field(default_factory=list)
+    # whether the moments of meetings are of one clock for all ranks, as they are on processors
     common_clock: bool = True
 
     @property
@@ -148,42 +125,26 @@ class Run:
 
 @dataclass
 class Row:
-    """What one combination measured over all repetitions; fractions are of all ranks' time.
-
-    Attributes:
-        seconds: Time per minibatch: the median, with its interval.
-        speed_up: Speed-up over the baseline, with its interval; ``None`` without common minibatches.
-        doubt: Why the speed-up means nothing; empty if it means something. See Note [When a speed-up means something].
-        idle: Fraction of waiting; ``None`` where a rank does not see all its waits.
-        estimated_idle: The same by the planner's cost; ``None`` where `Run.estimates` are empty.
-        over_bound: Time over the busy time of the busiest rank, minus 1; ``None`` where `idle` is.
-        settling: Fraction of settle and publish, waiting left out.
-        processor: Fraction of the machine's cores that was busy.
-        peak_bytes: Memory of the rank that took most, its window left out.
-        window_bytes: Size of its window.
-        bytes_read: Bytes of shards that a rank read from peers in a minibatch, on average.
-        stolen: Microbatches per minibatch that another rank ran than was planned.
-        minibatches: Number of timed ones.
-        tokens: Tokens predicted in all of them, on all ranks.
-        total: Seconds of all of them.
-    """
+    """What one combination measured over all repetitions; fractions are of all ranks' time."""
 
     combination: Combination
-    seconds: Interval
+    seconds: Interval  # time per minibatch: the median, with its interval
+    # Speed-up over the baseline, with its interval; ``None`` without common minibatches
     speed_up: Interval | None
+    # why the speed-up means nothing; empty if it means something. See Note [When a speed-up means something].
     doubt: str
-    idle: float | None
-    estimated_idle: float | None
-    over_bound: float | None
-    settling: float
-    processor: float
-    peak_bytes: int
-    window_bytes: int
-    bytes_read: int
-    stolen: float
-    minibatches: int
-    tokens: int
-    total: float
+    idle: float | None  # fraction of waiting; ``None`` where a rank does not see all its waits
+    estimated_idle: float | None  # the same by the planner's cost; ``None`` where `Run.estimates` are empty
+    over_bound: float | None  # time over the busy time of the busiest rank, minus 1; ``None`` where `idle` is
+    settling: float  # fraction of settle and publish, waiting left out
+    processor: float  # fraction of the machine's cores that was busy
+    peak_bytes: int  # memory of the rank that took most, its window left out
+    window_bytes: int  # size of its window
+    bytes_read: int  # bytes of shards that a rank read from peers in a minibatch, on average
+    stolen: float  # microbatches per minibatch that another rank ran than was planned
+    minibatches: int  # number of timed ones
+    tokens: int  # tokens predicted in all of them, on all ranks
+    total: float  # seconds of all of them
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -192,21 +153,13 @@ class Row:
 
 @dataclass
 class Split:
-    """A speed-up as a product.
+    """A speed-up as a product."""
 
-    Attributes:
-        slow: The slower combination.
-        fast: The faster one.
-        total: Product of all factors.
-        doubt: Why it means nothing; empty if it means something.
-        factors: Name of the cause, and its factor with an interval.
-    """
-
-    slow: Combination
-    fast: Combination
-    total: Interval
-    doubt: str
-    factors: list[tuple[str, Interval]]
+    slow: Combination  # the slower combination
+    fast: Combination  # the faster one
+    total: Interval  # product of all factors
+    doubt: str  # why it means nothing; empty if it means something
+    factors: list[tuple[str, Interval]]  # name of the cause, and its factor with an interval
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -214,12 +167,8 @@ class Split:
 
 
 def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interval:
-    """See Note [Confidence intervals].
-
-    Args:
-        values: Array ``[n]`` or ``[n, k]``.
-        statistic: A function of an array ``[..., n]`` or ``[..., n, k]``, over ``n``.
-    """
+    """See Note [Confidence intervals]."""
+    # ``values`` are ``[n]`` or ``[n, k]``; the statistic takes ``[..., n]`` or ``[..., n, k]``, over ``n``.
     array = np.asarray(values, dtype=np.float64)
     value = float(statistic(array))
     if len(array) < 2:
@@ -249,14 +198,8 @@ def ratio_interval(slow: dict[Key, float], fast: dict[Key, float]) -> Interval |
 
 
 def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
-    """Why a speed-up means nothing on this machine; empty if it means something.
-
-    See Note [When a speed-up means something].
-
-    Args:
-        slow: Seconds of the slower combination by repetition and minibatch.
-        fast: Seconds of the faster one.
-    """
+    """Why a speed-up means nothing on this machine; empty if it means something."""
+    # See Note [When a speed-up means something].
     whole = ratio_interval(slow, fast)
     if whole is None or slow == fast:
         return ""
@@ -389,10 +332,8 @@ def _cause(slow: Combination, fast: Combination) -> str:
 
 
 def loss_difference(runs: Sequence[Run]) -> float:
-    """The largest relative difference between the losses of one minibatch under any two combinations.
-
-    Infinite if a loss is NaN or infinite.
-    """
+    """The largest relative difference between the losses of one minibatch under any two combinations."""
+    # Infinite if a loss is NaN or infinite.
     losses: dict[int, list[float]] = {}
     for run in runs:
         for index in range(run.count):
@@ -401,10 +342,8 @@ def loss_difference(runs: Sequence[Run]) -> float:
 
 
 def relative_spread(losses: Sequence[float]) -> float:
-    """Largest minus smallest over the size of the smallest; infinite if one of them is NaN or infinite.
-
-    Comparisons with NaN are false: ``max`` and ``min`` alone would pass over it.
-    """
+    """Largest minus smallest over the size of the smallest; infinite if one of them is NaN or infinite."""
+    # Comparisons with NaN are false: ``max`` and ``min`` alone would pass over it.
     if not all(map(math.isfinite, losses)):
         return math.inf
     return (max(losses) - min(losses)) / max(abs(min(losses)), 1e-12)

@@ -29,11 +29,7 @@ Watch = Callable[[Combination, int], Sequence[Callback]]
 
 
 def run_train(outcome: Outcome, watch: Watch | None = None) -> int:
-    """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
-
-    Raises:
-        OptionError: the options cannot work.
-    """
+    """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C."""
     check(outcome.workload)
     if outcome.options.output is not None:
         prepare_output(outcome.options.output)
@@ -46,16 +42,7 @@ def run_train(outcome: Outcome, watch: Watch | None = None) -> int:
 
 
 def train_all(outcome: Outcome, watch: Watch | None = None) -> None:
-    """Fill the outcome's runs.
-
-    Args:
-        outcome: The outcome, with the options filled in and checked.
-        watch: Callbacks that every rank gets in addition, by combination and repetition.
-
-    Raises:
-        RankFailedError: a rank raised or ended.
-        KeyboardInterrupt: Ctrl-C; the ranks have ended.
-    """
+    """Fill the outcome's runs."""
     options, where = outcome.options, outcome.placement
     with _progress(options) as advance, Ranks(options.ranks, PRELOAD, where.enter, where.backend) as ranks:
         for repetition, combination in itertools.product(range(options.repetitions), options.runs):
@@ -79,11 +66,7 @@ def _hear(run: Run, advance: Callable[[], None], rank: int, record: MinibatchRec
 
 
 def check(workload: Workload) -> None:
-    """What needs to look at devices, models, lengths and memory.
-
-    Raises:
-        OptionError: devices, the model, the lengths or memory do not suffice for them.
-    """
+    """What needs to look at devices, models, lengths and memory."""
     options = workload.options
     place(options.device, options.ranks)
     needed = options.ranks * options.samples_per_rank

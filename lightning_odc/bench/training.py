@@ -31,24 +31,15 @@ from lightning_odc.strategy.options import Options
 
 
 def fit(
-    rank: int,
-    world_size: int,
-    workload: Workload,
-    combination: Combination,
-    callbacks: Sequence[Callback] = (),
+    rank: int,  # the rank of this process
+    world_size: int,  # the number of ranks
+    workload: Workload,  # what is trained
+    combination: Combination,  # the combination to train
+    callbacks: Sequence[Callback] = (),  # more callbacks for the trainer
     *,
-    tell: Tell,
+    tell: Tell,  # a function that takes the records
 ) -> Totals:
-    """Train one combination on this rank; reports a `MinibatchRecord` after each minibatch.
-
-    Args:
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        workload: What is trained.
-        combination: The combination to train.
-        callbacks: More callbacks for the trainer.
-        tell: A function that takes the records.
-    """
+    """Train one combination on this rank; reports a `MinibatchRecord` after each minibatch."""
     placement = place(workload.options.device, world_size)
     _begin_memory(placement.devices[rank])
     by_hand = combination.communication == "ddp"
@@ -64,14 +55,10 @@ def fit(
 
 
 class ByHand:
-    """The microbatches of a minibatch as one batch, a list, for a strategy that knows no `Minibatch`.
-
-    Args:
-        loader: A loader with ``unroll=True``.
-    """
+    """The microbatches of a minibatch as one batch, a list, for a strategy that knows no `Minibatch`."""
 
     def __init__(self, loader: BalancedDataLoader) -> None:
-        self._loader = loader
+        self._loader = loader  # a loader with ``unroll=True``
 
     def __iter__(self) -> Iterator[list[tuple[Any, float]]]:
         microbatches = []
@@ -87,18 +74,11 @@ Books = tuple[dict[str, float], float, float, int]
 
 
 class MinibatchRecorder(Callback):
-    """Reports every minibatch after it has ended.
-
-    Args:
-        tell: A function that takes a `MinibatchRecord`.
-
-    Attributes:
-        totals: The totals of this rank, after the fit.
-    """
+    """Reports every minibatch after it has ended."""
 
     def __init__(self, tell: Tell) -> None:
-        self.totals = Totals()
-        self._tell = tell
+        self.totals = Totals()  # the totals of this rank, after the fit
+        self._tell = tell  # a function that takes a `MinibatchRecord`
         self._began: float | None = None
         self._before: Books = ({}, 0.0, 0.0, 0)
         self._done: MinibatchRecord | None = None
@@ -198,10 +178,9 @@ def make_trainer(
 
 
 def _balancing(workload: Workload, combination: Combination, placement: Placement) -> dict[str, Any]:
-    """What ``strategy="odc"`` chooses, and what the options say otherwise.
-
-    The policy goes by name, because ``"auto"`` leaves samples of equal length alone, which a control compares.
-    """
+    """What ``strategy="odc"`` chooses, and what the options say otherwise."""
+    # The policy goes by name, because ``"auto"`` leaves samples of equal length alone, which a control
+    # compares.
     communication: Any = combination.communication
     policy = Options(communication=communication).policy(
         len(placement.devices), indexed=True, device_type=placement.devices[0].type

@@ -38,23 +38,15 @@ _STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published 
 
 
 class Workload:
-    """What is trained under given options, the same on every rank.
+    """What is trained under given options, the same on every rank."""
 
-    Args:
-        options: The options of the benchmark.
-
-    Attributes:
-        max_tokens: The most tokens of a microbatch; ``None``: those of the longest sample.
-        units: Types of modules that become units; ``None``: the strategy finds them.
-        weighting: How the loader counts what is predicted.
-    """
-
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # the most tokens of a microbatch; ``None``: those of the longest sample
+    # types of modules that become units; ``None``: the strategy finds them
     units: set[type[nn.Module]] | None = None
-    weighting: Literal["token", "next_token"] = "next_token"
+    weighting: Literal["token", "next_token"] = "next_token"  # how the loader counts what is predicted
 
     def __init__(self, options: TrainOptions) -> None:
-        self.options = options
+        self.options = options  # the options of the benchmark
 
     @property
     def samples(self) -> Samples:
@@ -83,13 +75,8 @@ class Workload:
         return []
 
     def check(self) -> int:
-        """Whether the model can read the samples; returns the bytes of host memory that it takes on one rank.
-
-        These are its state and its logits; of a model on a GPU, its parameters before they go there.
-
-        Raises:
-            OptionError: it cannot.
-        """
+        """Whether the model can read the samples; returns the bytes of host memory that it takes on one rank."""
+        # These are its state and its logits; of a model on a GPU, its parameters before they go there.
         options = self.options
         config = find_config(options.model, self.longest)
         limit = getattr(config, "max_position_embeddings", None)
@@ -151,10 +138,8 @@ class Workload:
         )
 
     def estimated_idle(self, combination: Combination, count: int) -> list[float]:
-        """The idle part of all ranks' time in the first ``count`` minibatches, estimated from the planner's cost.
-
-        The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
-        """
+        """The idle part of all ranks' time in the first ``count`` minibatches, estimated from the planner's cost."""
+        # The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
         if combination.changes_plans or self.options.cost_of(combination) in ("fitted", "auto"):
             return []
         loader, lengths, evaluate = self.loader(combination, 0), self.samples.lengths, cost_under(combination)
@@ -176,15 +161,10 @@ def _samples(lengths: str, max_length: int | None, seed: int) -> Samples:
 
 @dataclass(frozen=True)
 class ComparedOptions(BatchOptions):
-    """Options of what is compared here and not offered by the loader.
+    """Options of what is compared here and not offered by the loader."""
 
-    Attributes:
-        compared: a policy of `lightning_odc.bench.options.POLICIES`.
-        samples_per_microbatch: samples that run together where each runs alone otherwise.
-    """
-
-    compared: str = "lb_mini"
-    samples_per_microbatch: int = 1
+    compared: str = "lb_mini"  # a policy of `lightning_odc.bench.options.POLICIES`
+    samples_per_microbatch: int = 1  # samples that run together where each runs alone otherwise
 
     def planner(
         self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
@@ -200,18 +180,13 @@ class ComparedOptions(BatchOptions):
 
 @dataclass(frozen=True)
 class Dealer(Planner):
-    """Gives each rank every ``num_ranks``-th sample; needs as many samples on every rank.
+    """Gives each rank every ``num_ranks``-th sample; needs as many samples on every rank."""
 
-    For example, lengths ``[3, 9, 5, 1, 4, 2]`` on two ranks, two samples together: rank 0 has samples 0, 2 and 4. It
-    runs them as ``[[2, 4], [0]]`` if they are sorted by length, as ``[[0, 2], [4]]`` otherwise.
+    # For example, lengths ``[3, 9, 5, 1, 4, 2]`` on two ranks, two samples together: rank 0 has samples 0, 2
+    # and 4. It runs them as ``[[2, 4], [0]]`` if they are sorted by length, as ``[[0, 2], [4]]`` otherwise.
 
-    Args:
-        sort: Whether a rank runs its longest samples first.
-        together: How many samples are a microbatch.
-    """
-
-    sort: bool = True
-    together: int = 1
+    sort: bool = True  # whether a rank runs its longest samples first
+    together: int = 1  # how many samples are a microbatch
 
     def plan(self, lengths: Any) -> Plan:
         array, plan = as_lengths(lengths), []

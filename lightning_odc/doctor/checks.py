@@ -18,19 +18,13 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        topic: The thing that was looked at, in one or two words.
-        level: ``"ok"``, ``"warning"`` (it works, with a restriction), or ``"error"`` (the strategy cannot run so).
-        message: The finding, in one sentence.
-        remedy: What to do; empty if there is nothing to do.
-    """
-
-    topic: str
+    topic: str  # the thing that was looked at, in one or two words
+    # ``"ok"``, ``"warning"`` (it works, with a restriction), or ``"error"`` (the strategy cannot run so)
     level: Level
-    message: str
-    remedy: str = ""
+    message: str  # the finding, in one sentence
+    remedy: str = ""  # what to do; empty if there is nothing to do
 
     @property
     def text(self) -> str:

@@ -31,39 +31,25 @@ _PATIENCE = 60
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts. The defaults are those of a machine on which everything works, without GPUs.
+    """Facts. The defaults are those of a machine on which everything works, without GPUs."""
 
-    Attributes:
-        system: ``"Linux"``, and other names that Python has for systems.
-        kernel: The release of the kernel.
-        processor: ``"x86_64"``, for example.
-        python: The version of Python.
-        kernel_trouble: What went wrong when a kernel feature was tried, by the name of the probe; empty where it works.
-        memory: What is left below every limit of host memory.
-        shm: Bytes that are free in ``/dev/shm``; ``None`` without it.
-        open_files: The most files that a process may open.
-        network_trouble: What went wrong with the network, by the name of the probe.
-        versions: Versions of the installed packages; ``None`` if one is missing.
-        import_trouble: Why this package cannot be imported; empty if it can.
-        devices: The GPUs.
-        gpu_without_torch: There is an NVIDIA GPU that this torch cannot use.
-        nccl: Whether torch has NCCL.
-    """
-
-    system: str = "Linux"
-    kernel: str = "6.8"
-    processor: str = "x86_64"
+    system: str = "Linux"  # ``"Linux"``, and other names that Python has for systems
+    kernel: str = "6.8"  # the release of the kernel
+    processor: str = "x86_64"  # ``"x86_64"``, for example
     python: str = "3.11.9"
+    # what went wrong when a kernel feature was tried, by the name of the probe; empty where it works
     kernel_trouble: Mapping[str, str] = field(default_factory=dict)
-    memory: Sequence[Room] = ()
-    shm: int | None = 2**34
-    open_files: int = 2**16
+    memory: Sequence[Room] = ()  # what is left below every limit of host memory
+    shm: int | None = 2**34  # bytes that are free in ``/dev/shm``; ``None`` without it
+    open_files: int = 2**16  # the most files that a process may open
+    # what went wrong with the network, by the name of the probe
     network_trouble: Mapping[str, str] = field(default_factory=dict)
+    # versions of the installed packages; ``None`` if one is missing
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    import_trouble: str = ""
+    import_trouble: str = ""  # why this package cannot be imported; empty if it can
     devices: Sequence[DeviceFacts] = ()
-    gpu_without_torch: bool = False
-    nccl: bool = True
+    gpu_without_torch: bool = False  # there is an NVIDIA GPU that this torch cannot use
+    nccl: bool = True  # whether torch has NCCL
 
 
 def look() -> Machine:

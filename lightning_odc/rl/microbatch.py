@@ -17,17 +17,11 @@ from lightning_odc.rl.rollout import Rollout
 
 
 class Whole(NamedTuple):
-    """What a whole minibatch counts, on all ranks together.
+    """What a whole minibatch counts, on all ranks together."""
 
-    Attributes:
-        sequences: Its roll-outs.
-        tokens: The tokens of their responses.
-        ranks: The ranks that share it.
-    """
-
-    sequences: int
-    tokens: int
-    ranks: int
+    sequences: int  # its roll-outs
+    tokens: int  # the tokens of their responses
+    ranks: int  # the ranks that share it
 
 
 @dataclass(frozen=True)

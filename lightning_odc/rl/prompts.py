@@ -33,19 +33,12 @@ _MEETS = ("collective", "lockstep")
 
 
 class _Share(NamedTuple):
-    """The message of a rank to the others, as a JSON list of these fields.
+    """The message of a rank to the others, as a JSON list of these fields."""
 
-    Attributes:
-        prompts: JSON texts.
-        costs: Costs of the prompts.
-        order: places of the prompts in the order in which they are sampled, the most expensive first.
-        seed: a random number.
-    """
-
-    prompts: list[str]
-    costs: list[float]
-    order: list[int]
-    seed: int
+    prompts: list[str]  # JSON texts
+    costs: list[float]  # costs of the prompts
+    order: list[int]  # places of the prompts in the order in which they are sampled, the most expensive first
+    seed: int  # a random number
 
 
 def claim_prompts(

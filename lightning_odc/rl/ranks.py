@@ -16,21 +16,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share roll-outs.
+    """The ranks that share roll-outs."""
 
-    Attributes:
-        rank: This rank.
-        count: The number of ranks.
-        device: The device of this rank.
-        meets: Whether ranks wait for each other in every microbatch, so that all need equally many.
-        engine: What they meet through; ``None`` in a process of its own.
-    """
-
-    rank: int = 0
-    count: int = 1
-    device: torch.device = CPU
+    rank: int = 0  # this rank
+    count: int = 1  # the number of ranks
+    device: torch.device = CPU  # the device of this rank
+    # whether ranks wait for each other in every microbatch, so that all need equally many
     meets: bool = False
-    engine: Engine | None = None
+    engine: Engine | None = None  # what they meet through; ``None`` in a process of its own
 
     @classmethod
     def of(cls, strategy: Any) -> Ranks:
@@ -40,22 +33,9 @@ class Ranks:
         return cls(strategy.global_rank, count, strategy.root_device, meets, strategy.engine)
 
     def gather(self, kind: str, own: Tensor, note: Any = None) -> tuple[list[Tensor], list[Any]]:
-        """What every rank has, in rank order. All ranks together.
-
-        Ranks meet through the engine first, which finds out that another one has failed, and how much each has. Then
-        one collective moves the bytes, which are too many for the engine's mailboxes.
-
-        Args:
-            kind: What they meet for, in words.
-            own: ``[b]`` uint8 on the CPU; ``b`` may differ from rank to rank.
-            note: Anything small that JSON can hold.
-
-        Returns:
-            The bytes of every rank on the CPU, and the notes.
-
-        Raises:
-            PeerFailedError: another rank raised or died on its way here.
-        """
+        """What every rank has, ``[b]`` uint8 on the CPU, with its note, in rank order. All ranks together."""
+        # Ranks meet through the engine first, which finds out that another one has failed, and how much each
+        # has. Then one collective moves the bytes, which are too many for the engine's mailboxes.
         if self.engine is None:
             return [own], [note]
         told = self.engine.exchange(kind, [len(own), note])
@@ -73,15 +53,7 @@ class Ranks:
 
 
 def strategy_of(where: Any, call: str) -> Any:
-    """The strategy of a trainer, of its module, or of a ``Fabric``.
-
-    Args:
-        where: One of these.
-        call: What the user wrote, for the message.
-
-    Raises:
-        TypeError: it is not a strategy of this package.
-    """
+    """The strategy of a trainer, of its module, or of a ``Fabric``."""
     strategy = getattr(getattr(where, "trainer", where), "strategy", None)
     if not hasattr(type(strategy), "engine"):
         raise TypeError(

@@ -134,11 +134,7 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def to_bytes(rollouts: Sequence[Rollout]) -> Tensor:
-    """Roll-outs as ``[b]`` uint8 on the CPU, see Note [Bytes of roll-outs].
-
-    Raises:
-        TypeError: metadata that JSON cannot hold.
-    """
+    """Roll-outs as ``[b]`` uint8 on the CPU, see Note [Bytes of roll-outs]."""
     header = [
         [
             len(one),

@@ -22,13 +22,9 @@ Round = list[list[float]]
 
 
 class Channel:
-    """One rank's end of a channel between all ranks. This one is that of a world of one.
+    """One rank's end of a channel between all ranks. This one is that of a world of one."""
 
-    Attributes:
-        capacity: the most numbers to send at once.
-    """
-
-    capacity: int = sys.maxsize
+    capacity: int = sys.maxsize  # the most numbers to send at once
 
     def __init__(self) -> None:
         self._rounds: list[Round] = []
@@ -97,16 +93,11 @@ class _Pending(NamedTuple):
 
 
 class SideChannel(Channel):
-    """Sends numbers through a separate process group while training goes on; no step waits for them.
-
-    Args:
-        capacity: The most numbers to send, the same on all ranks.
-        timeout: The time after which `finish` and `agree` give up.
-    """
+    """Sends numbers through a separate process group while training goes on; no step waits for them."""
 
     def __init__(self, capacity: int, timeout: timedelta) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.capacity = capacity  # the most numbers to send, the same on all ranks
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._pending: deque[_Pending] = deque()
 

@@ -35,17 +35,11 @@ class Window(NamedTuple):
 
 
 class KernelRecord(NamedTuple):
-    """Something that a device did: a kernel, a copy, a filling of memory.
+    """Something that a device did: a kernel, a copy, a filling of memory."""
 
-    Attributes:
-        name: What the profiler calls it.
-        begin: Nanoseconds of a clock that is this device's alone.
-        end: Nanoseconds of the same clock.
-    """
-
-    name: str
-    begin: int
-    end: int
+    name: str  # what the profiler calls it
+    begin: int  # nanoseconds of a clock that is this device's alone
+    end: int  # nanoseconds of the same clock
 
     @property
     def is_collective(self) -> bool:
@@ -54,12 +48,9 @@ class KernelRecord(NamedTuple):
 
 
 def kernel_records(events: Iterable[Any]) -> list[KernelRecord]:
-    """What ran on the device, in the order in which it began.
-
-    Args:
-        events: Those of ``torch.profiler.profile.events()``. The host's events are left out, and so are the ranges of
-            ``record_function``, which the profiler also draws beside the kernels that were launched inside.
-    """
+    """What ran on the device, in the order in which it began."""
+    # The host's events are left out, and so are the ranges of ``record_function``, which the profiler also
+    # draws beside the kernels that were launched inside.
     found = [
         KernelRecord(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
         for event in events
@@ -91,14 +82,8 @@ def durations(records: Iterable[KernelRecord]) -> dict[str, list[int]]:
 
 
 def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]] | None:
-    """Nanoseconds that every collective takes when all have come: those of the rank that came last.
-
-    Args:
-        by_rank: Every rank's `durations` of the same steps.
-
-    Returns:
-        By name, in order; ``None`` if the ranks ran different collectives, so that it is unknown which belong together.
-    """
+    """Nanoseconds that every collective takes when all have come: those of the rank that came last."""
+    # ``None`` if the ranks ran different collectives, so that it is unknown which belong together.
     counts = [{name: len(of_name) for name, of_name in one.items()} for one in by_rank]
     if any(one != counts[0] for one in counts):
         return None
@@ -109,13 +94,7 @@ def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
 
 
 def waited(records: Sequence[KernelRecord], window: Window, transfer: Mapping[str, Sequence[int]]) -> float:
-    """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel].
-
-    Args:
-        records: All of this device's, in order.
-        window: A part of what they cover.
-        transfer: What `transfers` returned for the same records of all ranks.
-    """
+    """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel]."""
     left = {name: iter(of_name) for name, of_name in transfer.items()}
     waits = [
         record._replace(end=record.end - next(left[record.name]))

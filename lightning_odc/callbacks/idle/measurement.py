@@ -31,15 +31,11 @@ from lightning_odc.strategy.odc import ODCStrategy
 
 
 class StepMeter:
-    """Measures from one optimizer step to the next by the monotonic clock. Stands still at first.
-
-    Attributes:
-        running: Whether time counts.
-    """
+    """Measures from one optimizer step to the next by the monotonic clock. Stands still at first."""
 
     def __init__(self, waits: Callable[[], dict[IdleCause, float]]) -> None:
         self._waits = waits
-        self.running = False
+        self.running = False  # whether time counts
         self._began = 0.0
         self._waited: dict[IdleCause, float] = {}
         self._step = StepNumbers(0.0)
@@ -74,10 +70,9 @@ class StepMeter:
 
 
 class CallCounter:
-    """Reports every outermost call of a module, with its first argument, or ``None`` if it has keywords alone.
+    """Reports every outermost call of a module, with its first argument, or ``None`` if it has keywords alone."""
 
-    Outermost: a ``training_step`` that calls ``self(batch)`` is still one microbatch.
-    """
+    # Outermost: a ``training_step`` that calls ``self(batch)`` is still one microbatch.
 
     def __init__(self, module: nn.Module, seen: Callable[[Any], None]) -> None:
         self._depth = 0
@@ -113,15 +108,7 @@ _PATIENCE = timedelta(minutes=30)
 
 
 class IdleMeasurement:
-    """Measures steps on this rank and learns every other rank's. Begin it on all ranks together.
-
-    Attributes:
-        recent: The steps since `take_recent`.
-        epoch: The steps since `take_epoch`.
-
-    Raises:
-        RuntimeError: there is no way to compare the ranks.
-    """
+    """Measures steps on this rank and learns every other rank's. Begin it on all ranks together."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         gloo = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
@@ -131,7 +118,7 @@ class IdleMeasurement:
         self._stream_waits = None if stream is None else StreamWaits(stream)
         self.watch = watch_for(trainer, module, self._stream_waits)
         self._channel = _channel_for(trainer, self.watch)
-        self.recent, self.epoch = IdleSummary(), IdleSummary()
+        self.recent, self.epoch = IdleSummary(), IdleSummary()  # steps since they were last taken
         self._comparable = True
         self._global_step = trainer.global_step
         self._steps: deque[int] = deque()
@@ -139,13 +126,13 @@ class IdleMeasurement:
         self._broadcasts: list[Passage] = []
         self._in_batch = False
         self._meter = StepMeter(self._waits)
-        self._data = DataClock(
-            cast(Any, trainer).profiler,
+        loop: Any = trainer
+        self._data = loop.profiler = DataClock(
+            loop.profiler,
             on_fetch=self._fetch,
             waited=lambda: sum(self.watch.waits().values()),
             waits=self._stream_waits,
         )
-        self._data.install(trainer)
         self._calls: CallCounter | None = None
         if isinstance(trainer.strategy, ODCStrategy):
             assert trainer.strategy.model is not None
@@ -229,8 +216,6 @@ class IdleMeasurement:
         """The values over the steps since the last call, which is one epoch ago."""
         summary, self.epoch = self.epoch, IdleSummary()
         return summary.values(self.complete, per_rank)
-
-    # -- internals ----------------------------------------------------------------------------------------
 
     def _add(self, rounds: list[Round]) -> Iterator[int]:
         for numbers in rounds:

@@ -15,11 +15,6 @@ from lightning_odc.callbacks.idle.measurement import IdleMeasurement
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
 
-_SAMPLES = (
-    "DeviceIdleMonitor profiles single steps, for about 1 % of the time: on GPUs, only the records of kernels show who "
-    "waits in a collective. Meanwhile no other torch.profiler can run."
-)
-
 
 class DeviceIdleMonitor(Callback):
     """Logs how long devices waited, for what, and how unevenly they were loaded, per optimizer step and per epoch.
@@ -81,7 +76,11 @@ class DeviceIdleMonitor(Callback):
             self._measurement = IdleMeasurement(trainer, pl_module)
         self.complete = True
         self._look_for_gaps(trainer)
-        self._tell_of_samples()
+        if self.complete and self._measurement.watch.samples:
+            rank_zero_info(
+                "DeviceIdleMonitor profiles single steps, for about 1 % of the time: on GPUs, only the records of "
+                "kernels show who waits in a collective. Meanwhile no other torch.profiler can run."
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -138,8 +137,6 @@ class DeviceIdleMonitor(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._release(trainer)
 
-    # -- internals ----------------------------------------------------------------------------------------
-
     def _log_steps(self, trainer: pl.Trainer, measurement: IdleMeasurement, steps: Iterator[int]) -> bool:
         """Log whenever enough steps have come together; returns whether they ever had."""
         interval = self.every_n_steps or cast(Any, trainer).log_every_n_steps
@@ -167,10 +164,6 @@ class DeviceIdleMonitor(Callback):
                     f"{type(logger).__name__} cannot log what DeviceIdleMonitor measures, so it gets no more of it: "
                     f"{type(error).__name__}: {error}"
                 )
-
-    def _tell_of_samples(self) -> None:
-        if self._measurement is not None and self._measurement.watch.samples and self.complete:
-            rank_zero_info(_SAMPLES)
 
     def _look_for_gaps(self, trainer: pl.Trainer) -> None:
         """Say once what is not measured."""

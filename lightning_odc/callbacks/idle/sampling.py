@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -40,7 +40,7 @@ from lightning_odc.callbacks.idle.kernels import (
     transfers,
     waited,
 )
-from lightning_odc.callbacks.idle.stream_waits import Moment, StreamWaits
+from lightning_odc.callbacks.idle.stream_waits import StreamWaits
 from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.idle.watch import Watch
 
@@ -50,35 +50,16 @@ _PATIENCE = 2.0  # seconds after an error for the device to come to its end
 _TIMEOUT = timedelta(minutes=30)  # of ranks that agree
 
 
-class DeviceProfile(Protocol):
-    """A profiler of one device, used again and again."""
-
-    def start(self) -> None:
-        """Record from now on. Waits for the device.
-
-        Raises:
-            RuntimeError: The device cannot be profiled.
-        """
-        ...
-
-    def stop(self) -> list[KernelRecord]:
-        """What ran since the start; the last record is of something that was launched now. Waits for the device."""
-        ...
-
-    def abandon(self) -> None:
-        """Stop recording after an error, and drop what was recorded."""
-        ...
-
-
 class CudaProfile:
-    """``torch.profiler`` on the activity of a device alone."""
+    """``torch.profiler`` on the activity of a device alone, used again and again."""
 
-    def __init__(self, device: torch.device, mark: Callable[[], Moment]) -> None:
+    def __init__(self, device: torch.device, mark: Callable[[], torch.cuda.Event]) -> None:
         self._device = device
         self._mark = mark
         self._profile: Any = None
 
     def start(self) -> None:
+        """Record from now on. Waits for the device."""
         if profiler_is_running():
             raise RuntimeError("another torch.profiler is running")
         torch.cuda.synchronize(self._device)
@@ -87,6 +68,7 @@ class CudaProfile:
         self._profile = profile
 
     def stop(self) -> list[KernelRecord]:
+        """What ran since the start; the last record is of something that was launched now. Waits for the device."""
         profile, self._profile = self._profile, None
         torch.ones(1, device=self._device)
         torch.cuda.synchronize(self._device)
@@ -97,6 +79,7 @@ class CudaProfile:
         return records
 
     def abandon(self) -> None:
+        """Stop recording after an error, and drop what was recorded."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -109,39 +92,29 @@ class CudaProfile:
 
 
 class StepSampler:
-    """Profiles one step in many. See Note [A step under the profiler]. All ranks do everything together.
-
-    Args:
-        mark: Marks a moment on the compute stream.
-        profile: The profiler of this device.
-        agree: Returns every rank's item, in rank order.
-        comparable: Every collective is one of all ranks.
-
-    Attributes:
-        measuring: The step that runs now is the one that counts.
-        trouble: Why there are no samples, or no more, the same on all ranks; empty while there are.
-        comparable: The same, and all ranks have run the same collectives so far.
-    """
+    """Profiles one step in many. See Note [A step under the profiler]. All ranks do everything together."""
 
     def __init__(
         self,
-        mark: Callable[[], Moment],
-        profile: DeviceProfile,
-        agree: Callable[[Any], list[Any]],
-        comparable: bool = True,
+        mark: Callable[[], torch.cuda.Event],  # marks a moment on the compute stream
+        profile: CudaProfile,
+        agree: Callable[[Any], list[Any]],  # returns every rank's item, in rank order
+        comparable: bool = True,  # every collective is one of all ranks
     ) -> None:
+        # why there are no samples, or no more, the same on all ranks; empty while there are
         self.trouble = ""
-        self.comparable = comparable
+        self.comparable = comparable  # and all ranks have run the same collectives so far
         self._mark = mark
         self._profile = profile
         self._agree = agree
         self._steps, self._due, self._discarded = 0, _FIRST, 0
         self._running = False
-        self._begin: Moment | None = None
+        self._begin: torch.cuda.Event | None = None
         self._cost = 0.0
 
     @property
     def measuring(self) -> bool:
+        """The step that runs now is the one that counts."""
         return self._begin is not None
 
     def try_out(self) -> None:
@@ -150,12 +123,9 @@ class StepSampler:
             self._together(self._stop)
 
     def end_step(self, numbers: StepNumbers) -> None:
-        """A step has ended. Begins a sample if one is due; completes the numbers of the step that counts.
-
-        Args:
-            numbers: The numbers of the step. If it is the step that counts, they get its time on the device, the parts
-                of that time, and the waiting inside collectives if the ranks can be compared.
-        """
+        """A step has ended. Begins a sample if one is due; completes the numbers of the step that counts."""
+        # The step that counts gets its time on the device, the parts of that time, and the waiting inside
+        # collectives if the ranks can be compared.
         self._steps += 1
         if self._begin is not None:
             self._finish(numbers, self._begin)
@@ -178,9 +148,7 @@ class StepSampler:
         self._running, self._begin = False, None
         _attempt(self._profile.abandon)
 
-    # -- internals ----------------------------------------------------------------------------------------
-
-    def _finish(self, numbers: StepNumbers, begin: Moment) -> None:
+    def _finish(self, numbers: StepNumbers, begin: torch.cuda.Event) -> None:
         began, end = time.monotonic(), self._mark()
         records: list[KernelRecord] = []
         error = _attempt(lambda: records.extend(self._stop()))

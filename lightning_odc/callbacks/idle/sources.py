@@ -28,17 +28,16 @@ from lightning_odc.strategy.odc import ODCStrategy
 
 
 class GradientWatch(Watch):
-    """DDP: where data parallel ranks wait. Enters by the public hook after a parameter's gradient.
+    """DDP: where data parallel ranks wait. Enters by the public hook after a parameter's gradient."""
 
-    DDP reduces gradients bucket by bucket beside the backward pass, and only the end of ``backward`` waits for all of
-    them. A rank hands in its last bucket when its last gradient is there; no rank leaves before all have done so. So
-    from its own last gradient to the last rank's last gradient a rank waits, and what follows is moving bytes. It is
-    one collective per backward pass in the sense of Note [Waiting inside a collective], entered with the last gradient
-    and left with the end of ``backward``. Backward passes of batches that only accumulate do not meet and do not count.
-
-    On CUDA devices moments are events on the compute stream, read when they have passed, without waiting for them;
-    as events of different devices have no common clock, meetings are given as ``(-duration, 0)``.
-    """
+    # DDP reduces gradients bucket by bucket beside the backward pass, and only the end of ``backward`` waits
+    # for all of them. A rank hands in its last bucket when its last gradient is there; no rank leaves before
+    # all have done so. So from its own last gradient to the last rank's last gradient a rank waits, and what
+    # follows is moving bytes. It is one collective per backward pass in the sense of Note [Waiting inside a
+    # collective], entered with the last gradient and left with the end of ``backward``. Backward passes of
+    # batches that only accumulate do not meet and do not count.
+    # On CUDA devices moments are events on the compute stream, read when they have passed, without waiting for
+    # them; as events of different devices have no common clock, meetings are given as ``(-duration, 0)``.
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(complete=True)
@@ -110,24 +109,15 @@ class _CudaStamps(_HostStamps):
 
 
 class MeetingTracer(Tracer):
-    """Remembers when this rank entered and left each collective, and nothing else.
+    """Tells when this rank entered and left each collective, and nothing else."""
 
-    Attributes:
-        meetings: Meetings since they were last taken.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, meet: Callable[[Passage], None]) -> None:
         super().__init__(capacity=0)
-        self.meetings: list[Passage] = []
+        self._meet = meet
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
         if kind in COLLECTIVES:
-            self.meetings.append(Passage(begin, time.monotonic_ns()))
-
-    def take_meetings(self) -> list[Passage]:
-        """The meetings since the last call."""
-        meetings, self.meetings = self.meetings, []
-        return meetings
+            self._meet(Passage(begin, time.monotonic_ns()))
 
 
 class CollectiveWatch(Watch):
@@ -136,11 +126,8 @@ class CollectiveWatch(Watch):
     def __init__(self, engine: Engine) -> None:
         super().__init__(complete=True)
         self._traced = engine
-        self._tracer = MeetingTracer()
+        self._tracer = MeetingTracer(lambda passage: self._meetings.append(passage))
         engine.listen(self._tracer)
-
-    def take_meetings(self) -> list[Passage]:
-        return self._tracer.take_meetings()
 
     def release(self) -> None:
         self._traced.unlisten(self._tracer)
@@ -165,11 +152,10 @@ class TimedComm:
 
 
 class ShardedWatch(Watch):
-    """``ModelParallelStrategy`` on CPUs: the comm objects of the modules that the user gave to ``fully_shard``.
+    """``ModelParallelStrategy`` on CPUs: the comm objects of the modules that the user gave to ``fully_shard``."""
 
-    Each is put behind a `TimedComm` by the public setter and put back by `release`. A collective among some ranks
-    only (tensor parallel, hybrid sharding) cannot be compared over all: then ``complete`` turns false.
-    """
+    # Each is put behind a `TimedComm` by the public setter and put back by `release`. A collective among some
+    # ranks only (tensor parallel, hybrid sharding) cannot be compared over all: then ``complete`` turns false.
 
     def __init__(self, model: Any) -> None:
         super().__init__(complete=True)
@@ -238,39 +224,31 @@ def _meets_all(strategy: Any) -> bool:
 
 
 class DataClock(Profiler):
-    """Wraps the trainer's profiler, passes everything on, and times the gap between two batches.
+    """Wraps the trainer's profiler, passes everything on, and times the gap between two batches."""
 
-    Lightning tells its profiler about every hook it calls, and when the training loop asks the loader for a batch and
-    has got it. The fetching is waiting for data, and nothing else lies in it.
-
-    Right before it fetches a batch, Lightning's training loop (2.6) broadcasts from rank 0 whether the job was told to
-    end. A rank that comes before rank 0 waits there, which no hook shows. The wait lies in the gap between the last
-    profiled hook of a batch and the next fetching, and beside it the gap has only what the rank logs. So a rank waits
-    for rank 0 from its own begin of the gap to rank 0's begin, up to the time that it takes to log.
-
-    Args:
-        inner: The trainer's own profiler.
-        on_fetch: Called whenever a batch is about to be fetched, with that gap: the end of the last profiled action
-            and the present, in nanoseconds of the monotonic clock.
-        waited: The seconds for which this rank has waited for other ranks so far. A loader that plans with them does
-            so while it fetches.
-        waits: Receives the time spent fetching, on a device that runs ahead of its host.
-
-    Attributes:
-        seconds: Seconds spent fetching so far, without what ``waited`` counts.
-        seen: Whether a batch was ever fetched.
-    """
+    # Lightning tells its profiler about every hook it calls, and when the training loop asks the loader for a
+    # batch and has got it. The fetching is waiting for data, and nothing else lies in it.
+    # Right before it fetches a batch, Lightning's training loop (2.6) broadcasts from rank 0 whether the job
+    # was told to end. A rank that comes before rank 0 waits there, which no hook shows. The wait lies in the
+    # gap between the last profiled hook of a batch and the next fetching, and beside it the gap has only what
+    # the rank logs. So a rank waits for rank 0 from its own begin of the gap to rank 0's begin, up to the time
+    # that it takes to log.
 
     def __init__(
         self,
-        inner: Profiler,
+        inner: Profiler,  # the trainer's own profiler
+        # called whenever a batch is about to be fetched, with that gap: the end of the last profiled action and
+        # the present, in nanoseconds of the monotonic clock
         on_fetch: Callable[[int, int], None],
+        # the seconds for which this rank has waited for other ranks so far. A loader that plans with them does
+        # so while it fetches.
         waited: Callable[[], float],
+        # receives the time spent fetching, on a device that runs ahead of its host
         waits: StreamWaits | None = None,
     ) -> None:
         super().__init__()
-        self.seconds = 0.0
-        self.seen = False
+        self.seconds = 0.0  # seconds spent fetching so far, without what ``waited`` counts
+        self.seen = False  # whether a batch was ever fetched
         self._inner = inner
         self._on_fetch = on_fetch
         self._waited = waited
@@ -319,10 +297,6 @@ class DataClock(Profiler):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)
-
-    def install(self, trainer: Any) -> None:
-        """Take the place of the trainer's profiler."""
-        trainer.profiler = self
 
     def remove(self, trainer: Any) -> None:
         """Give the place back. Idempotent."""

@@ -18,7 +18,7 @@ Recording the events does not wait. They are read when they have passed, sometim
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -27,18 +27,6 @@ from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.waiting import Cause
-
-
-class Moment(Protocol):
-    """A place in a stream: a ``torch.cuda.Event`` that measures time, recorded."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this one to another; both must have passed."""
-        ...
 
 
 class ComputeStream:
@@ -52,7 +40,7 @@ class ComputeStream:
         """Follow the stream that is current now. The training thread calls this."""
         self._stream = torch.cuda.current_stream(self._device)
 
-    def mark(self) -> Moment:
+    def mark(self) -> torch.cuda.Event:
         """The moment at which the stream has done all work so far. Any thread, any current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
@@ -64,27 +52,18 @@ def compute_stream(device: torch.device) -> ComputeStream | None:
     return ComputeStream(device) if device.type == "cuda" else None
 
 
-class _StreamWait(NamedTuple):
-    cause: IdleCause
-    begin: Moment
-    end: Moment
-
-
 class StreamWaits:
-    """Seconds in which a stream had nothing to do because its host waited. See Note [Idle on a stream].
-
-    Attributes:
-        stream: The stream on which the model computes.
-        counting: Whether waits that begin now count.
-        causes: What can be waited for here. A cause without a wait is zero, not unknown.
-    """
+    """Seconds in which a stream had nothing to do because its host waited. See Note [Idle on a stream]."""
 
     def __init__(self, stream: ComputeStream) -> None:
         self.stream = stream
-        self.counting = False
+        self.counting = False  # whether waits that begin now count
+        # what can be waited for here. A cause without a wait is zero, not unknown.
         self.causes: set[IdleCause] = set()
-        self._begun: list[tuple[IdleCause, Moment] | None] = []
-        self._ended: deque[_StreamWait] = deque()
+        self._begun: list[tuple[IdleCause, torch.cuda.Event] | None] = []
+        self._ended: deque[tuple[IdleCause, torch.cuda.Event, torch.cuda.Event]] = (
+            deque()
+        )  # cause, begin, end
 
     def enter(self, cause: IdleCause) -> None:
         """The host begins to wait. Waits may nest."""
@@ -94,15 +73,13 @@ class StreamWaits:
         """The host has waited."""
         begun = self._begun.pop() if self._begun else None
         if begun is not None:
-            self._ended.append(_StreamWait(*begun, self.stream.mark()))
+            self._ended.append((*begun, self.stream.mark()))
 
     def take(self) -> dict[IdleCause, float]:
-        """Seconds by cause of the waits that the stream has passed since the last call. Does not wait.
-
-        What it has not passed yet counts in the step after, so every step of every rank has its numbers at once.
-        """
+        """Seconds by cause of the waits that the stream has passed since the last call. Does not wait."""
+        # What it has not passed yet counts in the step after: every step of every rank has its numbers at once.
         seconds = dict.fromkeys(self.causes, 0.0)
-        while self._ended and self._ended[0].end.query():
+        while self._ended and self._ended[0][-1].query():
             cause, begin, end = self._ended.popleft()
             seconds[cause] = seconds.get(cause, 0.0) + begin.elapsed_time(end) / 1e3
         return seconds

@@ -41,28 +41,20 @@ _HEAD = _PARTS + len(DevicePart) + 2
 
 @dataclass
 class StepNumbers:
-    """One rank, one optimizer step. Whatever could not be measured is ``nan``.
+    """One rank, one optimizer step. Whatever could not be measured is ``nan``."""
 
-    Attributes:
-        seconds: length of the step, evaluation not counted.
-        waits: seconds of waiting by cause.
-        microbatches: how many this rank ran.
-        samples: Samples in these microbatches.
-        tokens: Tokens in these microbatches.
-        meetings: when this rank entered and left each collective, in order.
-        broadcasts: when this rank entered and left each broadcast from rank 0, in order.
-        seen: waiting was measured in this step. Where single steps are looked at, it is not in the others.
-        parts: seconds of the step by what the device did, where that is known.
-    """
-
-    seconds: float
-    waits: dict[IdleCause, float] = field(default_factory=dict)
-    microbatches: float = 0
-    samples: float = 0
-    tokens: float = 0
+    seconds: float  # length of the step, evaluation not counted
+    waits: dict[IdleCause, float] = field(default_factory=dict)  # seconds of waiting by cause
+    microbatches: float = 0  # how many this rank ran
+    samples: float = 0  # samples in these microbatches
+    tokens: float = 0  # tokens in these microbatches
+    # when this rank entered and left each collective, in order
     meetings: list[Passage] = field(default_factory=list)
+    # when this rank entered and left each broadcast from rank 0, in order
     broadcasts: list[Passage] = field(default_factory=list)
+    # waiting was measured in this step. Where single steps are looked at, it is not in the others.
     seen: bool = True
+    # seconds of the step by what the device did, where that is known
     parts: dict[DevicePart, float] = field(default_factory=dict)
 
     @property
@@ -111,18 +103,10 @@ class StepNumbers:
 
 
 def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) -> list[float] | None:
-    """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``.
-
-    Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that the
-    one that spent least time inside came last. The error is the time between the first leaving and the last.
-
-    Args:
-        by_rank: the same collectives on every rank, in the same order.
-        common_clock: all ranks' moments are of one clock.
-
-    Returns:
-        By rank; ``None`` if the ranks did not take part in equally many: then it is unknown which belong together.
-    """
+    """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``."""
+    # Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that
+    # the one that spent least time inside came last. The error is the time between the first leaving and the
+    # last. ``None`` if the ranks did not take part in equally many: then it is unknown which belong together.
     if len({len(meetings) for meetings in by_rank}) > 1:
         return None
     waited = [0] * len(by_rank)
@@ -139,22 +123,15 @@ def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | N
     """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock."""
     if len({len(broadcasts) for broadcasts in by_rank}) > 1:
         return None
-    return [
-        sum(
-            max(min(root, left) - entered, 0)
-            for (root, _), (entered, left) in zip(by_rank[0], own, strict=True)
-        )
-        / 1e9
-        for own in by_rank
-    ]
+    waited = []
+    for own in by_rank:
+        pairs = zip(by_rank[0], own, strict=True)
+        waited.append(sum(max(min(root, left) - entered, 0) for (root, _), (entered, left) in pairs) / 1e9)
+    return waited
 
 
 def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
-    """Replace what ranks know alone, the meetings, by what they know together, the waits inside.
-
-    Returns:
-        Whether it was possible.
-    """
+    """Replace the meetings, which ranks know alone, by the waits inside; returns whether that was possible."""
     waited = waits_in_meetings([rank.meetings for rank in ranks], common_clock)
     heard = waits_in_broadcasts([rank.broadcasts for rank in ranks]) if common_clock else None
     met = any(rank.meetings for rank in ranks)
@@ -168,16 +145,11 @@ def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
 
 
 class _Totals:
-    """Sums over optimizer steps.
-
-    Attributes:
-        steps: how many were added.
-        ranks: what every rank did in them.
-    """
+    """Sums over optimizer steps."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.ranks: list[StepNumbers] = []
+        self.steps = 0  # how many were added
+        self.ranks: list[StepNumbers] = []  # what every rank did in them
         self._busiest = 0.0
 
     def add(self, ranks: Sequence[StepNumbers]) -> None:
@@ -200,10 +172,8 @@ class _Totals:
         """Waiting by cause, and what devices did."""
         causes = [cause for cause in IdleCause if any(cause in rank.waits for rank in self.ranks)]
         parts = [part for part in DevicePart if any(part in rank.parts for rank in self.ranks)]
-        waits = {
-            f"idle/{cause}_seconds": [rank.waits.get(cause, 0.0) for rank in self.ranks] for cause in causes
-        }
-        shares = {f"gpu/{part}_seconds": [rank.parts.get(part, 0.0) for rank in self.ranks] for part in parts}
+        waits = {f"idle/{one}_seconds": [rank.waits.get(one, 0.0) for rank in self.ranks] for one in causes}
+        shares = {f"gpu/{one}_seconds": [rank.parts.get(one, 0.0) for rank in self.ranks] for one in parts}
         return {name: self._per_rank_and_step(by_rank) for name, by_rank in {**waits, **shares}.items()}
 
     def work(self) -> dict[str, float]:
@@ -230,7 +200,6 @@ class _Totals:
         }
 
     def work_of(self, index: int) -> dict[str, float]:
-        """`work` of one rank."""
         rank = self.ranks[index]
         return {
             "microbatches": rank.microbatches / self.steps,
@@ -239,27 +208,23 @@ class _Totals:
         }
 
     def balance_of(self, index: int) -> dict[str, float]:
-        """`balance` of one rank."""
         rank = self.ranks[index]
         return {"busy_seconds": rank.busy / self.steps, "idle/fraction": rank.idle_fraction}
 
     def parts_of(self, index: int) -> dict[str, float]:
-        """What the device of one rank did."""
-        return {
-            f"gpu/{part}_seconds": seconds / self.steps for part, seconds in self.ranks[index].parts.items()
-        }
+        parts = self.ranks[index].parts
+        return {f"gpu/{part}_seconds": seconds / self.steps for part, seconds in parts.items()}
 
     def _per_rank_and_step(self, by_rank: Sequence[float]) -> float:
         return sum(by_rank) / len(by_rank) / self.steps
 
 
 class IdleSummary:
-    """Adds up optimizer steps and says what they amount to.
+    """Adds up optimizer steps and says what they amount to."""
 
-    Ratios are ratios of sums, so that a long step counts more than a short one. Seconds and counts are means per
-    optimizer step and rank, so that one step and a whole epoch compare. What is said of waiting is that of the steps
-    in which it was measured, on all ranks.
-    """
+    # Ratios are ratios of sums, so that a long step counts more than a short one. Seconds and counts are means
+    # per optimizer step and rank, so that one step and a whole epoch compare. What is said of waiting is that
+    # of the steps in which it was measured, on all ranks.
 
     def __init__(self) -> None:
         self._all, self._seen = _Totals(), _Totals()
@@ -276,12 +241,9 @@ class IdleSummary:
             self._seen.add(ranks)
 
     def values(self, complete: bool, per_rank: bool) -> dict[str, float]:
-        """What to log, by name; only what was measured.
-
-        Args:
-            complete: all waiting for other ranks was measured. If not, nothing is said about idle as a whole.
-            per_rank: also the single ranks' values, under names that end in ``_rank0``, ``_rank1``, ...
-        """
+        """What to log, by name; only what was measured."""
+        # If not ``complete``, nothing is said about idle as a whole. Single ranks' names end in ``_rank0``,
+        # ``_rank1``, ...
         whole, seen = self._all, self._seen if self._seen.steps else self._all
         if not whole.steps or sum(rank.seconds for rank in whole.ranks) <= 0:
             return {}

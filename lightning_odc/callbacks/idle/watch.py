@@ -10,24 +10,16 @@ from lightning_odc.engine.base import Engine
 
 
 class Watch:
-    """Sees waiting for other ranks. This one sees what the engine has counted, which under some strategies is nothing.
+    """Sees waiting for other ranks: what the engine has counted, which under some strategies is nothing."""
 
-    Args:
-        complete: Whether all the waiting for other ranks that the documentation lists is seen. Without it nothing
-            can be said about idle time as a whole.
-        engine: Counts its waits, on demand and in lockstep.
-        why: Says why it is not complete, if there is more to say than the name of the strategy.
-
-    Attributes:
-        samples: It sees single steps only, those in whose numbers `end_step` sets ``seen``.
-    """
-
-    samples = False
+    samples = False  # it sees single steps only, those in whose numbers `end_step` sets ``seen``
 
     def __init__(self, complete: bool, engine: Engine | None = None, why: str = "") -> None:
+        # whether all the waiting for other ranks that the documentation lists is seen. Without it nothing can
+        # be said about idle time as a whole.
         self.complete = complete
-        self.why = why
-        self._engine = engine
+        self.why = why  # says why it is not complete, if there is more to say than the name of the strategy
+        self._engine = engine  # counts its waits, on demand and in lockstep
         self._meetings: list[Any] = []
 
     def begin_batch(self) -> None:
@@ -50,12 +42,8 @@ class Watch:
         return meetings
 
     def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
-        """When this rank entered and left these collectives, in order.
-
-        Args:
-            taken: What `take_meetings` returned.
-            wait: Wait for a device that has not come so far; else the answer may be ``None``, not yet.
-        """
+        """When this rank entered and left these collectives, in order."""
+        # Without ``wait`` the answer may be ``None``: the device has not come so far.
         return taken
 
     def end_step(self, numbers: StepNumbers) -> None:

@@ -27,13 +27,9 @@ class TimelineFiles:
         self._world_size = world_size
 
     def write_rank(self, own: Timeline, merged: Path | None = None, whole: bool = False) -> None:
-        """Write one rank's file, and all files that are there into one.
-
-        Args:
-            own: The timeline of a single rank.
-            merged: The file to merge into; by default none.
-            whole: Merge only if all ranks' files are there and complete, that is, on the last rank to come here.
-        """
+        """Write one rank's file, and all files that are there into one."""
+        # With ``whole``, merge only if all ranks' files are there and complete, that is, on the last rank to
+        # come here.
         files.write_whole(self._path(own.ranks[0].rank), encode(own))
         if merged is None:
             return
@@ -107,11 +103,7 @@ def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def from_chrome_trace(trace: Any) -> Timeline:
-    """The inverse of `to_chrome_trace`.
-
-    Raises:
-        ValueError: this trace was written by something else.
-    """
+    """The inverse of `to_chrome_trace`."""
     about = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
@@ -156,11 +148,7 @@ def encode(timeline: Timeline) -> bytes:
 
 
 def decode(content: bytes) -> Timeline:
-    """The timeline in a trace file.
-
-    Raises:
-        ValueError: this trace was written by something else, or is damaged.
-    """
+    """The timeline in a trace file."""
     try:
         return from_chrome_trace(json.loads(content))
     except RecursionError as error:
@@ -202,15 +190,8 @@ def remarks(timeline: Timeline) -> list[str]:
 def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
     def named(what: str, value: object, thread: int = 0) -> dict[str, Any]:
         key = "sort_index" if what.endswith("sort_index") else "name"
-        return {
-            "ph": "M",
-            "ts": 0,
-            "dur": 0,
-            "pid": rank.rank,
-            "tid": thread,
-            "name": what,
-            "args": {key: value},
-        }
+        place = {"pid": rank.rank, "tid": thread}
+        return {"ph": "M", "ts": 0, "dur": 0, **place, "name": what, "args": {key: value}}
 
     yield named("process_name", f"rank {rank.rank} on {rank.host}")
     yield named("process_sort_index", rank.rank)
@@ -219,6 +200,9 @@ def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
         yield named("thread_sort_index", thread, thread)
     # Perfetto nests events of equal begin in the order in which they come: the longest first.
     for span in sorted(rank.spans, key=lambda span: (span.begin, -span.end)):
+        thread = _COMMUNICATION if span.kind in _COMMUNICATIONS else _COMPUTE
+        if span.kind == "wait":
+            thread = _WAITING
         yield {
             "ph": "X",
             "name": _title(span),
@@ -226,15 +210,9 @@ def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
             "ts": span.begin / 1000,
             "dur": (span.end - span.begin) / 1000,
             "pid": rank.rank,
-            "tid": _thread(span.kind),
+            "tid": thread,
             "args": span.details,
         }
-
-
-def _thread(kind: str) -> int:
-    if kind == "wait":
-        return _WAITING
-    return _COMMUNICATION if kind in _COMMUNICATIONS else _COMPUTE
 
 
 def _title(span: Span) -> str:

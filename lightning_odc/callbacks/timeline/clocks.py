@@ -34,25 +34,16 @@ class Passage(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """A rank's clock.
+    """A rank's clock."""
 
-    Attributes:
-        host: the machine's name.
-        offset_ns: how far it is ahead of rank 0's clock.
-        uncertainty_ns: how wrong ``offset_ns`` can be, at most. Ranks on one machine share the clock: 0.
-    """
-
-    host: str
-    offset_ns: int = 0
+    host: str  # the machine's name
+    offset_ns: int = 0  # how far it is ahead of rank 0's clock
+    # how wrong ``offset_ns`` can be, at most. Ranks on one machine share the clock: 0.
     uncertainty_ns: int = 0
 
 
 def measure_clocks(exchange: Exchange) -> list[Clock]:
-    """Every rank's clock, in rank order. All ranks together; does not depend on the direction of any message.
-
-    Args:
-        exchange: used once if all ranks are on one machine, and ten times if they are not.
-    """
+    """Every rank's clock, in rank order. All ranks together; does not depend on the direction of any message."""
     machines: list[tuple[str, str]] = exchange((socket.gethostname(), machine()))
     if len({machine for _, machine in machines}) == 1:
         return [Clock(host) for host, _ in machines]
@@ -65,15 +56,15 @@ def measure_clocks(exchange: Exchange) -> list[Clock]:
 
 
 def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequence[Passage]]) -> list[Clock]:
-    """The arithmetic of `measure_clocks`: see Note [Bounds of a clock's offset].
-
-    Args:
-        machines: Host's name and identity of the machine, by rank.
-        passages: Passages of every rank, one per round.
-    """
+    """The arithmetic of `measure_clocks`: see Note [Bounds of a clock's offset]."""
+    # ``machines`` has the host's name and the machine's identity by rank, ``passages`` those of every rank, one
+    # a round.
     bounds: dict[str, list[tuple[int, int]]] = {}
     for (_, machine), mine in zip(machines, passages, strict=True):
-        bounds.setdefault(machine, []).append(offset_bounds(mine, passages[0]))
+        pairs = list(zip(mine, passages[0], strict=True))
+        low = max(own.entered - reference.left for own, reference in pairs)
+        high = min(own.left - reference.entered for own, reference in pairs)
+        bounds.setdefault(machine, []).append((low, high))
     clocks = []
     for host, machine in machines:
         if machine == machines[0][1]:
@@ -84,14 +75,6 @@ def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequenc
         high = min(upper for _, upper in bounds[machine])
         clocks.append(Clock(host, (low + high) // 2, (high - low + 1) // 2))
     return clocks
-
-
-def offset_bounds(mine: Sequence[Passage], reference: Sequence[Passage]) -> tuple[int, int]:
-    """Bounds of how far a clock is ahead of the reference, from their passages through the same exchanges."""
-    pairs = list(zip(mine, reference, strict=True))
-    lower = max(own.entered - other.left for own, other in pairs)
-    upper = min(own.left - other.entered for own, other in pairs)
-    return lower, upper
 
 
 def machine() -> str:

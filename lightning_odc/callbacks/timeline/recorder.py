@@ -92,8 +92,8 @@ class TimelineRecorder(Callback):
         self.timeline = None
         if not self._writable:
             return
-        strategy = trainer.strategy
-        engine = strategy.engine if isinstance(strategy, ODCStrategy) else None
+        strategy: Any = trainer.strategy
+        odc = strategy if isinstance(strategy, ODCStrategy) else None
         name, origin = _exchange((secrets.token_hex(8), time.monotonic_ns()))[0]
         clocks = measure_clocks(_exchange)
         alone = trainer.world_size == 1
@@ -101,16 +101,16 @@ class TimelineRecorder(Callback):
             name=name,
             origin_ns=origin,
             world_size=trainer.world_size,
-            strategy=_describe(strategy),
+            strategy=type(strategy).__name__ + (f", {odc.communication}" if odc else ""),
             notes=_blind_spots(trainer),
-            waits=alone or (isinstance(strategy, ODCStrategy) and strategy.communication != "collective"),
+            waits=alone or (odc is not None and odc.communication != "collective"),
         )
         clock = clocks[trainer.global_rank if len(clocks) > 1 else 0]
         self._files = TimelineFiles(self.dirpath, run.name, run.world_size)
         self._files.remove_rank(trainer.global_rank)  # of an earlier run
-        self._recording = Recording(
-            run, trainer.global_rank, clock, self.capacity, engine, _forwarded(trainer, pl_module)
-        )
+        engine = odc.engine if odc else None
+        called: Any = odc.model if odc else pl_module  # its call is a microbatch
+        self._recording = Recording(run, trainer.global_rank, clock, self.capacity, engine, called)
 
     # -- what happens -------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class TimelineRecorder(Callback):
             return
         recording.release()
         recording.complete = recording.complete or self.steps is None
-        by_rank = _gather(zlib.compress(encode(recording.timeline()), level=1))
+        by_rank = _exchange(zlib.compress(encode(recording.timeline()), level=1), to_all=False)
         if not trainer.is_global_zero:
             return
         timeline = merge([decode(zlib.decompress(content)) for content in by_rank])
@@ -198,8 +198,6 @@ class TimelineRecorder(Callback):
         if self._recording is not None:
             self._recording.release()
         self._recording = None
-
-    # -- internals ----------------------------------------------------------------------------------------
 
     def _wants(self, step: int) -> bool:
         return self.steps is None or step in self.steps
@@ -234,11 +232,6 @@ def _as_range(steps: Any) -> range | None:
     return steps
 
 
-def _describe(strategy: Any) -> str:
-    name = type(strategy).__name__
-    return f"{name}, {strategy.communication}" if isinstance(strategy, ODCStrategy) else name
-
-
 def _blind_spots(trainer: pl.Trainer) -> list[str]:
     """What cannot be seen under this strategy, in sentences."""
     strategy, notes = trainer.strategy, []
@@ -254,26 +247,15 @@ def _blind_spots(trainer: pl.Trainer) -> list[str]:
     return notes
 
 
-def _forwarded(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
-    """The module whose call is a microbatch."""
-    return trainer.strategy.model if isinstance(trainer.strategy, ODCStrategy) else module
-
-
-def _exchange(item: T) -> list[T]:
-    """Every rank's item, in rank order; only this rank's where there is no process group."""
+def _exchange(item: T, to_all: bool = True) -> list[T]:
+    """Every rank's item, in rank order, on all ranks or on rank 0; this rank's alone without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [item]
     items: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
-
-
-def _gather(item: T) -> list[T]:
-    """Every rank's item on rank 0; the result on other ranks has no meaning."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [item]
-    items: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(item, items if dist.get_rank() == 0 else None)
+    if to_all:
+        dist.all_gather_object(items, item)
+    else:
+        dist.gather_object(item, items if dist.get_rank() == 0 else None)
     return items
 
 

@@ -19,11 +19,10 @@ _UNKNOWN = object()
 
 
 class MicrobatchTracer(Tracer):
-    """A tracer that numbers the forward and backward passes of an optimizer step.
+    """A tracer that numbers the forward and backward passes of an optimizer step."""
 
-    A backward pass belongs to the forward pass before it, once; one without (the loss of an empty share) stays
-    without a number.
-    """
+    # A backward pass belongs to the forward pass before it, once; one without (the loss of an empty share)
+    # stays without a number.
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -60,14 +59,10 @@ class MicrobatchTracer(Tracer):
 
 
 class Phases:
-    """Forward, backward and optimizer, one after another, from Lightning's hooks, if there is no engine.
-
-    Args:
-        tracer: The tracer that gets the spans.
-    """
+    """Forward, backward and optimizer, one after another, from Lightning's hooks, if there is no engine."""
 
     def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+        self._tracer = tracer  # the tracer that gets the spans
         self._kind = ""
         self._begin = 0
 
@@ -89,52 +84,31 @@ _FIRST_PAUSE = 2.0
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the ranks of a recording agreed on when training began.
+    """What the ranks of a recording agreed on when training began."""
 
-    Attributes:
-        name: distinguishes this run from earlier ones in the same directory.
-        origin_ns: rank 0's clock at the beginning.
-        world_size: number of ranks.
-        strategy: Name of the strategy, for people.
-        notes: what cannot be seen under this strategy.
-        waits: whether the engine traces waits.
-    """
-
-    name: str
-    origin_ns: int
-    world_size: int
-    strategy: str
-    notes: list[str]
-    waits: bool
+    name: str  # distinguishes this run from earlier ones in the same directory
+    origin_ns: int  # rank 0's clock at the beginning
+    world_size: int  # number of ranks
+    strategy: str  # name of the strategy, for people
+    notes: list[str]  # what cannot be seen under this strategy
+    waits: bool  # whether the engine traces waits
 
 
 class Recording:
-    """What one rank has recorded so far. Call `release` at the end.
-
-    Args:
-        run: What the ranks agreed on.
-        rank: The rank of this process.
-        clock: The clock of this process.
-        capacity: The most spans to keep.
-        engine: The engine, which traces what it does, or ``None`` to go by Lightning's hooks alone.
-        module: The module whose inputs are looked at to count tokens.
-
-    Attributes:
-        step: The optimizer step that is being recorded, if one is.
-        complete: Whether all that was asked for is recorded.
-    """
+    """What one rank has recorded so far. Call `release` at the end."""
 
     def __init__(
         self, run: RunFacts, rank: int, clock: Clock, capacity: int, engine: Engine | None, module: nn.Module
     ) -> None:
-        self.run = run
+        self.run = run  # what the ranks agreed on
         self.rank = rank
         self.clock = clock
         self.tracer = MicrobatchTracer(capacity)
-        self.step: int | None = None
-        self.complete = False
+        self.step: int | None = None  # the optimizer step that is being recorded, if one is
+        self.complete = False  # whether all that was asked for is recorded
+        # the engine, which traces what it does, or ``None`` to go by Lightning's hooks alone
         self._engine = engine
-        self._module = module
+        self._module = module  # the module whose inputs are looked at to count tokens
         self._phases = Phases(self.tracer) if engine is None else None
         self._hook: RemovableHandle | None = None
         self._step_began = 0
@@ -235,8 +209,6 @@ class Recording:
         """Saving began at ``began`` and ends now."""
         now = time.monotonic()
         self._not_before = now + max(_FIRST_PAUSE, (now - began) / _OVERHEAD)
-
-    # -- internals ----------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         if self._hook is not None:
