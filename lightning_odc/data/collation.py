@@ -24,36 +24,23 @@ Shapes = dict[Path, Shape]
 
 
 def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: LengthArray) -> Collation | None:
-    """How ``collate_fn`` lays out a microbatch.
-
-    It is called with the shortest sample, with the longest one, with both, and if that fails with the shortest one
-    twice. What tells is how the shapes of the batches go together::
-
-        [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
-                        (1, 16), (1, 24), together (2, 24)      pads to a multiple of 8
-                        (1, 32), (1, 32), together (2, 32)      pads to 32
-                        (1, 12), (1, 12), together (2, 12)      pads to 12, and cuts
-                        (1, 10), (1, 17), together (1, 27)      packs
-                        a list of (10,), (17,)                  keeps apart
-                        an error                                stacks what is equally long
-
-    Args:
-        collate_fn: The function to try.
-        sample: Returns a sample by its index.
-        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers. Of rows of numbers, the first one tells.
-
-    Returns:
-        ``None`` if it is none of these, or raises.
-    """
+    """How ``collate_fn`` lays out a microbatch; ``None`` if in none of the known ways, or if it raises."""
     if not len(lengths):
         return None
-    several, lengths = lengths.ndim == 2, first_number(lengths)
+    several, lengths = lengths.ndim == 2, first_number(lengths)  # of rows of numbers, the first one tells
 
     def shapes_of(*indices: int) -> Shapes:
-        return _shapes(
-            collate_fn([deepcopy(sample(index)) for index in indices])
-        )  # it may change its samples
+        # it may change its samples
+        return _shapes(collate_fn([deepcopy(sample(index)) for index in indices]))
 
+    # The shapes of the shortest sample, of the longest one and of both together tell:
+    #   [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
+    #                   (1, 16), (1, 24), together (2, 24)      pads to a multiple of 8
+    #                   (1, 32), (1, 32), together (2, 32)      pads to 32
+    #                   (1, 12), (1, 12), together (2, 12)      pads to 12, and cuts
+    #                   (1, 10), (1, 17), together (1, 27)      packs
+    #                   a list of (10,), (17,)                  keeps apart
+    #                   an error                                stacks what is equally long
     ends = short, long = int(lengths.argmin()), int(lengths.argmax())
     try:
         alone = shapes_of(short), shapes_of(long)
@@ -85,14 +72,12 @@ def _runs(function: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def _telling(alone: tuple[Shapes, Shapes], together: Shapes, tokens: list[int] | None) -> Path | None:
-    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not.
-
-    Where samples have several numbers, a tensor with the first ones, ``tokens``, in its shapes goes before all.
-    """
+    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not."""
     common = [path for path in together if path in alone[0] and path in alone[1]]
 
     def rank(path: Path) -> tuple[bool, ...]:
         short, long = alone[0][path], alone[1][path]
+        # Where samples have several numbers, a tensor with the first ones in its shapes goes before all.
         is_other = tokens is not None and tokens not in map(list, zip(short, long, strict=False))
         return is_other, "input_ids" not in path, short == long
 
@@ -122,15 +107,10 @@ def _joins(short: Shape, long: Shape, both: Shape) -> bool:
 
 
 def _paddings(columns: Sequence[int], lengths: LengthArray, cuts: bool) -> list[Collation]:
-    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may.
-
-    Args:
-        columns: Tokens of the rows of the short sample, the long one, and both.
-        lengths: ``[2]`` tokens of the two samples.
-        cuts: Whether equal rows that are shorter than the long sample are its beginning, and not something else.
-    """
+    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may."""
     short, long, both = columns
     if short == long and lengths[0] < lengths[1]:  # no sample is outside these two
+        # Equal rows that are shorter than the long sample are its beginning if `cuts`, else something else.
         return [Collation("padded", fixed=both)] if cuts or both >= lengths[1] else []
     padded = [Collation("padded", multiple) for multiple in _MULTIPLES]
     return [one for one in padded if one.row_lengths(lengths).tolist() == [short, long]] or [

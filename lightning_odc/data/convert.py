@@ -22,26 +22,10 @@ def balanced_from(
     *,
     batches: int = 1,
     seed: int | None = None,
-    distributed_sampler: Literal["refuse", "replace"] = "refuse",
+    distributed_sampler: Literal["refuse", "replace"] = "refuse",  # "replace": Lightning put it in
     **options: Any,
 ) -> BalancedDataLoader:
-    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and batch on average.
-
-    Taken over are data set, batch size, order (shuffled or not), ``collate_fn``, ``drop_last``, the generator's seed
-    and all that concerns workers. By default no microbatch has more tokens than the largest batch of ``dataloader``.
-
-    Args:
-        dataloader: A loader with torch's own sampling; a `BalancedDataLoader` is returned as it is.
-        batches: Batches of the loader that make up a minibatch. ``drop_last`` leaves out what does not fill a batch.
-        seed: See `BalancedDataLoader`; by default that of the loader's generator, if it has one.
-        distributed_sampler: what to do with torch's ``DistributedSampler``: refuse it, since samples would be dealt
-            out to ranks twice, or replace it by the loader's own dealing, where Lightning put it in.
-        **options: Other arguments of `BalancedDataLoader`.
-
-    Raises:
-        TypeError: it is not a ``DataLoader``.
-        ValueError: it samples in a way that cannot be taken over, or what `BalancedDataLoader` raises.
-    """
+    """Balance the samples that ``dataloader`` yields, with ``batch_size`` samples per rank and batch on average."""
     if isinstance(dataloader, BalancedDataLoader):
         return dataloader
     if not isinstance(dataloader, DataLoader):
@@ -49,6 +33,7 @@ def balanced_from(
             f"Only a torch DataLoader can be balanced, got {type(dataloader).__name__}. Write "
             "BalancedDataLoader(dataset, minibatch_size=8, ...), or yield `Minibatch`es yourself."
         )
+    # Options not given here are the loader's own. By default no microbatch has more tokens than its largest batch.
     size = _batch_size(dataloader)
     balanced = BalancedDataLoader(
         dataloader.dataset,

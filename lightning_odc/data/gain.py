@@ -28,49 +28,29 @@ _MOST_MINIBATCHES = 16
 
 @dataclass(frozen=True)
 class Gain:
-    """What a plan says about batches as they come and about balanced minibatches.
+    """What a plan says about batches as they come and about balanced minibatches."""
 
-    Attributes:
-        idle: The part of all ranks' time in which they wait, as batches come.
-        balanced_idle: The same for balanced minibatches.
-        padding: The part of the computed tokens that is padding, as batches come.
-        balanced_padding: The same for balanced minibatches.
-        balanced: The time of balanced minibatches, in the unit of the cost.
-        factor: The time as batches come, over the time of balanced minibatches.
-        shortest: Tokens of the shortest sample that was looked at; of rows of numbers, by the first one.
-        longest: Tokens of the longest one.
-    """
-
-    idle: float
-    balanced_idle: float
-    padding: float
-    balanced_padding: float
-    balanced: float
-    factor: float
-    shortest: int
-    longest: int
+    idle: float  # the part of all ranks' time in which they wait, as batches come
+    balanced_idle: float  # the same for balanced minibatches
+    padding: float  # the part of the computed tokens that is padding, as batches come
+    balanced_padding: float  # the same for balanced minibatches
+    balanced: float  # the time of balanced minibatches, in the unit of the cost
+    factor: float  # the time as batches come, over the time of balanced minibatches
+    shortest: int  # tokens of the shortest sample that was looked at; of rows of numbers, by the first one
+    longest: int  # tokens of the longest one
 
 
 def planned_gain(
     lengths: LengthArray, batch_size: int, batches: int, planner: Planner, own: Collation | None = None
 ) -> Gain:
-    """Compare batches as they come with balanced minibatches of the same samples.
-
-    As they come, ranks wait for each other at every batch, since Lightning meets there. Balanced, they wait once per
-    optimizer step, or at every microbatch under a policy for collectives.
-
-    Args:
-        lengths: ``[n]`` tokens of samples in the order they come, at least one; or ``[n, d]`` numbers.
-        batch_size: Samples of a batch on one rank.
-        batches: Batches of an optimizer step.
-        planner: What balances; its cost is that of both.
-        own: What the ``collate_fn`` makes of batches as they come; by default the planner's collation.
-    """
+    """Compare batches as they come with balanced minibatches; ``own`` is the collation of batches as they come."""
     num_ranks = planner.num_ranks
     balanced_as: Any = {"cost": planner.cost, "collation": planner.collation}
     come_as: Any = {"cost": planner.cost, "collation": own or planner.collation}
     size = batch_size * batches * num_ranks
     whole = lengths[: len(lengths) // size * size or len(lengths)]
+    # As they come, ranks wait at every batch, since Lightning meets there. Balanced, they wait once per optimizer
+    # step, or at every microbatch under a policy for collectives.
     evaluate = collective_cost if planner.policy in COLLECTIVE_SAFE else on_demand_cost
     come, balanced = _Sum(), _Sum()
     for part in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:

@@ -75,17 +75,12 @@ class History(Generic[Known]):
 
 
 class DelayedCost(History[LearntCost | None]):
-    """A cost that learns, as each plan may use it, ``None`` before it knows more than without measurements.
-
-    Args:
-        cost: The cost that learns.
-        fits: Whether this rank is the one that fits it.
-    """
+    """A cost that learns, as each plan may use it, ``None`` before it knows more than without measurements."""
 
     def __init__(self, cost: FittedCost | AutoCost, fits: bool) -> None:
         super().__init__(cost.snapshot())
         self.cost = cost
-        self._fits = fits
+        self._fits = fits  # whether this rank is the one that fits the cost
         self._unfitted: list[Observation] = []  # the latest measurements
 
     @property
@@ -105,10 +100,7 @@ class DelayedCost(History[LearntCost | None]):
         return isinstance(self.cost, FittedCost) or number < _ALL_UP_TO or number % _THEN_EACH == 0
 
     def post(self, number: int) -> list[Any] | None:
-        """What this rank tells the others at the end of the step with minibatch ``number``, besides its measurements.
-
-        Fits what all ranks had measured up to the step before.
-        """
+        """What this rank tells the others at the end of a step: the cost fitted to times up to the step before."""
         if not self._fits or not self._unfitted:
             return None
         self.cost.observe(self._unfitted)
@@ -159,11 +151,7 @@ class RanOut(NamedTuple):
 
 
 class DelayedCap(History["int | list[int]"]):
-    """Caps that fall, as each plan may use them; see Note [Plans of what everybody knows].
-
-    They are a function of what ran out, so they are equal on all ranks. They begin with ``cap``, or with one number for
-    each rank.
-    """
+    """Caps that fall, equal on all ranks, as each plan may use them; see Note [Plans of what everybody knows]."""
 
     def __init__(self, num_ranks: int, cap: int | Sequence[int], least: int) -> None:
         self._first = [cap] * num_ranks if isinstance(cap, int) else list(cap)
@@ -225,15 +213,10 @@ class DelayedCap(History["int | list[int]"]):
 
 @dataclass(frozen=True)
 class Learning:
-    """What learns, if anything does.
+    """What learns, if anything does."""
 
-    Attributes:
-        cost: How long microbatches take.
-        cap: How much memory they may take.
-    """
-
-    cost: DelayedCost | None = None
-    cap: DelayedCap | None = None
+    cost: DelayedCost | None = None  # how long microbatches take
+    cap: DelayedCap | None = None  # how much memory they may take
 
     def begin(self, lag: int) -> None:
         """A pass begins, whose plans are that many minibatches behind. All count minibatches alike from here on."""

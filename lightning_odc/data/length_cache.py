@@ -38,16 +38,7 @@ def remembered(
     compute: Callable[[], LengthArray],
     directory: str | Path | Literal[False] | None = None,
 ) -> LengthArray:
-    """The ``count`` lengths under ``key``; computed if there are none, and kept if that took :data:`WORTH_SECONDS`.
-
-    Args:
-        key: Hexadecimal text.
-        count: The number of lengths there must be.
-        compute: Finds the lengths. What it raises is passed on.
-        directory: The folder that keeps them. By default it is the environment variable ``LIGHTNING_ODC_CACHE``, else
-            ``lightning-odc`` in the user's cache directory (``XDG_CACHE_HOME``, else ``~/.cache``). ``False``, or
-            ``off`` in the environment variable, keeps nothing.
-    """
+    """The lengths under a hexadecimal key; computed if there are none, and kept if that took :data:`WORTH_SECONDS`."""
     folder = cache_folder(directory)
     if folder is None:
         return compute()
@@ -102,15 +93,11 @@ def cache_folder(directory: str | Path | Literal[False] | None) -> Path | None:
 
 
 def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
-    """Hexadecimal text that differs for data sets whose lengths should not be mistaken for each other's.
-
-    It covers the class, the number of samples, a Hugging Face fingerprint if there is one, the function that
-    measures samples, and content and length of the first, the last and up to 64 samples between them. A change
-    elsewhere, in a data set of the same class and size, is not noticed here; the loader compares every sample that it
-    reads with its remembered length.
-    """
+    """Hexadecimal text that differs for data sets whose lengths should not be mistaken for each other's."""
     # The first, the last, and some between that follow no period.
     some = np.random.default_rng(len(dataset)).integers(0, len(dataset), _SAMPLED)
+    # A change elsewhere, in a data set of the same class and size, is not noticed here. The loader compares every
+    # sample that it reads with its remembered length.
     facts = {
         "version": _VERSION,
         "class": f"{type(dataset).__module__}.{type(dataset).__qualname__}",

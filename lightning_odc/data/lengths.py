@@ -51,15 +51,12 @@ class LengthsUnknownError(ValueError):
 
 @dataclass(frozen=True)
 class Lengths:
-    """One length per sample of a data set.
+    """One length per sample of a data set."""
 
-    Attributes:
-        values: int64, at least 1 each; or rows of numbers, ``[n, d]``, of which the first is at least 1.
-        source: ``"given"``, ``"attribute"`` (``dataset.lengths``), ``"column"`` (of a Hugging Face data set),
-            ``"length_fn"``, or ``"samples"`` (every sample was looked at).
-    """
-
+    # int64, at least 1 each; or rows of numbers, `[n, d]`, of which the first is at least 1
     values: LengthArray
+    # "given", "attribute" (`dataset.lengths`), "column" (of a Hugging Face data set), "length_fn", or "samples"
+    # (every sample was looked at)
     source: Source
 
     def __len__(self) -> int:
@@ -82,34 +79,18 @@ def find_lengths(
     length_fn: LengthFunction | None = None,
     cache_dir: str | Path | Literal[False] | None = None,
 ) -> Lengths:
-    """The length of every sample, from the first of these that knows it.
-
-    1. ``lengths``; 2. ``length_fn`` of every sample; 3. ``dataset.lengths``; 4. the ``input_ids``, ``length`` or
-    ``lengths`` column of a Hugging Face data set; 5. every sample itself, see :func:`measure`. A ``Subset`` or
-    ``ConcatDataset`` of data sets that know their lengths by 3 or 4 knows its own. Looking at every sample (2 and 5)
-    is done once and remembered on disk.
-
-    Args:
-        dataset: a map-style data set.
-        lengths: one positive whole number per sample, in anything that numpy takes for an array; or a row of numbers
-            for each.
-        length_fn: the length of a sample, or a row of numbers.
-        cache_dir: The folder for scanned lengths, see :func:`remembered`; ``False``: they are not remembered.
-
-    Raises:
-        LengthsUnknownError: none of the five applies.
-        MemoryError: host memory does not suffice to look at every sample.
-        ValueError: lengths that are missing, not positive, not whole, or not one per sample.
-    """
+    """The length of every sample: as given, by ``length_fn``, as the data set knows it, or of every sample itself."""
     count = len(dataset)
     if lengths is not None:
         return Lengths(checked(lengths, count, "lengths"), "given")
+    # A `Subset` or `ConcatDataset` of data sets that know their lengths knows its own.
     known = _known(dataset) if length_fn is None else None
     if known is not None:
         return Lengths(checked(known.values, count, f"the data set's {known.source}"), known.source)
     if count == 0:
         return Lengths(np.empty(0, dtype=np.int64), "samples")
     source: Source = "samples" if length_fn is None else "length_fn"
+    # Looking at every sample is done once and remembered on disk.
     length_of = length_fn or measure
     key = dataset_key(dataset, length_of)
     values = remembered(key, count, partial(_scan, dataset, length_of), cache_dir)
@@ -117,12 +98,9 @@ def find_lengths(
 
 
 def measure(sample: Any) -> int:
-    """The length of a sample: of its ``"input_ids"``, of itself, or of the first item if it is a tuple.
-
-    A one-dimensional tensor or array has a length, and so has a list or tuple of numbers. A series, ``[T, d]`` of
-    floating-point numbers, has ``T``.
-    """
+    """The length of a sample: of its ``"input_ids"``, of itself, or of the first item if it is a tuple."""
     first = sample[0] if isinstance(sample, tuple) and sample else sample
+    # A series, `[T, d]` of floating-point numbers, has the length T.
     length = len(first) if _is_series(first) else _length(sample)
     if length is None:
         raise LengthsUnknownError(

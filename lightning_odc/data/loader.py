@@ -58,7 +58,7 @@ from lightning_odc.data.reading import (
     named_deaths,
 )
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
-from lightning_odc.data.trial import TrialSamples, spread_out
+from lightning_odc.data.split import TrialSamples, spread_out
 from lightning_odc.data.weighting import Rule
 
 Reading = MapReading | StreamReading
@@ -195,26 +195,15 @@ class BalancedDataLoader:
     # -- what a strategy finds out ------------------------------------------------------------------------
 
     def adapt(self, info: RunInfo, begins: bool = True) -> None:
-        """Take over what a strategy knows; the same on all ranks, and before the first minibatch.
-
-        Args:
-            info: What it knows.
-            begins: Whether a fit begins, maybe of another model, of whose memory nothing is known.
-        """
+        """Take over what a strategy knows; the same on all ranks, and before the first minibatch."""
         self.minibatches_per_step = info.minibatches_per_step
         cap = None if self._reading is None else self._reading.learning.cap
+        # A fit that begins may be of another model, of whose memory nothing is known.
         if info != self._info or (begins and cap is not None and cap.has_learnt):
             self._info, self._reading = info, None
 
     def choose_packing(self, keeps_apart: bool) -> bool:
-        """Decide what ``packing="auto"`` is for a model: packed where plans take less time, by the cost of `adapt`.
-
-        Args:
-            keeps_apart: Whether the model keeps packed samples apart.
-
-        Returns:
-            Whether samples are packed now, whatever ``packing`` is.
-        """
+        """Pack under ``packing="auto"`` if plans then take less time; returns whether samples are packed now."""
         asked = keeps_apart, self._info
         if self.packing == "auto" and self._packing_asked != asked:
             self._packing_asked = asked
@@ -245,11 +234,7 @@ class BalancedDataLoader:
         self._change(weighting=self.asked_weighting, counter=None, whole="")
 
     def keep_whole(self, movable: bool) -> None:
-        """Leave the batches of the user's own loader whole; before the first minibatch.
-
-        Args:
-            movable: Whether ranks may swap batches to be level.
-        """
+        """Leave the user's own batches whole, before the first minibatch; ``movable``: ranks may swap them."""
         policy = self.options.policy if self.options.equal_counts else "lb_micro"
         self.packing = self._packs = False
         self._change(policy=policy, whole="movable" if movable else "fixed")
@@ -264,11 +249,7 @@ class BalancedDataLoader:
         self._instead, self.yields_minibatches = loader, False
 
     def trial_samples(self) -> TrialSamples:
-        """What a loss is tried with. The data set stays as it is.
-
-        Raises:
-            ValueError: It is a stream that can be read only once.
-        """
+        """What a loss is tried with; the data set stays as it is. refuses a stream that can be read only once."""
         dataset = with_own_rng(self._samples)
         with isolated_rng():
             if self.is_stream:
@@ -341,11 +322,7 @@ class BalancedDataLoader:
         return SampleReader(self._samples, collate_fn, self.options.seed).collation(lengths.values)
 
     def planned_gain(self, batches: int = 1) -> Gain | None:
-        """What this loader's plans gain over batches as they come; ``None`` for a stream.
-
-        Args:
-            batches: The number of batches as they come that hold the samples of a minibatch.
-        """
+        """What plans gain over ``batches`` as they come, with the samples of a minibatch; ``None`` for a stream."""
         reading = self._prepare()
         if not isinstance(reading, MapReading):
             return None

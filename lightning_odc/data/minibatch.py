@@ -35,30 +35,21 @@ class NotUnrolledError(TypeError):
 
 
 class Detail(NamedTuple):
-    """What a loader knows about a microbatch besides its content.
+    """What a loader knows about a microbatch besides its content."""
 
-    Attributes:
-        lengths: The tokens of its rows, or of the samples in its one row; those of padding are among them. Where
-            samples have several numbers each, lists of them, tokens first.
-        seed: The seed of the random numbers that belong to it, see Note [Random numbers follow the sample].
-        samples: The samples, where they can be read again.
-    """
-
+    # the tokens of its rows, or of the samples in its one row; those of padding are among them. Where samples have
+    # several numbers each, lists of them, tokens first.
     lengths: list[Any]
+    # the seed of the random numbers that belong to it, see Note [Random numbers follow the sample]
     seed: tuple[int, ...]
-    samples: Samples | None = None
+    samples: Samples | None = None  # the samples, where they can be read again
 
 
 class Samples(NamedTuple):
-    """The samples of a microbatch, by which a part of it can be read.
+    """The samples of a microbatch, by which a part of it can be read."""
 
-    Attributes:
-        indices: Those of the samples in the data set.
-        read: Makes a microbatch of some of them.
-    """
-
-    indices: list[int]
-    read: Callable[[list[int]], Task]
+    indices: list[int]  # those of the samples in the data set
+    read: Callable[[list[int]], Task]  # makes a microbatch of some of them
 
 
 class Microbatch(NamedTuple):
@@ -77,36 +68,17 @@ class Microbatch(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A microbatch to run.
+    """A microbatch to run."""
 
-    Attributes:
-        microbatch: What ``training_step`` gets.
-        weight: Its weight in the gradient.
-        detail: What its loader knows about it, if it does.
-    """
-
-    microbatch: Any
-    weight: float
-    detail: Detail | None
+    microbatch: Any  # what `training_step` gets
+    weight: float  # its weight in the gradient
+    detail: Detail | None  # what its loader knows about it, if it does
 
 
 class Origin:
-    """What the loader that made a `Minibatch` knows about it.
+    """What the loader that made a `Minibatch` knows about it."""
 
-    (Not a dataclass: Lightning's collection helpers would look for tensors inside.)
-
-    Args:
-        details: One per microbatch.
-        by_labels: Whether labels, where microbatches have them, count instead of the planned weights.
-        counter: What is counted in microbatches instead, if that was found out.
-        is_sum: Whether losses are sums, which weights do not multiply.
-
-    Attributes:
-        number: The number of the minibatch, counted from the beginning of training.
-        cost: The cost that learns how long the microbatches took, if there is one.
-        cap: The cap that learns how much memory they took, if there is one.
-    """
-
+    # No dataclass: Lightning's collection helpers would look for tensors inside.
     def __init__(
         self,
         details: list[Detail],
@@ -114,13 +86,13 @@ class Origin:
         counter: Counter | None = None,
         is_sum: bool = False,
     ) -> None:
-        self.details = details
-        self.by_labels = by_labels
-        self.counter = counter
-        self.is_sum = is_sum
-        self.number = 0
-        self.cost: DelayedCost | None = None
-        self.cap: DelayedCap | None = None
+        self.details = details  # one per microbatch
+        self.by_labels = by_labels  # labels, where there are any, count instead of planned weights
+        self.counter = counter  # is counted instead, if that was found out
+        self.is_sum = is_sum  # losses are sums, which weights do not multiply
+        self.number = 0  # of the minibatch, from the beginning of training
+        self.cost: DelayedCost | None = None  # learns how long the microbatches took
+        self.cap: DelayedCap | None = None  # learns how much memory they took
 
     def counted(self, cost: DelayedCost | None, cap: DelayedCap | None = None) -> Origin:
         """The same, for a minibatch that is handed out now; with what learns from it."""
@@ -132,17 +104,9 @@ class Origin:
 
 
 class AllRanks:
-    """What all ranks are planned to do in one minibatch, so that they can help each other.
+    """What all ranks are planned to do in one minibatch, so that they can help each other."""
 
-    (Not a dataclass: Lightning's collection helpers would look for tensors inside.)
-
-    Args:
-        costs: The planned cost of every microbatch by rank, in any unit.
-        weights: The weight of every microbatch by rank.
-        fetch: Makes a microbatch of a rank, by its number, just as that rank's loader would.
-        details: What the loader knows about every microbatch, by rank.
-    """
-
+    # No dataclass: Lightning's collection helpers would look for tensors inside.
     def __init__(
         self,
         costs: list[list[float]],
@@ -150,10 +114,10 @@ class AllRanks:
         fetch: Callable[[int, int], Any],
         details: list[list[Detail]] | None = None,
     ) -> None:
-        self.costs = costs
-        self.weights = weights
-        self.fetch = fetch
-        self.details = details
+        self.costs = costs  # by rank, in any unit
+        self.weights = weights  # by rank
+        self.fetch = fetch  # makes a microbatch of a rank, by its number
+        self.details = details  # by rank
 
     def of(self, ranks: Sequence[int]) -> AllRanks:
         """The plans of some ranks, numbered from 0 in the given order."""

@@ -62,22 +62,16 @@ WEIGHTINGS = ("auto", "label", "token", "next_token", "sample", "sum")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What was found out about a run besides its lengths; the same on all ranks.
+    """What was found out about a run besides its lengths; the same on all ranks."""
 
-    Attributes:
-        prior: What ``cost="auto"`` begins with, if the model tells.
-        dense: Whether attention runs over all tokens of a microbatch, if the model tells.
-        measured: Whether the strategy measures how long microbatches take.
-        repeats: Whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory.
-        minibatches_per_step: The number of minibatches that share an optimizer step.
-        collation: What the ``collate_fn`` makes of the samples of a microbatch; found by the loader.
-    """
-
-    prior: Cost | None = None
-    dense: bool | None = None
-    measured: bool = False
+    prior: Cost | None = None  # what `cost="auto"` begins with, if the model tells
+    dense: bool | None = None  # whether attention runs over all tokens of a microbatch, if the model tells
+    measured: bool = False  # whether the strategy measures how long microbatches take
+    # whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory
     repeats: bool = False
+    # the number of minibatches that share an optimizer step
     minibatches_per_step: int = field(default=1, compare=False)
+    # what the `collate_fn` makes of the samples of a microbatch; found by the loader
     collation: Collation = PACKED
 
     @property
@@ -91,18 +85,7 @@ NOTHING_KNOWN = RunInfo()
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How samples become minibatches, as the user wrote it for a `BalancedDataLoader`; the same on all ranks.
-
-    Attributes:
-        batch_size: Samples of a batch of the user's own loader, if there is one; a divisor of ``minibatch_size``.
-            ``drop_last`` leaves out what does not fill a batch, and by default no microbatch is larger than the largest
-            batch.
-        counter: What is counted in microbatches instead of planned weights, see Note [The loss is tried].
-        whole: Whether the batches of the user's own loader stay whole: ``"movable"`` from rank to rank, or ``"fixed"``.
-
-    Raises:
-        ValueError: a value that the loader does not know.
-    """
+    """How samples become minibatches, as the user wrote it for a `BalancedDataLoader`; the same on all ranks."""
 
     minibatch_size: int
     max_tokens: Caps = None
@@ -114,8 +97,12 @@ class BatchOptions:
     drop_last: bool = False
     window: int = 1
     regroup: bool = False
+    # samples of a batch of the user's own loader, if there is one; a divisor of `minibatch_size`. `drop_last`
+    # leaves out what does not fill a batch, and by default no microbatch is larger than the largest batch.
     batch_size: int | None = None
+    # what is counted in microbatches instead of planned weights, see Note [The loss is tried]
     counter: Counter | None = None
+    # whether the batches of the user's own loader stay whole: "movable" from rank to rank, or "fixed"
     whole: Literal["", "movable", "fixed"] = ""
 
     def __post_init__(self) -> None:
@@ -191,13 +178,11 @@ class BatchOptions:
     def planner(
         self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
     ) -> Planner:
-        """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come.
-
-        A cost that learns is given to each plan as it was at some moment, see Note [Plans of what everybody knows].
-        """
+        """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come."""
         cap = self.max_tokens
         if cap is None and lengths is not None:
             cap = self._largest_batch(lengths, num_replicas, info.collation)
+        # A cost that learns is given to each plan: see Note [Plans of what everybody knows].
         cost = info.first_cost if self.is_auto else "quadratic" if self.learns else self.cost
         policy = cast(Policy, self.policy)
         return Planner(num_replicas, cap, policy, cost, allow_empty=True, collation=info.collation)
@@ -220,11 +205,7 @@ class BatchOptions:
         return max(longest, int(sums.max()))
 
     def delayed_cost(self, num_replicas: int, rank: int, info: RunInfo) -> DelayedCost | None:
-        """The cost, if it is one that learns, for so many ranks; the first one fits it.
-
-        Raises:
-            ValueError: the cost is of another number of ranks.
-        """
+        """The cost, if it is one that learns, for so many ranks; the first one fits it."""
         dense = False if info.collation.kind != "packed" else info.dense
         if self.is_auto and info.measured:
             return DelayedCost(AutoCost(num_replicas, info.first_cost, dense), fits=rank == 0)
@@ -254,11 +235,7 @@ class BatchOptions:
 
 
 class EpochPlan:
-    """The minibatches of all epochs: a pure function of lengths, options and number of ranks (and of what was learnt).
-
-    Raises:
-        ValueError: there are fewer samples than ranks, or ``drop_last`` leaves no minibatch.
-    """
+    """The minibatches of all epochs: a pure function of lengths, options, number of ranks and what was learnt."""
 
     def __init__(
         self, lengths: Lengths, options: BatchOptions, num_replicas: int, info: RunInfo = NOTHING_KNOWN
@@ -296,14 +273,12 @@ class EpochPlan:
         return self.options.count_minibatches(len(self.lengths), self.num_replicas)
 
     def order(self, epoch: int) -> IndexArray:
-        """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it.
-
-        The order is that of torch's ``DistributedSampler``, which deals it out to ranks in turns. So a minibatch holds
-        the samples that the ranks' batches of an optimizer step hold together under stock Lightning.
-        """
+        """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it."""
         if self.options.shuffle and self._epoch != epoch:
             generator = torch.Generator().manual_seed((self.options.seed + epoch) % 2**63)
             self._epoch = epoch
+            # As torch's `DistributedSampler`: a minibatch has the samples that the ranks' batches of an optimizer step
+            # hold together under stock Lightning.
             self._order = torch.randperm(len(self.lengths), generator=generator).numpy()
         return self._order
 
@@ -332,11 +307,7 @@ class EpochPlan:
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
     ) -> MinibatchPlan:
-        """Plan which rank runs which samples in minibatch ``step``, with a cost and caps that were learnt.
-
-        Raises:
-            IndexError: the epoch has no such minibatch.
-        """
+        """Plan which rank runs which samples in minibatch ``step``, with a cost and caps that were learnt."""
         if not 0 <= step < len(self):
             raise IndexError(
                 f"Minibatch {step} is not one of the {len(self)} of an epoch, which count from 0."
@@ -348,10 +319,7 @@ class EpochPlan:
         return MinibatchPlan.of(self.options, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
-        """The cost of every microbatch, by rank, on an average rank, converted to tokens of this minibatch.
-
-        So what ranks measure per unit of cost can be compared, even after the cost has learnt something.
-        """
+        """Every microbatch's cost by rank, in tokens of this minibatch: comparable even after the cost has learnt."""
         flat = [microbatch for rank in plan.microbatches for microbatch in rank]
         lengths = [self.lengths.values[microbatch] for microbatch in flat]
         cost = self.planner.cost if learnt is None else learnt
@@ -363,17 +331,12 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """What all ranks do in one minibatch.
+    """What all ranks do in one minibatch."""
 
-    Attributes:
-        microbatches: Lists of sample indices, for each rank.
-        weights: One number per microbatch, for each rank; 0 for one that only keeps the ranks' counts equal.
-        text: Equal on all ranks that follow the same plan.
-    """
-
-    microbatches: list[list[list[int]]]
+    microbatches: list[list[list[int]]]  # lists of sample indices, for each rank
+    # one number per microbatch, for each rank; 0 for one that only keeps the ranks' counts equal
     weights: list[list[float]]
-    text: str
+    text: str  # equal on all ranks that follow the same plan
 
     @classmethod
     def of(
@@ -386,21 +349,11 @@ class MinibatchPlan:
         learnt: LearntCost | None = None,
         turn: int = 0,
     ) -> MinibatchPlan:
-        """Distribute the samples of one minibatch.
-
-        Args:
-            options: The weights of samples.
-            planner: The planner of these options.
-            indices: ``[n]``, the samples in the data set.
-            lengths: ``[n]``, their lengths, or ``[n, d]``.
-            name: The beginning of the plan's text.
-            learnt: The cost, if it is one that learns.
-            turn: Epoch plus number of the minibatch, see Note [Ranks take turns].
-        """
+        """Distribute the samples ``indices`` of one minibatch; ``name`` begins the plan's text."""
         planner = planner if learnt is None else replace(planner, cost=learnt)
         positions: Any = whole_batches(options, planner, lengths) if options.whole else planner.plan(lengths)
         if learnt is None and not options.whole and _are_alike(planner, lengths):
-            first = turn % planner.num_ranks
+            first = turn % planner.num_ranks  # see Note [Ranks take turns]
             positions = positions[first:] + positions[:first]
         counts = options.sample_weights(lengths)
         if options.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
@@ -424,14 +377,7 @@ class MinibatchPlan:
 
 
 def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray) -> list[list[list[int]]]:
-    """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level.
-
-    Each rank keeps its number of batches, because a loss that couples samples may also communicate. The heaviest batch
-    goes first, each to the rank with the least load that has room. ::
-
-        costs of rank 0, rank 1     9 8 | 2 1     loads 17 and 3
-        levelled                    9 1 | 8 2     loads 10 and 10
-    """
+    """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level."""
     ranks, size = planner.num_ranks, options.batch_size or options.minibatch_size
     own = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
     dealt = [[part[i : i + size] for i in range(0, len(part), size)] for part in own]
@@ -440,6 +386,10 @@ def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray)
     batches = [batch for part in dealt for batch in part]
     sizes = [lengths[batch] for batch in batches]
     costs = average_costs(sizes, planner.cost, ranks, collation=planner.collation)
+    # The heaviest batch goes first, each to the rank with the least load that has room:
+    #   costs of rank 0, rank 1     9 8 | 2 1     loads 17 and 3
+    #   levelled                    9 1 | 8 2     loads 10 and 10
+    # Each rank keeps its number of batches, because a loss that couples samples may also communicate.
     level: list[list[int]] = [[] for _ in range(ranks)]
     for batch in sorted(range(len(batches)), key=lambda index: -costs[index]):
         open_ranks = [rank for rank in range(ranks) if len(level[rank]) < len(dealt[rank])]

@@ -11,16 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Position:
-    """What has been yielded.
+    """What has been yielded."""
 
-    Attributes:
-        epoch: The epoch that is under way.
-        minibatches: The number of its minibatches that are done.
-        microbatches: The number of microbatches done of the next one, where they are yielded one by one.
-    """
-
-    epoch: int = 0
-    minibatches: int = 0
+    epoch: int = 0  # the epoch that is under way
+    minibatches: int = 0  # the number of its minibatches that are done
+    # the number of microbatches done of the next one, where they are yielded one by one
     microbatches: int = 0
 
     @property
@@ -31,31 +26,18 @@ class Position:
 
 @dataclass(frozen=True)
 class Order:
-    """What a position refers to.
+    """What a position refers to."""
 
-    Attributes:
-        order: Text that is equal where samples come in the same order.
-        samples_per_minibatch: Samples of a minibatch on all ranks together.
-        batches: Batches of the user's loader in a minibatch, see Note [Folded accumulation].
-    """
-
-    order: str
-    samples_per_minibatch: int
-    batches: int = 1
+    order: str  # text that is equal where samples come in the same order
+    samples_per_minibatch: int  # samples of a minibatch on all ranks together
+    batches: int = 1  # batches of the user's loader in a minibatch, see Note [Folded accumulation]
 
 
 class Progress:
-    """Decides where the next pass over a loader begins.
-
-    A pass begins where the last `set_epoch` or `load` put it. Without them the first pass begins at epoch 0, and each
-    later one an epoch after the pass before, whether that was finished or not.
-
-    Attributes:
-        latest: the position that a checkpoint taken now must have.
-    """
+    """Decides where the next pass begins: where `set_epoch` or `load` put it, else an epoch after the pass before."""
 
     def __init__(self) -> None:
-        self.latest = Position()
+        self.latest = Position()  # what a checkpoint taken now must have
         self._next: Position | None = None
         self._saved: Mapping[str, Any] = {}
 

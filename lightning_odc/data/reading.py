@@ -68,23 +68,7 @@ _FORKED_BYTES, _FRESH_BYTES = 8 * 2**20, 280 * 2**20
 
 
 class MapReading:
-    """Plans minibatches of a map-style data set; also the sampler of the ``DataLoader`` that reads.
-
-    Args:
-        reader: Reads a part.
-        lengths: The lengths of all samples.
-        options: How samples become minibatches.
-        info: What was found out about the run.
-        world: Whose part is read.
-        unroll: Microbatches are yielded one by one, so their weights are relative to the mean over the minibatch.
-
-    Attributes:
-        epochs: The samples of every minibatch.
-        collation: What ``collate_fn`` makes of a microbatch; ``None``: not known, and taken for packing.
-        learning: What learns from measurements.
-        order: What a position in it refers to.
-        padding: Looks for padding that was not planned.
-    """
+    """Plans minibatches of a map-style data set; also the sampler of the ``DataLoader`` that reads."""
 
     def __init__(
         self,
@@ -95,7 +79,7 @@ class MapReading:
         world: World,
         unroll: bool,
     ) -> None:
-        self.collation = reader.collation(lengths.values)
+        self.collation = reader.collation(lengths.values)  # `None`: not known, and taken for packing
         info = replace(info, collation=self.collation or PACKED)
         self.epochs = EpochPlan(lengths, options, world[0], info)
         cap = None if unroll or info.repeats else self.epochs.delayed_cap()
@@ -108,7 +92,7 @@ class MapReading:
         self.world = world
         self.padding = PaddingWatch(own_tokens(self.max_tokens, world[1]))
         self._rank = world[1]
-        self._unroll = unroll
+        self._unroll = unroll  # weights are relative to the mean over the minibatch
         self._reader = reader
         self._begin = 0, 0  # epoch and first minibatch of the next pass
         # By number: the minibatches that were handed out to be read and have not arrived.
@@ -206,32 +190,18 @@ class MapReading:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One rank's part of a minibatch, before its samples are read.
+    """One rank's part of a minibatch, before its samples are read."""
 
-    Attributes:
-        epoch: The epoch it belongs to.
-        microbatches: Lists of sample indices.
-        weights: One per microbatch.
-        plan: Text that is equal on all ranks.
-        lengths: What the samples' lengths must be, in the same form, if that is to be checked.
-    """
-
-    epoch: int
-    microbatches: list[list[int]]
-    weights: list[float]
-    plan: str
+    epoch: int  # the epoch it belongs to
+    microbatches: list[list[int]]  # lists of sample indices
+    weights: list[float]  # one per microbatch
+    plan: str  # text that is equal on all ranks
+    # what the samples' lengths must be, in the same form, if that is to be checked
     lengths: list[list[int]] | None = None
 
 
 class SampleReader:
-    """Turns an `Assignment` into a `Minibatch`; what ``DataLoader`` calls its data set.
-
-    Args:
-        dataset: The samples.
-        collate_fn: Makes a microbatch of a list of samples.
-        seed: The seed of random numbers, see Note [Random numbers follow the sample].
-        length_of: Compares the lengths of samples with those of the assignment, if it has them.
-    """
+    """Turns an `Assignment` into a `Minibatch`; what ``DataLoader`` calls its data set."""
 
     def __init__(
         self, dataset: Any, collate_fn: Collate, seed: int, length_of: LengthFunction | None = None
@@ -239,7 +209,7 @@ class SampleReader:
         self._dataset = dataset
         self._collate = collate_fn
         self._seed = seed
-        self._length_of = length_of
+        self._length_of = length_of  # where samples are compared with their assigned lengths
 
     @property
     def compares_lengths(self) -> bool:
@@ -257,10 +227,7 @@ class SampleReader:
         return Minibatch(microbatches, assignment.weights, assignment.plan)
 
     def collation(self, lengths: LengthArray) -> Collation | None:
-        """What the ``collate_fn`` makes of a microbatch; see `find_collation`. The data set stays as it is.
-
-        Where ``worker_init_fn`` prepares the data set in workers, it may fail here. Then nothing is known.
-        """
+        """What the ``collate_fn`` makes of a microbatch, see `find_collation`; ``None`` where only workers can read."""
         try:
             copied = SampleReader(with_own_rng(self._dataset), self._collate, self._seed)
         except Exception:  # a data set that refuses copies; this look was not asked for
@@ -494,11 +461,8 @@ def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
     kills = host_memory.Kills()
     try:
         yield from minibatches
-    except (
-        RuntimeError,
-        OSError,
-        EOFError,
-    ) as error:  # torch says it, or a connection to the worker breaks first
+    # torch says it, or a connection to the worker breaks first
+    except (RuntimeError, OSError, EOFError) as error:
         is_plain = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
         if not is_plain and (verdict := kills.verdict()):
             error.add_note(verdict)

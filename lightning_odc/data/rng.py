@@ -82,10 +82,7 @@ class PrivateRng:
 
 
 def with_own_rng(value: Any) -> Any:
-    """A copy of a data set with separate random generators and attributes, and the same samples.
-
-    Data sets inside it are copied likewise; what is no ``torch.utils.data.Dataset`` is returned as it is.
-    """
+    """A copy of a data set (and of those in it) with separate generators and attributes, and the same samples."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):

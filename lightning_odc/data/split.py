@@ -1,4 +1,4 @@
-"""Cutting a microbatch in two, between samples: read again where the loader can, else tensor by tensor."""
+"""Cuts a microbatch in two, between samples (`parts_of`), and makes the batches that a loss is tried with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from lightning_odc.balance.arrays import first_number
+from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.minibatch import Detail, Samples, Task
+from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.data.weighting import Rule, planned_count, tensors_of
 
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+_MOST_TRIED = 64  # samples
 _LONGEST = ("max_length_q", "max_length_k")
 
 Take = Callable[[Sequence[int]], Any]
@@ -21,20 +27,13 @@ Take = Callable[[Sequence[int]], Any]
 
 
 def middle(sizes: Sequence[float]) -> int:
-    """Where to cut a sequence so that the sums of both parts differ least; each part has one entry at least.
-
-    ``[5, 1, 1, 1, 2]`` is cut at 1: 5 and 5. ``[1, 9]`` is cut at 1.
-    """
+    """Where to cut a sequence so that the sums differ least: ``[5, 1, 1, 1, 2]`` at 1 (5 and 5), ``[1, 9]`` at 1."""
     *sums, total = accumulate(sizes)
     return 1 + min(range(len(sums)), key=lambda cut: abs(total - 2 * sums[cut]))
 
 
 def parts_of(task: Task, rule: Rule) -> list[Task]:
-    """The two parts of a microbatch; empty if it cannot be cut.
-
-    A loss that is a mean is then ``sum_p weight_p L_p / sum_p weight_p`` over the parts. If a loader planned the
-    weights, it plans those of the parts, too.
-    """
+    """The two parts of a microbatch; empty if it cannot be cut."""
     samples = None if task.detail is None else task.detail.samples
     if samples is not None:
         return _read_again(task.weight, task.detail.lengths, samples) if task.detail is not None else []
@@ -47,6 +46,7 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
     halves = [take(group) for group in groups]
     planned = [planned_count(rule, [sizes[index] for index in group]) for group in groups]
     counted = [None if rule.counter is None else rule.counter.of(half) for half in halves]
+    # A loss that is a mean is then `sum_p weight_p L_p / sum_p weight_p` over the parts.
     shares = [float(count or 0.0) for count in counted]
     shares = shares if sum(shares) else planned
     details = _details(task.detail, len(sizes), at)
@@ -57,10 +57,8 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
 
 
 def pieces_of(batch: Any) -> tuple[list[int], Take] | None:
-    """The sizes of the samples that a batch seems to hold, and what makes a batch of some; ``None`` for fewer than two.
-
-    Nothing in a batch says which axis holds samples. So what was cut is to be tried: Note [The loss is tried].
-    """
+    """The sizes of the samples that a batch seems to hold, and what makes a batch of some; ``None`` for one sample."""
+    # Nothing in a batch says which axis holds samples. So what was cut is to be tried: Note [The loss is tried].
     return _packed(batch) or _rows(batch)
 
 
@@ -97,9 +95,8 @@ def _rows(batch: Any) -> tuple[list[int], Take] | None:
 def some_rows(value: Any, count: int, part: Sequence[int]) -> Any:
     """A batch with some of its ``count`` rows. A list of text is cut, too, if it has one entry per row."""
     if isinstance(value, Tensor):
-        rows: Any = (
-            slice(part.start, part.stop) if isinstance(part, range) else list(part)
-        )  # a range is not copied
+        # a range is not copied
+        rows: Any = slice(part.start, part.stop) if isinstance(part, range) else list(part)
         return value[rows] if value.dim() else value
     if isinstance(value, list) and len(value) == count and not any(True for _ in tensors_of(value)):
         return [value[index] for index in part]
@@ -175,3 +172,51 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: function(getattr(value, field.name)) for field in fields(value)})
     return value
+
+
+# -- the samples that a loss is tried with -----------------------------------------------------------------
+
+
+def spread_out(lengths: LengthArray) -> list[int]:
+    """Positions of 64 samples, the shortest first and the longest last: enough to show a class that is not common."""
+    order = first_number(lengths).argsort(kind="stable")
+    return order[np.linspace(0, len(order) - 1, min(len(order), _MOST_TRIED)).astype(int)].tolist()
+
+
+class TrialSamples:
+    """Makes batches of samples. Equal samples make equal batches, whatever is random in the ``collate_fn``."""
+
+    def __init__(
+        self, samples: Sequence[Any], lengths: LengthArray, collate_fn: Callable[[list[Any]], Any]
+    ) -> None:
+        self._samples = samples
+        self._lengths = first_number(lengths)
+        self._collate_fn = collate_fn
+        self._whole: Any = None
+        everything = range(len(samples))
+        one, other = self._collated(everything, 0), self._collated(everything, 1)
+        pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+        # A random `collate_fn` (it masks some tokens, say) would show a sample alone in one way and among
+        # others in another. So where it is, all batches are rows of a single one.
+        if not all(
+            a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for (_, a), (_, b) in pairs
+        ):
+            self._whole = one
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch_of(self, group: Sequence[int]) -> Any:
+        """A batch of the samples at these positions."""
+        if self._whole is None:
+            return self._collated(group, 0)
+        return copy.deepcopy(some_rows(self._whole, len(self), list(group)))
+
+    def _collated(self, group: Sequence[int], seed: int) -> Any:
+        with isolated_rng():
+            seed_rng(seed)
+            return self._collate_fn([copy.deepcopy(self._samples[position]) for position in group])
+
+    def tokens_of(self, group: Sequence[int]) -> list[int]:
+        """The lengths of the samples at these positions."""
+        return self._lengths[list(group)].tolist()

@@ -38,17 +38,12 @@ _CLASSES, _PADS = 16, 3
 
 @dataclass(frozen=True)
 class Counter:
-    """A number that can be read off any microbatch: how many entries of one of its tensors count.
+    """A number that can be read off any microbatch: how many entries of one of its tensors count."""
 
-    Attributes:
-        path: Keys and indices that lead to the tensor. ``labels`` alone are searched for, also inside lists and tuples.
-        ignored: The entries that do not count; ``None``: the tensor is summed.
-        skips_first: The first column does not count, since the loss shifts.
-    """
-
+    # keys and indices that lead to the tensor. `labels` alone are searched for, also inside lists and tuples.
     path: tuple[Any, ...] = ("labels",)
-    ignored: float | None = IGNORE_INDEX
-    skips_first: bool = False
+    ignored: float | None = IGNORE_INDEX  # the entries that do not count; `None`: the tensor is summed
+    skips_first: bool = False  # the first column does not count, since the loss shifts
 
     def of(self, batch: Any) -> Tensor | None:
         """The count, a scalar in float64 on the device of the tensor; ``None`` for a batch without that tensor."""
@@ -74,15 +69,10 @@ class Counter:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a microbatch counts.
+    """What a microbatch counts."""
 
-    Attributes:
-        weighting: What plans count, as in ``BalancedDataLoader(weighting=...)``.
-        counter: What is counted in the microbatch instead, where it has that tensor.
-    """
-
-    weighting: Planned
-    counter: Counter | None = None
+    weighting: Planned  # what plans count, as in `BalancedDataLoader(weighting=...)`
+    counter: Counter | None = None  # what is counted in the microbatch instead, where it has that tensor
 
     @property
     def is_usual(self) -> bool:
@@ -116,31 +106,20 @@ _PLANNED = {
 
 @dataclass(frozen=True)
 class Tried:
-    """The loss of some samples in one batch.
+    """The loss of some samples in one batch."""
 
-    Attributes:
-        samples: Their positions.
-        loss: Their loss.
-        counts: What they count, by rule.
-    """
-
-    samples: tuple[int, ...]
-    loss: float
-    counts: Mapping[Rule, float]
+    samples: tuple[int, ...]  # their positions
+    loss: float  # their loss
+    counts: Mapping[Rule, float]  # what they count, by rule
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial has found.
+    """What a trial has found."""
 
-    Attributes:
-        rule: What a microbatch counts; ``None`` if nothing explains the losses.
-        reason: Why there is none.
-        misfits: The error of each rule's predictions, as a part of the difference between the losses.
-    """
-
-    rule: Rule | None
-    reason: str = ""
+    rule: Rule | None  # what a microbatch counts; `None` if nothing explains the losses
+    reason: str = ""  # why there is none
+    # the error of each rule's predictions, as a part of the difference between the losses
     misfits: Mapping[Rule, float] = field(default_factory=dict)
 
 

@@ -46,12 +46,7 @@ _NAMES = {
 
 
 class FirstCallback(Callback):
-    """Runs before all other callbacks, so that none of them communicates or looks at the model earlier.
-
-    It counts the ends that this rank has come to: see Note [Who has left]. Callbacks that change the model at the end
-    of an evaluation find its shards. Those that save when a rank has failed find its peers told: these come to save,
-    too, instead of waiting for that rank to take its step.
-    """
+    """Runs before all other callbacks, and counts the ends that this rank has come to: see Note [Who has left]."""
 
     def __init__(
         self, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
@@ -87,6 +82,7 @@ class FirstCallback(Callback):
                 "reduce_boolean_decision(stop, all=False)`."
             )
 
+    # Callbacks that change the model at the end of an evaluation find its shards.
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._engine.reshard()
 
@@ -96,6 +92,8 @@ class FirstCallback(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._engine.reshard()
 
+    # Callbacks that save when a rank has failed find its peers told: these come to save, too, instead of waiting
+    # for that rank to take its step.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._fail(exception)
 

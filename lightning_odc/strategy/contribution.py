@@ -108,22 +108,10 @@ def contribution(
     weight: float,
     counting: Counting = Counting.MEAN,
     labels: Tensor | None = None,
-    is_part: bool = False,
+    is_part: bool = False,  # weight 0 then says nothing of items and labels
     is_sum: bool = False,
 ) -> Contribution | None:
-    """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``.
-
-    Args:
-        output: The returned value. A ``"loss"`` beside ``"num_items"`` is a sum over items, else a mean.
-        weight: The weight of the microbatch, where nothing says it exactly.
-        counting: What that weight counts.
-        labels: The number of labels that a mean is over, if it is counted; see Note [Labels are counted].
-        is_part: Whether it is a part of a microbatch that counts. A weight of 0 then says nothing of items and labels.
-        is_sum: Whether the loss is a sum, whose weight is its part of what the sums of all ranks are divided by.
-
-    Raises:
-        TypeError: if it is of another type.
-    """
+    """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``."""
     if output is None:
         return None
     if isinstance(output, Tensor):

@@ -81,16 +81,7 @@ class Evaluation:
 
     @explained(_SMALLER)
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch; of a `Minibatch` the microbatches one by one, and log the values of all of them.
-
-        Args:
-            name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
-            *args: The batch and what else the step takes.
-            **kwargs: The rest of it.
-
-        Returns:
-            What the step returned; by microbatch, if there are several.
-        """
+        """Evaluate a batch; of a `Minibatch` the microbatches one by one, and log the values of all of them."""
         run = partial(call_step, self._strategy, self._engine, name)
         if not (args and isinstance(args[0], Minibatch)):
             return run(*args, **kwargs)
@@ -192,17 +183,7 @@ def totals_in(results: Any) -> Iterator[Total]:
 
 
 def set_value(results: Any, total: Total, metric: Metric | None, device: torch.device) -> str | None:
-    """Make a total (or what its metric computes now) the value of the epoch; all ranks together if it is a metric.
-
-    Args:
-        results: Results, see `totals_in`.
-        total: The total over all ranks.
-        metric: Its torchmetrics object on this rank, if it is one.
-        device: The device for the value.
-
-    Returns:
-        The key under which it is new to the results of this rank, if it is.
-    """
+    """Make a total the value of the epoch; returns its key if new on this rank. All together if it is a metric."""
     at, is_one_of_several = total.dataloader_idx, total.options["add_dataloader_idx"]
     key = f"{total.fx}.{total.name}" + ("" if at is None or not is_one_of_several else f".{at}")
     is_new = key not in results

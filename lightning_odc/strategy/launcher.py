@@ -42,10 +42,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 @contextmanager
 def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
-    """A context in which a CPU rank computes with its part of the cores, unless ``OMP_NUM_THREADS`` says otherwise.
-
-    Lightning's launcher does so in the first process only.
-    """
+    """A CPU rank computes with its part of the cores, as in Lightning's first process; ``OMP_NUM_THREADS`` wins."""
     if device_type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         yield
         return
@@ -80,21 +77,7 @@ class ForkLauncher(_compat.Launcher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Call ``function`` on every rank and wait for all of them.
-
-        Args:
-            function: The function to call.
-            *args: Its arguments.
-            trainer: The trainer, if there is one: it and its module get what rank 0 has trained and measured.
-            **kwargs: Its arguments by name.
-
-        Returns:
-            What the function returned on rank 0.
-
-        Raises:
-            PeerFailedError: a rank raised or died; its traceback is in the message. None is left then.
-            RuntimeError: this process has used CUDA or has a process group, which forked ranks would inherit.
-        """
+        """Call ``function`` on every rank and wait for all of them; what it returned on rank 0."""
         self._check_parent()
         self._strategy.cluster_environment.main_port  # noqa: B018 - chosen here, or every rank would choose another
         for logger in () if trainer is None else trainer.loggers:
@@ -132,13 +115,12 @@ class ForkLauncher(_compat.Launcher):
     # -- in the notebook's process ------------------------------------------------------------------------
 
     def _start(self, work: Callable[[int], None]) -> None:
-        """Fork every rank from a thread that has never computed; it becomes the main thread of the child.
-
-        The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A child of a
-        thread that has computed in parallel (any larger tensor in an earlier cell) hangs at its first parallel region.
-        """
+        """Fork every rank from a thread that has never computed; it becomes the main thread of the child."""
         sys.stdout.flush()  # else every rank would print again what waits here
         sys.stderr.flush()
+        # The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A
+        # child of a thread that has computed in parallel (any larger tensor in an earlier cell) hangs at its
+        # first parallel region.
         context = multiprocessing.get_context("fork")
         self._processes = [
             context.Process(target=work, args=(i,)) for i in range(self._strategy.num_processes)
@@ -294,14 +276,11 @@ def _load_callbacks(trainer: Any, states: dict[str, dict[str, Any]]) -> None:
 
 
 def end_scripts_at_exit(launcher: Any) -> None:
-    """Let no process of Lightning's script launcher outlive this one, stopped or stuck where nothing reaches it.
-
-    ``torchrun`` and schedulers kill what stays; Lightning's own launcher does so only when a rank ends with an error,
-    which a stopped or stuck one never does.
-    """
+    """Let no process of Lightning's script launcher outlive this one, stopped or stuck where nothing reaches it."""
     children = [
         child for child in getattr(launcher, "procs", None) or () if isinstance(child, subprocess.Popen)
     ]
+    # Lightning's own launcher kills what stays only when a rank ends with an error.
     if children:
         atexit.register(end_scripts, children, time.monotonic() + GRACE[0])
 

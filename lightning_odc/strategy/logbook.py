@@ -211,21 +211,17 @@ class _Entry:
 
 
 class LogBook:
-    """Takes the place of ``LightningModule.log`` while microbatches run.
-
-    A value is logged once per minibatch: the weighted mean over its microbatches (or their sum, minimum or maximum,
-    as ``reduce_fx`` says), over all ranks if ``sync_dist=True``. So ranks may run different numbers of microbatches,
-    even none, and no log call communicates. A torchmetrics object is logged on all ranks if on any, since it
-    synchronises by collectives at the end of the epoch.
-    """
+    """Takes the place of ``LightningModule.log`` while microbatches run; a value is logged once per minibatch."""
 
     def __init__(self) -> None:
+        # The weighted mean over microbatches (or what `reduce_fx` says), over all ranks if `sync_dist=True`. No
+        # log call communicates, so ranks may run different numbers of microbatches. A torchmetrics object is
+        # logged on all ranks if on any, since it synchronises by collectives at the end of the epoch.
         self._entries: dict[str, _Entry] = {}
         self._open: list[tuple[_Entry, int]] = []
         self._posted: list[Total] = []
-        self._agreed: dict[
-            str, dict[str, Any]
-        ] = {}  # Lightning never accepts other options under the same name
+        # Lightning never accepts other options under the same name
+        self._agreed: dict[str, dict[str, Any]] = {}
         self._attributes: dict[str, tuple[Metric, str | None]] = {}
 
     @contextmanager
@@ -315,10 +311,7 @@ class LogBook:
 
 
 class LoggedNames:
-    """Notes the names that a step logs, whose values go on to Lightning.
-
-    There is one for all steps: for another object, a compiled step would be compiled again.
-    """
+    """Notes what a step logs, and passes it on. One for all steps: another object would compile a step again."""
 
     def __init__(self, module: LightningModule) -> None:
         self.names: set[str] = set()  # of the last `noting`

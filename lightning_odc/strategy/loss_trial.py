@@ -51,14 +51,7 @@ def try_loss(
     tokens: Sequence[int],
     listener: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
 ) -> Verdict:
-    """Which rule explains the loss of a step; see Note [The loss is tried].
-
-    Args:
-        run: Runs the step on a batch.
-        batch_of: Makes a batch of some samples, by their positions.
-        tokens: The lengths of the samples that may be used, two at least.
-        listener: Entered while the first sample runs alone.
-    """
+    """Which rule explains the loss of a step; see Note [The loss is tried]."""
 
     def counts(rules: list[Rule], batch: Any, group: Sequence[int]) -> dict[Rule, float]:
         sizes = [tokens[sample] for sample in group]
@@ -100,9 +93,8 @@ def _telling(counts: list[dict[Rule, float]]) -> list[int]:
     """Samples that tell rules apart: the first one, then always the shortest of those in which most rules part."""
     rules = [rule for rule in counts[0] if all(rule in of for of in counts)]
     chosen = [0]
-    seen: dict[Rule, tuple[float, ...]] = dict.fromkeys(
-        rules, ()
-    )  # each rule's counts, as multiples of the first
+    # each rule's counts, as multiples of the first
+    seen: dict[Rule, tuple[float, ...]] = dict.fromkeys(rules, ())
     while len(chosen) < min(_TRIED, len(counts)):
         others = [sample for sample in range(len(counts)) if sample not in chosen]
         views = {
@@ -146,10 +138,7 @@ def _loss_of(output: Any) -> tuple[Tensor, float | None]:
 
 @contextmanager
 def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[], None]]:
-    """What a step may change is as before afterwards: attributes, buffers, random numbers, logged values.
-
-    Yields a function that restores the random numbers at once.
-    """
+    """What a step may change is as before afterwards; yields a function that restores random numbers at once."""
     trainer: Any = module.trainer
     state, loggers = RandomState(device), trainer.loggers
     kept = [
@@ -181,10 +170,7 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "torch", "transformers", "lightn
 
 
 def _restorer(value: Any, depth: int = 3) -> Callable[[], object]:
-    """What puts the contents of a value back: of tensors, arrays, generators, containers, and objects of the user's.
-
-    Very long containers hold data, and stay.
-    """
+    """What puts back a tensor, array, generator, container or object of the user's; very long containers stay."""
     if type(value) is Tensor:
         tensor = value.clone()
         return lambda: value.copy_(tensor)

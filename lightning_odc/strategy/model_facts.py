@@ -48,18 +48,9 @@ _KNOWN = "_odc_keeps_apart"  # the attribute of a model that `keeps_apart` write
 
 
 def causal_model(module: nn.Module) -> nn.Module | None:
-    """The outermost Hugging Face model that predicts the next token, in a module or the module itself.
-
-    It shifts its labels: ``labels[..., 1:]`` are predicted. Of several the first with parameters to train is meant, so
-    that a frozen teacher is passed over.
-
-    Args:
-        module: Any module. Wrapping by ``fully_shard``, ``torch.compile`` or PEFT makes no difference.
-
-    Returns:
-        The model, or ``None``. Encoder-decoders and classifiers are others.
-    """
+    """The outermost Hugging Face model that predicts the next token, in a module or the module itself; or ``None``."""
     found = [part for part in module.modules() if _is_causal(part)]
+    # Of several, the first with parameters to train is meant, so that a frozen teacher is passed over.
     trained = (part for part in found if any(parameter.requires_grad for parameter in part.parameters()))
     return next(trained, found[0] if found else None)
 
@@ -83,18 +74,7 @@ def _is_configuration(config: Any) -> bool:
 
 
 def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
-    """Why samples of this model must not be packed; empty if it keeps them apart. All ranks together.
-
-    The model runs three tiny batches, see Note [A leak is measured by a leak]. Nothing of it stays: not the mode, not
-    the random numbers, no gradient, nothing logged.
-
-    Args:
-        strategy: The strategy, set up, with its module sharded.
-        engine: The engine, attached to it.
-
-    Returns:
-        One sentence that ends with what to write, equal on all ranks.
-    """
+    """Why samples of this model must not be packed, on all ranks together; empty if it keeps them apart."""
     module = strategy.lightning_module
     assert module is not None
     model = causal_model(module)
@@ -103,6 +83,7 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
             f"{_name(module)} has no Hugging Face causal model to pack for: write packing=False, or "
             "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
         )
+    # Nothing of the three tiny batches stays: see Note [A leak is measured by a leak].
     engine.refresh()
     with undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
         own = _run_inside(strategy, lambda: _trouble_of(model, strategy.root_device))
@@ -111,11 +92,8 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
 
 
 def keeps_apart(model: nn.Module, device: torch.device) -> bool:
-    """Whether a model keeps packed samples apart. Inside a step of the module, and the same on all ranks.
-
-    It is found out once per model and kind of attention, see Note [A leak is measured by a leak], and kept with the
-    model.
-    """
+    """Whether a model keeps packed samples apart. Inside a step of the module, and the same on all ranks."""
+    # Found out once per model and kind of attention, see Note [A leak is measured by a leak].
     attention = _compat.attention_of(model.config)
     known: tuple[Any, bool] | None = vars(model).get(_KNOWN)
     if known is None or known[0] != attention:
@@ -181,9 +159,8 @@ def _name(module: nn.Module) -> str:
 
 
 def _why_it_leaks(model: nn.Module) -> str:
-    inner = [part for part in model.modules() if _is_causal(part)][
-        -1
-    ]  # in PEFT's, which takes whatever comes
+    # in PEFT's, which takes whatever comes
+    inner = [part for part in model.modules() if _is_causal(part)][-1]
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         return "it has no position_ids, by which they are kept apart. Write packing=False"
     return (
@@ -193,13 +170,11 @@ def _why_it_leaks(model: nn.Module) -> str:
 
 
 def _samples(model: nn.Module) -> list[list[int]]:
-    """Three samples of tokens from all over the vocabulary; of 140: 10, 20, 30 and so on, to 120.
-
-    The first and the last ones of a vocabulary are often special.
-    """
+    """Three samples of tokens from all over the vocabulary; of 140: 10, 20, 30 and so on, to 120."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    # Of 140: 10, 20, 30 and so on, to 120. The first and the last ones are often special.
     tokens = [int(text.vocab_size) * (index + 1) // (3 * _LENGTH + 2) for index in range(3 * _LENGTH)]
     tokens = [token + 1 if token in special else token for token in tokens]
     return [tokens[first : first + _LENGTH] for first in range(0, 3 * _LENGTH, _LENGTH)]
@@ -222,25 +197,14 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
 
 
 def watch_packed_calls(model: nn.Module) -> RemovableHandle:
-    """Look once at how ``training_step`` calls a model with packed batches.
-
-    A step that picks keys, ``self.model(batch["input_ids"], labels=batch["labels"])``, leaves out what keeps samples
-    apart, and nothing else would tell.
-
-    Args:
-        model: Model that `causal_model` returned.
-
-    Returns:
-        A handle to remove the watch by; it removes itself after the first call that trains.
-
-    Raises:
-        ValueError: Raised in that call, with the line to write.
-    """
+    """Look once at how ``training_step`` calls a model with packed batches; the handle removes the watch."""
 
     def look(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
         handle.remove()
+        # A step that picks keys, `self.model(batch["input_ids"], labels=...)`, leaves out what keeps samples
+        # apart.
         is_whole = kwargs.get("position_ids") is not None and kwargs.get("use_cache") is False
         if not is_whole or kwargs.get("attention_mask") is not None:
             raise ValueError(
@@ -262,11 +226,7 @@ class ModelCost:
 
 
 def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
-    """The cost of the Hugging Face model in a module, or a guess for another one.
-
-    Attention for variable lengths (flash, and flex on GPUs) computes what is inside samples. All other kinds compute
-    the whole row and mask it; see Note [Dense attention].
-    """
+    """The cost of the Hugging Face model in a module, or a guess for another one."""
     config = hugging_face_config(module)
     if config is None:
         return ModelCost(
@@ -277,10 +237,8 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
     source = f"{type(config).__name__.removesuffix('Config')} with {attention or 'unknown'} attention"
     try:
         known: Any = transformer(config, dense=dense is not False)
-    except (
-        ValueError,
-        TypeError,
-    ):  # experts, an encoder, lists of sizes, or layers of a kind that is not known
+    # experts, an encoder, lists of sizes, or layers of a kind that is not known
+    except (ValueError, TypeError):
         return ModelCost(quadratic(constant=MICROBATCH, dense=dense is not False), dense, source)
     return ModelCost(replace(known, constant=MICROBATCH * known.per_token), dense, source)
 

@@ -42,11 +42,7 @@ _IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backwar
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments that ``ODCStrategy`` has and ``FSDPStrategy`` has not. There they are explained.
-
-    Raises:
-        ValueError: An invalid value.
-    """
+    """The arguments that ``ODCStrategy`` has and ``FSDPStrategy`` has not. There they are explained."""
 
     communication: Communication = "on_demand"
     transport: str = "auto"
@@ -125,22 +121,14 @@ class Options:
     def policy(
         self, world_size: int, indexed: bool, device_type: str, prepared_in_workers: bool = False
     ) -> str:
-        """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here.
-
-        Stealing makes a GPU's host wait after every microbatch, and times of GPUs hardly differ from the planned ones.
-
-        Args:
-            world_size: The number of ranks.
-            indexed: Whether samples can be read by index.
-            device_type: ``"cpu"`` or ``"cuda"``.
-            prepared_in_workers: Whether a function of the user's prepares the workers that read samples. Stealing
-                reads samples in the training process, which it does not prepare.
-        """
+        """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here."""
         if self.balance is not None and self.balance != "auto":
             return self.balance
         if self.communication != "on_demand":
             return "lb_micro"
         caps_differ = isinstance(self.max_tokens, list)
+        # Stealing makes a GPU's host wait after every microbatch, and times of GPUs hardly differ from the
+        # planned ones. It reads samples in this process, which no `worker_init_fn` prepares.
         is_bound = self.deterministic or not indexed or caps_differ or world_size == 1 or device_type != "cpu"
         return "lb_mini" if is_bound or prepared_in_workers else "steal"
 
@@ -153,11 +141,7 @@ def check_choice(argument: str, value: Any, choices: tuple[str | None, ...]) -> 
 
 
 def memory_size(value: int | str) -> int | Literal["auto"]:
-    """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is.
-
-    Raises:
-        ValueError: it is not an amount of memory.
-    """
+    """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is."""
     if value == "auto":
         return "auto"
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
@@ -171,21 +155,13 @@ def memory_size(value: int | str) -> int | Literal["auto"]:
 
 
 def offloading_backend(given: str | None) -> str:
-    """The backend of the process group where GPUs compute and shards are in host memory (``cpu_offload``).
-
-    The norm for clipping, the loss scale and full checkpoints are then sums and copies over tensors in host memory,
-    which NCCL does not know.
-
-    Args:
-        given: The user's, or that of a process group that is there already; ``None`` if it is for us to choose.
-
-    Raises:
-        ValueError: The process group has no backend for host memory.
-    """
+    """The backend of the process group where GPUs compute and shards are in host memory (``cpu_offload``)."""
     if given is None:
         return "cpu:gloo,cuda:nccl"
     if given in ("gloo", "mpi") or "cpu:" in given:
         return given
+    # The norm for clipping, the loss scale and full checkpoints are sums and copies over tensors in host memory,
+    # which NCCL does not know.
     raise ValueError(
         f'ODCStrategy(cpu_offload=True) on GPUs with a process group of "{given}" cannot clip gradients or save full '
         'checkpoints: it has nothing for tensors in host memory. Write process_group_backend="cpu:gloo,cuda:nccl", or '
@@ -194,16 +170,7 @@ def offloading_backend(given: str | None) -> str:
 
 
 def check_rows(layout: Layout, replicates: bool, communication: str) -> None:
-    """Refuse rows of one rank, which have nothing to read on demand.
-
-    Args:
-        layout: The rows and columns of ranks.
-        replicates: Every row holds the whole model.
-        communication: The strategy's.
-
-    Raises:
-        ValueError: a row has one rank.
-    """
+    """Refuse rows of one rank, which have nothing to read on demand."""
     if len(layout.row) > 1 or len(layout.rows) == 1 or communication == "collective":
         return
     count = len(layout.rows)
@@ -306,11 +273,7 @@ def _check_mesh(device_mesh: Any) -> None:
 
 
 def check_wrapping(argument: str, policy: Any) -> None:
-    """Refuse what does not say which modules are meant.
-
-    Raises:
-        TypeError: showing the ways to say it.
-    """
+    """Refuse what does not say which modules are meant."""
     if policy is None or callable(policy) or _compat.is_policy(policy):
         return
     if isinstance(policy, set) and all(isinstance(kind, type) for kind in policy):
@@ -337,12 +300,7 @@ def check_mixed_precision(mixed_precision: Any) -> None:
 
 
 def check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse what FSDP1 knows and this does not, and what neither knows.
-
-    Args:
-        kwargs: Arguments beyond the named ones.
-        known: Names of the named ones.
-    """
+    """Refuse what FSDP1 knows and this does not, and what neither knows."""
     unknown = sorted(set(kwargs) - _IGNORED)
     foreign = [name for name in unknown if name not in _FSDP1]
     if foreign:

@@ -35,21 +35,17 @@ from lightning_odc.sharding.wrapping import precision_policy
 
 
 class LossScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` that fits into Lightning's order of events.
+    """A ``GradScaler`` that fits into Lightning's order of events."""
 
-    Sharded gradients agree by themselves on whether one of them, on any rank, is not finite: ``DTensor`` takes the
-    maximum over ranks. So every rank skips the same steps and has the same scale.
-    """
-
+    # Sharded gradients agree by themselves on whether one, on any rank, is not finite: `DTensor` takes the maximum
+    # over ranks. So every rank skips the same steps and has the same scale.
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
         self._unscaled: list[Optimizer] = []
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, unless they are already.
-
-        Clipping by hand needs it before the step does, and an empty minibatch leaves nothing to divide.
-        """
+        """Divide an optimizer's gradients by the scale, unless they are already."""
+        # Clipping by hand needs it before the step does, and an empty minibatch leaves nothing to divide.
         if optimizer in self._unscaled or not _has_gradients(optimizer):
             return
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -57,9 +53,8 @@ class LossScaler(torch.amp.GradScaler):
         # torch (2.9 to 2.13) cannot unscale shards and scalars in one list.
         scalars = {p: p.grad for p in held if not isinstance(p, DTensor)} if shards else {}
         if not all(gradient.isfinite() for gradient in scalars.values()):
-            cast(Tensor, shards[0].grad).fill_(
-                math.nan
-            )  # all ranks have the same scalars, so all leave out the step
+            # all ranks have the same scalars, so all leave out the step
+            cast(Tensor, shards[0].grad).fill_(math.nan)
         for parameter in scalars:
             parameter.grad = None
         super().unscale_(optimizer)
@@ -112,24 +107,7 @@ class TrainingSteps(Protocol):
 
 
 class ODCPrecision(FSDPPrecision):
-    """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm.
-
-    Parameters, buffers and inputs in float64 or complex dtypes stay as they are where the precision does not name them.
-
-    Args:
-        precision: One of Lightning's precision names for FSDP.
-        device_type: The device on which the model computes, for autocast.
-
-    Attributes:
-        training: The training steps that it serves, while a fit runs.
-        weight_unit: See Note [Weights under fp16]; ``None`` until ranks have agreed on it.
-        compute_dtype: The dtype of the forward pass; ``None`` for that of the parameters.
-        gradient_norm: The norm over all ranks of the gradients that were clipped last, before they were; ``None`` until
-            that happens.
-
-    Raises:
-        ValueError: if the precision is not supported.
-    """
+    """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm."""
 
     def __init__(self, precision: Any, device_type: str = "cpu") -> None:
         if precision not in _COMPUTE_DTYPE:
@@ -137,13 +115,13 @@ class ODCPrecision(FSDPPrecision):
                 f"ODCStrategy does not support precision={precision!r}; use one of {', '.join(_COMPUTE_DTYPE)}."
             )
         super().__init__(precision)
-        self.compute_dtype = _COMPUTE_DTYPE[precision]
+        self.compute_dtype = _COMPUTE_DTYPE[precision]  # `None`: that of the parameters
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
         self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
         self.device_type = device_type
-        self.training: TrainingSteps | None = None
-        self.weight_unit: float | None = None
-        self.gradient_norm: Tensor | None = None
+        self.training: TrainingSteps | None = None  # while a fit runs
+        self.weight_unit: float | None = None  # Note [Weights under fp16]; `None`: not agreed
+        self.gradient_norm: Tensor | None = None  # over all ranks, before they were clipped last
 
     def policy(self, on_demand: bool) -> MixedPrecisionPolicy:
         """Compute in the compute dtype; sum gradients in fp32."""
@@ -156,11 +134,9 @@ class ODCPrecision(FSDPPrecision):
         return self.compute_dtype if "true" in self.precision else None
 
     def _casts(self, dtype: torch.dtype) -> bool:
-        """Whether the precision names what becomes of this dtype.
-
-        16 and bf16 stand for all real numbers, 32 for those that are narrower: they lose nothing. Digits of float64 and
-        imaginary parts would be lost without a word.
-        """
+        """Whether the precision names what becomes of this dtype."""
+        # 16 and bf16 stand for all real numbers, 32 for those that are narrower: they lose nothing. Digits of
+        # float64 and imaginary parts would be lost without a word.
         return dtype.is_floating_point and (self._half is not None or dtype.itemsize < torch.float32.itemsize)
 
     def convert_module(self, module: nn.Module) -> nn.Module:

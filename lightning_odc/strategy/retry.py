@@ -82,10 +82,7 @@ def explained(what_to_do: str) -> Iterator[None]:
 
 
 class Part:
-    """A microbatch, or a part of one, from the beginning of its run: ``with part:`` run it.
-
-    If memory runs out in the context, the error is kept, and the program goes on behind it. Other errors pass.
-    """
+    """A microbatch, or a part of one: ``with part:`` run it. If memory runs out there, the error is kept."""
 
     def __init__(
         self,
@@ -104,9 +101,8 @@ class Part:
         self.item: Contribution | None = None  # until its forward pass has ended
         self.counts_nothing = CountsNothing(weight=task.weight)  # exact when its forward pass has ended
         self.added: Added = Added() if of is None else of.added  # by units, before it broke off
-        self.is_logged: bool = of is not None and (
-            of.is_logged or of.item is not None
-        )  # then it logs nothing
+        # then it logs nothing
+        self.is_logged: bool = of is not None and (of.is_logged or of.item is not None)
         self.error: Exception | None = None  # memory ran out
         self.buffers = [(buffer, buffer.clone()) for buffer in retry.buffers]
         self._retry = retry
@@ -135,10 +131,7 @@ class Part:
         return not self.counts_nothing
 
     def undo(self) -> None:
-        """Free its graph, and let the weights, the random numbers and the buffers be those of its beginning.
-
-        What units have added stays: Note [Added once].
-        """
+        """Free its graph, and let the weights, the random numbers and the buffers be those of its beginning."""
         if self.item is not None:
             cut_graph(self.item.extras)  # others may hold them, too
             self.item.detach()
@@ -147,7 +140,7 @@ class Part:
         with torch.no_grad():
             for buffer, before in self.buffers:
                 buffer.copy_(before)
-        self.added = self._retry.engine.undo() or self.added
+        self.added = self._retry.engine.undo() or self.added  # Note [Added once]
         if self.counts:
             self._retry.engine.ledger = self._ledger
 

@@ -181,11 +181,9 @@ class ShardedStrategy(FSDPStrategy):
         return layout if len(layout.rows) > 1 else None
 
     def _ordinary_tensors(self) -> AbstractContextManager[Any]:
-        """Leaves the user's inference mode: its tensors cannot be changed outside of it, when the module is used again.
-
-        A module that was made in inference mode has such tensors already, and needs that mode.
-        """
+        """Leaves the user's inference mode: its tensors cannot be changed outside of it."""
         assert self.model is not None
+        # A module that was made in inference mode has such tensors already, and needs that mode.
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
 

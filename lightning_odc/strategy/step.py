@@ -30,18 +30,21 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_odc import _compat
 from lightning_odc.data.batch_size import sample_count
 from lightning_odc.data.checks import check_samplers
-from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.data.learning import DelayedCost, Measurement
+from lightning_odc.data.minibatch import Detail, Minibatch, Task
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
@@ -62,7 +65,9 @@ from lightning_odc.strategy.retry import (
     warn_of_drop,
 )
 from lightning_odc.strategy.sharded import ShardedStrategy
-from lightning_odc.strategy.stopwatch import Stopwatch
+
+#: Of a rank, in one record: it has 64 KiB, and so many lengths tell a cost all that it can learn in one step.
+_MOST_LENGTHS = 2000
 
 
 @dataclass
@@ -134,16 +139,7 @@ class Training:
     # -- a batch ------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; what Lightning's ``training_step`` is here.
-
-        Args:
-            *args: A batch or a `Minibatch`, and what else ``training_step`` takes.
-            **kwargs: The rest of it.
-
-        Returns:
-            What the user's ``training_step`` returned; for a `Minibatch` ``{"loss": ...}``, and for everything else
-            that ``training_step`` returned the list over microbatches.
-        """
+        """Run a batch; what Lightning's ``training_step`` is here."""
         is_minibatch = bool(args) and isinstance(args[0], Minibatch)
         if is_minibatch and self._loaders_unchecked:
             self._loaders_unchecked = False  # until now it was not known what they yield
@@ -248,10 +244,7 @@ class Training:
     def _parts(
         self, task: Task, index: int, of: Part | None = None, is_last_try: bool = False
     ) -> Iterator[Part]:
-        """Yield a microbatch; if it runs out of memory in its ``with``, yield its parts, too. Others end with it.
-
-        See Note [Run again in parts].
-        """
+        """Yield a microbatch; if it runs out of memory in its ``with``, its parts, too: Note [Run again in parts]."""
         part = Part(task, index, self._retry, of, is_last_try)
         yield part
         if part.error is None:
@@ -376,13 +369,7 @@ class Training:
     def try_loss(
         self, batch_of: Callable[[Sequence[int]], Any], tokens: Sequence[int], *args: Any
     ) -> Verdict:
-        """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace.
-
-        Args:
-            batch_of: Makes a batch of some samples, by their positions.
-            tokens: The lengths of the samples.
-            *args: What else ``training_step`` takes.
-        """
+        """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace."""
         listener = CollectiveListener()
         with untouched(self._module, self._strategy.root_device) as restore:
 
@@ -435,10 +422,7 @@ class Training:
         self._retry.report([record.measured[1] for record in records])
 
     def _step_in_hooks(self) -> None:
-        """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does.
-
-        Otherwise ``step()`` of an optimizer settles and publishes.
-        """
+        """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does."""
         if self._has_stepped or self._has_settled:
             return
         self._engine.reshard()
@@ -477,3 +461,66 @@ class Training:
         if totals:
             with _compat.logging_as(self._module, "training_step"):
                 flush(totals, self._module)
+
+
+class Stopwatch:
+    """Measures the wall time of microbatches, less the engine's waits, for a cost that learns."""
+
+    def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
+        self._waits = waits  # returns the seconds that this rank has waited for others so far
+        self._device = device
+        self._cost: DelayedCost | None = None
+        self._number = 0
+        self._measured: list[tuple[list[Any], float]] = []
+        self._measures = False
+        self._is_set = False
+
+    def open(self, minibatch: Minibatch) -> None:
+        """The microbatches of this minibatch come next."""
+        self._is_set = False
+        origin = minibatch.origin
+        if origin is not None and origin.cost is not None:
+            self._cost, self._number = origin.cost, origin.number
+            self._measures = origin.cost.measures(origin.number)
+
+    def begin(self, detail: Detail | None) -> None:
+        """What runs from now on works on this microbatch."""
+        self._is_set = self._measures and detail is not None
+        if self._is_set and detail is not None:
+            self._measured.append((detail.lengths, 0.0))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around what belongs to the current microbatch."""
+        if not self._is_set:
+            yield
+            return
+        begin = self._now()
+        yield
+        lengths, seconds = self._measured.pop()
+        self._measured.append((lengths, seconds + self._now() - begin))
+
+    def forget(self) -> None:
+        """The current microbatch broke off: its time says nothing about its lengths."""
+        if self._is_set:
+            self._measured.pop()
+            self._is_set = False
+
+    def take(self) -> tuple[list[Measurement], list[Any] | None]:
+        """What was measured in an optimizer step, and what the cost posts; it is forgotten here."""
+        measured, self._measured = self._measured, []
+        self._is_set = False
+        count = sum(np.size(lengths) for lengths, _ in measured)
+        some = measured[:: max(-(-count // _MOST_LENGTHS), 1)]
+        posted = None if self._cost is None else self._cost.post(self._number)
+        return [(lengths, seconds) for lengths, seconds in some if seconds > 0], posted
+
+    def report(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
+        """Tell the loader what `take` returned on every rank."""
+        if self._cost is not None:
+            self._cost.observe(by_rank)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic() - self._waits()

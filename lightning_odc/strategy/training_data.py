@@ -156,9 +156,8 @@ class TrainingData:
         """Let microbatches count what the loss is a mean over; see Note [The loss is tried]. All ranks together."""
         asked, is_own = loader.asked_weighting, self._converted is None
         is_tried = self._trainer.lightning_module.automatic_optimization and not loader.unroll
-        if (
-            self._options.balance is None or not is_tried or self.training is None
-        ):  # None: setup() asked for a stream
+        # Training is `None` where setup() asked for a stream.
+        if self._options.balance is None or not is_tried or self.training is None:
             return
         is_new = self._verdict is None
         if self._verdict is None:
