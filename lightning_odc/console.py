@@ -31,7 +31,7 @@ class OptionError(ValueError):
 
 def option(
     default: Any,
-    text: str,  # its help
+    text: str,
     *,
     letter: str = "N",  # what stands for the value in the help
     least: float | None = None,  # the smallest number that can work

@@ -49,7 +49,7 @@ _RAISE_GROUP = (
 class Room:
     """What is left below one limit."""
 
-    size: int  # Bytes
+    size: int  # bytes
     limit: str  # the limit, as the subject of a message
     remedy: str  # how to raise it
     is_shared: bool = True  # all processes below the limit share what is left. Else each has as much.

@@ -17,7 +17,7 @@ class Placement:
 
     # With 3 ranks and 2 GPUs, ranks 0 and 2 share ``cuda:0``, and rank 1 has ``cuda:1``.
 
-    ranks: int  # the number of ranks
+    ranks: int
     gpus: int = 0  # the number of GPUs that they use, at most one per rank; 0 on processors
 
     @property

@@ -92,7 +92,7 @@ class Ranks:
 
     def __init__(
         self,
-        world_size: int,  # the number of ranks
+        world_size: int,
         preload: Sequence[str] = (),  # modules that the server imports before it forks
         # a function that is called with the rank in its process before the group is made
         prepare: Callable[[int], None] | None = None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -13,13 +15,13 @@ import lightning
 import numpy as np
 import torch
 import transformers
+from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from rich.console import Console
 
 from lightning_odc._version import __version__
 from lightning_odc.bench.devices import Placement, place
 from lightning_odc.bench.options import Combination, TrainOptions, available_cores
-from lightning_odc.bench.pictures import rows_picture, write_picture
 from lightning_odc.bench.processes import CutShort
 from lightning_odc.bench.results import (
     Interval,
@@ -34,6 +36,7 @@ from lightning_odc.bench.results import (
 )
 from lightning_odc.bench.tables import markdown, table
 from lightning_odc.bench.workload import Workload
+from lightning_odc.callbacks.timeline.palette import GREY, MODES
 from lightning_odc.files import write_json, write_whole
 
 MIB = 2**20
@@ -57,11 +60,11 @@ class Outcome:
     """The name of its files."""
 
     def __init__(self, workload: Workload) -> None:
-        self.workload = workload  # what is trained
+        self.workload = workload
         self.options: TrainOptions = workload.options
         self.runs: list[Run] = []  # the runs, as far as they came
         self.cut = CutShort()  # whether, and by what, it was cut short
-        self.load = os.getloadavg()[0]  # the load average before
+        self.load = os.getloadavg()[0]  # before the run
 
     @cached_property
     def placement(self) -> Placement:
@@ -223,7 +226,9 @@ class Outcome:
         write_json(folder / f"{name}.json", self.as_dict())
         write_whole(folder / f"{name}.md", f"{self.introduction}\n\n{self.text}\n".encode())
         names = {self.name_of(row.combination): row for row in self.rows}
-        write_picture(folder / f"{name}.png", rows_picture(names, self.placement.caption))
+        buffer = io.BytesIO()
+        rows_picture(names, self.placement.caption).savefig(buffer, format="png", dpi=120)
+        write_whole(folder / f"{name}.png", buffer.getvalue())
         print(f"files in {folder}/: {name}.json, {name}.md (the whole table), {name}.png")
 
 
@@ -278,3 +283,31 @@ def show_ratio(ratio: Interval, doubt: str = "", instead: str = "not measurable"
     """A ratio with its interval; the interval alone where there is a reason to doubt the ratio."""
     low, middle, high = (f"{one:.{digits}f}" for one in ratio)
     return f"{instead if doubt else f'x{middle}'} [{low}, {high}]"
+
+
+def rows_picture(rows: Mapping[str, Row], caption: str = "") -> Figure:
+    """Seconds per minibatch with intervals; the hatched part is waiting, where that is known."""
+    figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for height, (name, row) in enumerate(rows.items()):
+        low, middle, high = row.seconds
+        idle = row.idle or 0.0
+        colour = MODES.get(name, MODES.get(row.combination.communication, GREY))
+        axes.barh(height, middle, color=colour, alpha=0.6)
+        axes.barh(
+            height,
+            middle * idle,
+            left=middle * (1 - idle),
+            color="none",
+            hatch="///",
+            edgecolor="white",
+        )
+        axes.errorbar(middle, height, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
+        if row.speed_up is not None and not row.doubt:
+            axes.annotate(f" x{row.speed_up[1]:.2f}", (high, height), va="center")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds per minibatch (median, 95 % interval; hatched: waiting for others)")
+    axes.set_title(caption, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

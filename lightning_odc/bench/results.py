@@ -73,7 +73,7 @@ class Totals:
     traffic: dict[str, int] = field(default_factory=dict)
     stolen: int = 0  # microbatches of others that it ran
     policy: str = ""  # the policy of the plans that it ran
-    # whether it knows all its waits for others. By collectives on GPUs the host does not see them.
+    # Whether it knows all its waits for others. By collectives on GPUs the host does not see them.
     sees_waits: bool = True
 
 
@@ -129,9 +129,9 @@ class Row:
 
     combination: Combination
     seconds: Interval  # time per minibatch: the median, with its interval
-    # Speed-up over the baseline, with its interval; ``None`` without common minibatches
+    # speed-up over the baseline, with its interval; ``None`` without common minibatches
     speed_up: Interval | None
-    # why the speed-up means nothing; empty if it means something. See Note [When a speed-up means something].
+    # Why the speed-up means nothing; empty if it means something. See Note [When a speed-up means something].
     doubt: str
     idle: float | None  # fraction of waiting; ``None`` where a rank does not see all its waits
     estimated_idle: float | None  # the same by the planner's cost; ``None`` where `Run.estimates` are empty

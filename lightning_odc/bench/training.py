@@ -31,11 +31,11 @@ from lightning_odc.strategy.options import Options
 
 
 def fit(
-    rank: int,  # the rank of this process
-    world_size: int,  # the number of ranks
-    workload: Workload,  # what is trained
-    combination: Combination,  # the combination to train
-    callbacks: Sequence[Callback] = (),  # more callbacks for the trainer
+    rank: int,
+    world_size: int,
+    workload: Workload,
+    combination: Combination,
+    callbacks: Sequence[Callback] = (),
     *,
     tell: Tell,  # a function that takes the records
 ) -> Totals:
@@ -77,8 +77,8 @@ class MinibatchRecorder(Callback):
     """Reports every minibatch after it has ended."""
 
     def __init__(self, tell: Tell) -> None:
-        self.totals = Totals()  # the totals of this rank, after the fit
-        self._tell = tell  # a function that takes a `MinibatchRecord`
+        self.totals = Totals()  # of this rank, after the fit
+        self._tell = tell
         self._began: float | None = None
         self._before: Books = ({}, 0.0, 0.0, 0)
         self._done: MinibatchRecord | None = None
@@ -200,12 +200,9 @@ def _begin_memory(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Peak of the memory of a GPU, or of this process, without windows."""
-    return CudaMemory(device).peak() if device.type == "cuda" else _peak_private()
-
-
-def _peak_private() -> int:
-    """Peak of this process's memory without windows and files, in bytes; these two only grow during a run."""
+    """Peak of the memory of a GPU, or of this process, without windows and files, which only grow during a run."""
+    if device.type == "cuda":
+        return CudaMemory(device).peak()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kib = {name: int(status[name].split()[0]) for name in ("VmHWM", "RssShmem", "RssFile") if name in status}
     return max(kib.get("VmHWM", 0) - kib.get("RssShmem", 0) - kib.get("RssFile", 0), 0) * 1024

@@ -157,9 +157,8 @@ def policy_loss(
     log_ratio = logprobs - (logprobs.detach() if old is None else old)
     if loss_type == "gspo":
         sums = log_ratio.new_zeros(len(microbatch.rollouts)).index_add(0, owner, log_ratio)
-        log_ratio = (sums / microbatch.lengths.clamp(min=1))[
-            owner
-        ]  # the mean over the tokens of each response
+        means = sums / microbatch.lengths.clamp(min=1)  # over the tokens of each response
+        log_ratio = means[owner]
     ratio, advantages = log_ratio.exp(), microbatch.advantages[owner]
     clipped_ratio = ratio.clamp(1 - low, 1 + high)
     gain = torch.minimum(ratio * advantages, clipped_ratio * advantages)

@@ -19,9 +19,9 @@ from lightning_odc.rl.rollout import Rollout
 class Whole(NamedTuple):
     """What a whole minibatch counts, on all ranks together."""
 
-    sequences: int  # its roll-outs
-    tokens: int  # the tokens of their responses
-    ranks: int  # the ranks that share it
+    sequences: int
+    tokens: int  # of their responses
+    ranks: int
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ class _Share(NamedTuple):
     """The message of a rank to the others, as a JSON list of these fields."""
 
     prompts: list[str]  # JSON texts
-    costs: list[float]  # costs of the prompts
+    costs: list[float]
     order: list[int]  # places of the prompts in the order in which they are sampled, the most expensive first
-    seed: int  # a random number
+    seed: int
 
 
 def claim_prompts(
@@ -80,9 +80,8 @@ def claim_prompts(
     own = _share(prompts, expected)
     shares = [_Share(*fields) for fields in strategy.engine.exchange("claim prompts", own)]
     counts = [len(share.prompts) for share in shares]
-    if (
-        strategy.communication in _MEETS and len(set(counts)) > 1
-    ):  # all ranks make each call of ``generate`` together
+    # All ranks make each call of ``generate`` together.
+    if strategy.communication in _MEETS and len(set(counts)) > 1:
         raise ValueError(
             f'communication="{strategy.communication}" makes all ranks generate together, so every rank needs the same '
             f"number of prompts, but they have {counts} (by rank). Use "

@@ -18,19 +18,12 @@ CPU = torch.device("cpu")
 class Ranks:
     """The ranks that share roll-outs."""
 
-    rank: int = 0  # this rank
-    count: int = 1  # the number of ranks
-    device: torch.device = CPU  # the device of this rank
+    rank: int = 0
+    count: int = 1
+    device: torch.device = CPU
     # whether ranks wait for each other in every microbatch, so that all need equally many
     meets: bool = False
     engine: Engine | None = None  # what they meet through; ``None`` in a process of its own
-
-    @classmethod
-    def of(cls, strategy: Any) -> Ranks:
-        """The ranks of what `strategy_of` returns."""
-        count = strategy.world_size
-        meets = strategy.communication != "on_demand" and count > 1
-        return cls(strategy.global_rank, count, strategy.root_device, meets, strategy.engine)
 
     def gather(self, kind: str, own: Tensor, note: Any = None) -> tuple[list[Tensor], list[Any]]:
         """What every rank has, ``[b]`` uint8 on the CPU, with its note, in rank order. All ranks together."""

@@ -135,18 +135,10 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def to_bytes(rollouts: Sequence[Rollout]) -> Tensor:
     """Roll-outs as ``[b]`` uint8 on the CPU, see Note [Bytes of roll-outs]."""
-    header = [
-        [
-            len(one),
-            one.prompt_length,
-            one.reward,
-            one.group,
-            one.advantage,
-            [getattr(one, name) is not None for name in _SCORES],
-            one.metadata,
-        ]
-        for one in rollouts
-    ]
+    header = []
+    for one in rollouts:
+        has = [getattr(one, name) is not None for name in _SCORES]
+        header.append([len(one), one.prompt_length, one.reward, one.group, one.advantage, has, one.metadata])
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     scores = [getattr(one, name) for one in rollouts for name in _SCORES]
     parts = [torch.tensor([len(text)]), *(one.tokens for one in rollouts)]

@@ -105,12 +105,11 @@ class Rollouts(Sequence[Rollout]):
         """How rows are made: packed if the model allows it and the plan takes less time so."""
         if not self._keeps_apart or not self._rollouts:
             return _PADDED
-
-        def time_of(collation: Collation) -> float:
-            plan = self._planned(range(len(self)), collation)
-            return on_demand_cost(plan, self._lengths, self._cost, collation=collation)
-
-        return _PACKED if time_of(_PACKED) < time_of(_PADDED) * _CLEARLY else _PADDED
+        packed, padded = (
+            on_demand_cost(self._planned(range(len(self)), one), self._lengths, self._cost, collation=one)
+            for one in (_PACKED, _PADDED)
+        )
+        return _PACKED if packed < padded * _CLEARLY else _PADDED
 
     def _planned(self, indices: Sequence[int], collation: Collation) -> Plan:
         """Plan which rank runs which roll-outs."""
@@ -135,9 +134,8 @@ class Rollouts(Sequence[Rollout]):
         packs = self._collation == _PACKED
         for indices in plan[self.ranks.rank]:
             rollouts = [self[index] for index in indices]
-            if (
-                not rollouts
-            ):  # ranks meet in every microbatch, and this one has none left: a prompt without response
+            # Ranks meet in every microbatch, and this one has none left: a prompt without response.
+            if not rollouts:
                 shortest = min(self._rollouts, key=lambda one: one.prompt_length)
                 length = shortest.prompt_length
                 rollouts = [Rollout(shortest.tokens[:length], length, advantage=0.0)]
@@ -164,9 +162,8 @@ class Rollouts(Sequence[Rollout]):
             parts = np.array_split(epoch_order(len(self), seed, epoch), min(minibatches, len(self)))
             for index, part in enumerate(sorted(one.tolist()) for one in parts):
                 plan = self.plan if len(part) == len(self) else self._planned(part, self._collation)
-                if (
-                    self.ranks.engine is not None
-                ):  # ranks compare their plans when they meet at the optimizer step
+                # Ranks compare their plans when they meet at the optimizer step.
+                if self.ranks.engine is not None:
                     said = f"roll-outs, epoch {epoch}, minibatch {index}, plan {fingerprint(plan)}"
                     self.ranks.engine.ledger.plans.append(said)
                 yield Update(epoch, index, plan, self._whole(part), self)
@@ -207,7 +204,9 @@ def exchange(
             f"rl.exchange(self, rollouts) takes a list of rl.Rollout, and got a {wrong[0]} in it: "
             "[rl.Rollout(prompt + response, len(prompt), reward)]."
         )
-    ranks, model = Ranks.of(strategy), causal_model(strategy.model)
+    meets = strategy.communication != "on_demand" and strategy.world_size > 1
+    ranks = Ranks(strategy.global_rank, strategy.world_size, strategy.root_device, meets, strategy.engine)
+    model = causal_model(strategy.model)
     packs = model is not None and keeps_apart(model, ranks.device)
     shares, all_pack = ranks.gather("exchange of roll-outs", to_bytes(own), packs)
     by_rank = [from_bytes(share) for share in shares]
@@ -215,9 +214,7 @@ def exchange(
         cost = cost_of_model(strategy.model, ranks.device.type).cost
     everybody = [one for share in by_rank for one in share]
     return Rollouts(
-        sorted(
-            everybody, key=lambda one: (isinstance(one.group, str), one.group)
-        ),  # texts do not compare with numbers
+        sorted(everybody, key=lambda one: (isinstance(one.group, str), one.group)),  # numbers before texts
         ranks,
         max_tokens=max_tokens,
         cost=cost,

@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightning_odc.engine.base import Engine
 
-Round = list[list[float]]
-"""Numbers by rank."""
+Round = list[list[float]]  # numbers by rank
 
 
 class Channel:
@@ -86,12 +85,6 @@ class NoteChannel(Channel):
         return [[note[1:] for note in notes]]
 
 
-class _Pending(NamedTuple):
-    work: Any
-    gathered: list[Tensor]
-    sent: Tensor  # must stay alive until all have it
-
-
 class SideChannel(Channel):
     """Sends numbers through a separate process group while training goes on; no step waits for them."""
 
@@ -99,7 +92,8 @@ class SideChannel(Channel):
         super().__init__()
         self.capacity = capacity  # the most numbers to send, the same on all ranks
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._pending: deque[_Pending] = deque()
+        # Work, what it gathers, and what is sent, which must stay alive until all have it.
+        self._pending: deque[tuple[Any, list[Tensor], Tensor]] = deque()
 
     def send(self, numbers: Sequence[float]) -> None:
         assert len(numbers) <= self.capacity, "too many numbers for this channel"
@@ -107,11 +101,11 @@ class SideChannel(Channel):
         message[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
         work = dist.all_gather(gathered, message, group=self._group, async_op=True)
-        self._pending.append(_Pending(work, gathered, message))
+        self._pending.append((work, gathered, message))
 
     def receive(self) -> list[Round]:
         rounds = []
-        while self._pending and self._pending[0].work.is_completed():
+        while self._pending and self._pending[0][0].is_completed():
             rounds.append(self._take())
         return rounds
 
@@ -133,6 +127,6 @@ class SideChannel(Channel):
             dist.destroy_process_group(group)
 
     def _take(self) -> Round:
-        pending = self._pending.popleft()
-        pending.work.wait()
-        return [numbers.tolist() for numbers in pending.gathered]
+        work, gathered, _ = self._pending.popleft()
+        work.wait()
+        return [numbers.tolist() for numbers in gathered]

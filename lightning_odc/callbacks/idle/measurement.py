@@ -145,8 +145,6 @@ class IdleMeasurement:
         """Whether all waiting for other ranks has been seen so far."""
         return self.watch.complete and self._comparable
 
-    # -- what happens -------------------------------------------------------------------------------------
-
     def begin_batch(self, batch: Any) -> None:
         """A Lightning batch begins."""
         self._in_batch = True
@@ -204,8 +202,6 @@ class IdleMeasurement:
         self._channel.close()
         if self._calls is not None:
             self._calls.remove()
-
-    # -- what is known ------------------------------------------------------------------------------------
 
     def take_recent(self, per_rank: bool) -> dict[str, float]:
         """The values over the steps since the last call."""

@@ -63,8 +63,6 @@ class DeviceIdleMonitor(Callback):
         self._measurement: IdleMeasurement | None = None
         self._refusing: list[Logger] = []
 
-    # -- what happens -------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.last_step, self.last_epoch, self._refusing = {}, {}, []
         if not trainer.loggers and not self.progress_bar:

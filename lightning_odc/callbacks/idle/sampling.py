@@ -101,8 +101,7 @@ class StepSampler:
         agree: Callable[[Any], list[Any]],  # returns every rank's item, in rank order
         comparable: bool = True,  # every collective is one of all ranks
     ) -> None:
-        # why there are no samples, or no more, the same on all ranks; empty while there are
-        self.trouble = ""
+        self.trouble = ""  # why there are no samples, or no more, the same on all ranks
         self.comparable = comparable  # and all ranks have run the same collectives so far
         self._mark = mark
         self._profile = profile
@@ -124,8 +123,7 @@ class StepSampler:
 
     def end_step(self, numbers: StepNumbers) -> None:
         """A step has ended. Begins a sample if one is due; completes the numbers of the step that counts."""
-        # The step that counts gets its time on the device, the parts of that time, and the waiting inside
-        # collectives if the ranks can be compared.
+        # That one gets its time on the device, the parts of it, and the waiting inside collectives if it is known.
         self._steps += 1
         if self._begin is not None:
             self._finish(numbers, self._begin)

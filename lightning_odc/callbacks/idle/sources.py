@@ -237,14 +237,11 @@ class DataClock(Profiler):
     def __init__(
         self,
         inner: Profiler,  # the trainer's own profiler
-        # called whenever a batch is about to be fetched, with that gap: the end of the last profiled action and
-        # the present, in nanoseconds of the monotonic clock
+        # Called before a batch is fetched, with that gap: the end of the last profiled action, and the present.
         on_fetch: Callable[[int, int], None],
-        # the seconds for which this rank has waited for other ranks so far. A loader that plans with them does
-        # so while it fetches.
+        # Seconds of waiting for other ranks so far. A loader that plans with them does so while it fetches.
         waited: Callable[[], float],
-        # receives the time spent fetching, on a device that runs ahead of its host
-        waits: StreamWaits | None = None,
+        waits: StreamWaits | None = None,  # for a device that runs ahead of its host
     ) -> None:
         super().__init__()
         self.seconds = 0.0  # seconds spent fetching so far, without what ``waited`` counts

@@ -58,12 +58,10 @@ class StreamWaits:
     def __init__(self, stream: ComputeStream) -> None:
         self.stream = stream
         self.counting = False  # whether waits that begin now count
-        # what can be waited for here. A cause without a wait is zero, not unknown.
+        # What can be waited for here. A cause without a wait is zero, not unknown.
         self.causes: set[IdleCause] = set()
         self._begun: list[tuple[IdleCause, torch.cuda.Event] | None] = []
-        self._ended: deque[tuple[IdleCause, torch.cuda.Event, torch.cuda.Event]] = (
-            deque()
-        )  # cause, begin, end
+        self._ended: deque[tuple[IdleCause, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def enter(self, cause: IdleCause) -> None:
         """The host begins to wait. Waits may nest."""

@@ -48,14 +48,10 @@ class StepNumbers:
     microbatches: float = 0  # how many this rank ran
     samples: float = 0  # samples in these microbatches
     tokens: float = 0  # tokens in these microbatches
-    # when this rank entered and left each collective, in order
-    meetings: list[Passage] = field(default_factory=list)
-    # when this rank entered and left each broadcast from rank 0, in order
-    broadcasts: list[Passage] = field(default_factory=list)
-    # waiting was measured in this step. Where single steps are looked at, it is not in the others.
-    seen: bool = True
-    # seconds of the step by what the device did, where that is known
-    parts: dict[DevicePart, float] = field(default_factory=dict)
+    meetings: list[Passage] = field(default_factory=list)  # this rank's collectives, in order
+    broadcasts: list[Passage] = field(default_factory=list)  # this rank's broadcasts from rank 0, in order
+    seen: bool = True  # waiting was measured in this step; only in some, where single steps are looked at
+    parts: dict[DevicePart, float] = field(default_factory=dict)  # seconds by what the device did, if known
 
     @property
     def idle(self) -> float:
@@ -242,8 +238,7 @@ class IdleSummary:
 
     def values(self, complete: bool, per_rank: bool) -> dict[str, float]:
         """What to log, by name; only what was measured."""
-        # If not ``complete``, nothing is said about idle as a whole. Single ranks' names end in ``_rank0``,
-        # ``_rank1``, ...
+        # If not ``complete``, nothing is said about idle as a whole. Single ranks' names end in ``_rank0``, ...
         whole, seen = self._all, self._seen if self._seen.steps else self._all
         if not whole.steps or sum(rank.seconds for rank in whole.ranks) <= 0:
             return {}

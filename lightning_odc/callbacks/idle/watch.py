@@ -15,10 +15,9 @@ class Watch:
     samples = False  # it sees single steps only, those in whose numbers `end_step` sets ``seen``
 
     def __init__(self, complete: bool, engine: Engine | None = None, why: str = "") -> None:
-        # whether all the waiting for other ranks that the documentation lists is seen. Without it nothing can
-        # be said about idle time as a whole.
+        # All waiting for other ranks that the documentation lists is seen. Else nothing is said of idle as a whole.
         self.complete = complete
-        self.why = why  # says why it is not complete, if there is more to say than the name of the strategy
+        self.why = why  # why it is not complete, if there is more to say than the name of the strategy
         self._engine = engine  # counts its waits, on demand and in lockstep
         self._meetings: list[Any] = []
 

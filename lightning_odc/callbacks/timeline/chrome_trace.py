@@ -28,8 +28,7 @@ class TimelineFiles:
 
     def write_rank(self, own: Timeline, merged: Path | None = None, whole: bool = False) -> None:
         """Write one rank's file, and all files that are there into one."""
-        # With ``whole``, merge only if all ranks' files are there and complete, that is, on the last rank to
-        # come here.
+        # With ``whole``, merge only if all ranks' files are complete, that is, on the last rank to come here.
         files.write_whole(self._path(own.ranks[0].rank), encode(own))
         if merged is None:
             return

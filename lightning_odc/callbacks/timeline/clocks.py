@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# Gives every rank's object to every rank, in rank order; all ranks together.
 Exchange = Callable[[Any], list[Any]]
-"""Gives every rank's object to every rank, in rank order; all ranks together."""
 
 _ROUNDS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -38,8 +38,7 @@ class Clock(NamedTuple):
 
     host: str  # the machine's name
     offset_ns: int = 0  # how far it is ahead of rank 0's clock
-    # how wrong ``offset_ns`` can be, at most. Ranks on one machine share the clock: 0.
-    uncertainty_ns: int = 0
+    uncertainty_ns: int = 0  # how wrong that can be, at most; ranks on one machine share the clock: 0
 
 
 def measure_clocks(exchange: Exchange) -> list[Clock]:
@@ -57,8 +56,7 @@ def measure_clocks(exchange: Exchange) -> list[Clock]:
 
 def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequence[Passage]]) -> list[Clock]:
     """The arithmetic of `measure_clocks`: see Note [Bounds of a clock's offset]."""
-    # ``machines`` has the host's name and the machine's identity by rank, ``passages`` those of every rank, one
-    # a round.
+    # ``machines``: the host's name and the machine's identity by rank. ``passages``: by rank, one per round.
     bounds: dict[str, list[tuple[int, int]]] = {}
     for (_, machine), mine in zip(machines, passages, strict=True):
         pairs = list(zip(mine, passages[0], strict=True))

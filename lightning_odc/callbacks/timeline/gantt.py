@@ -107,19 +107,16 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, pixels: float) -> No
                 color="#404040",
                 annotation_clip=False,
             )
-    axes.set_title(f"{title}: {_summary(timeline)}", loc="left", fontsize=11, pad=16)
+    minibatches = max((len(rank.of("minibatch")) for rank in timeline.ranks), default=0)
+    idle = f"idle {timeline.idle_fraction:.0%}" if timeline.waiting_seen else "waiting is not seen"
+    said = f"{minibatches} minibatch{'es' * (minibatches != 1)} in {timeline.seconds:.2f} s, {idle}"
+    axes.set_title(f"{title}: {said}", loc="left", fontsize=11, pad=16)
     axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank.rank}" for rank in timeline.ranks])
     axes.set_ylim(max(len(timeline.ranks), 1) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=True, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     _name_minibatches(axes, timeline, pixels)
-
-
-def _summary(timeline: Timeline) -> str:
-    minibatches = max((len(rank.of("minibatch")) for rank in timeline.ranks), default=0)
-    idle = f"idle {timeline.idle_fraction:.0%}" if timeline.waiting_seen else "waiting is not seen"
-    return f"{minibatches} minibatch{'es' * (minibatches != 1)} in {timeline.seconds:.2f} s, {idle}"
 
 
 def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: float) -> None:

@@ -18,8 +18,8 @@ from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
 from lightning_odc.callbacks.timeline.chrome_trace import TimelineFiles, decode, encode
 from lightning_odc.callbacks.timeline.clocks import measure_clocks
-from lightning_odc.callbacks.timeline.recording import Recording, RunFacts
-from lightning_odc.callbacks.timeline.spans import Timeline, merge
+from lightning_odc.callbacks.timeline.recording import Recording
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, merge
 from lightning_odc.strategy.odc import ODCStrategy
 
 Steps = range | tuple[int, int] | None
@@ -74,8 +74,6 @@ class TimelineRecorder(Callback):
         """Where the picture is written."""
         return self.dirpath / "timeline.png"
 
-    # -- beginning ----------------------------------------------------------------------------------------
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
@@ -96,23 +94,16 @@ class TimelineRecorder(Callback):
         odc = strategy if isinstance(strategy, ODCStrategy) else None
         name, origin = _exchange((secrets.token_hex(8), time.monotonic_ns()))[0]
         clocks = measure_clocks(_exchange)
-        alone = trainer.world_size == 1
-        run = RunFacts(
-            name=name,
-            origin_ns=origin,
-            world_size=trainer.world_size,
-            strategy=type(strategy).__name__ + (f", {odc.communication}" if odc else ""),
-            notes=_blind_spots(trainer),
-            waits=alone or (odc is not None and odc.communication != "collective"),
-        )
-        clock = clocks[trainer.global_rank if len(clocks) > 1 else 0]
-        self._files = TimelineFiles(self.dirpath, run.name, run.world_size)
+        waits = trainer.world_size == 1 or (odc is not None and odc.communication != "collective")
+        title = type(strategy).__name__ + (f", {odc.communication}" if odc else "")
+        run = Timeline([], trainer.world_size, title, name, waits, _blind_spots(trainer))
+        host, offset, uncertainty = clocks[trainer.global_rank if len(clocks) > 1 else 0]
+        own = RankTimeline(trainer.global_rank, host, [], offset_ns=offset, uncertainty_ns=uncertainty)
+        self._files = TimelineFiles(self.dirpath, name, trainer.world_size)
         self._files.remove_rank(trainer.global_rank)  # of an earlier run
         engine = odc.engine if odc else None
         called: Any = odc.model if odc else pl_module  # its call is a microbatch
-        self._recording = Recording(run, trainer.global_rank, clock, self.capacity, engine, called)
-
-    # -- what happens -------------------------------------------------------------------------------------
+        self._recording = Recording(run, own, origin, self.capacity, engine, called)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
@@ -156,13 +147,11 @@ class TimelineRecorder(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
-            self._recording.begin_validation()
+            self._recording.end_gap("data")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
-            self._recording.end_validation()
-
-    # -- ending -------------------------------------------------------------------------------------------
+            self._recording.end_gap("validation")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         recording, self._recording = self._recording, None
@@ -191,7 +180,7 @@ class TimelineRecorder(Callback):
             return
         recording.interrupt()
         if recording.tracer.spans:
-            recording.run.notes.append(f"Rank {recording.rank} ended by {type(exception).__name__}.")
+            recording.run.notes.append(f"Rank {recording.own.rank} ended by {type(exception).__name__}.")
             _attempt(lambda: self._files.write_rank(recording.timeline(), self.trace_path))  # type: ignore[union-attr]
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
