@@ -17,13 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc.callbacks.idle.channels import Channel, NoteChannel, Round, SideChannel
 from lightning_odc.callbacks.idle.sources import CollectiveWatch, DataClock, ShardedWatch, watch_for
 from lightning_odc.callbacks.idle.stream_waits import StreamWaits, compute_stream
-from lightning_odc.callbacks.idle.summary import (
-    UNKNOWN,
-    IdleCause,
-    IdleSummary,
-    StepNumbers,
-    resolve,
-)
+from lightning_odc.callbacks.idle.summary import UNKNOWN, IdleCause, IdleSummary, StepNumbers, resolve
 from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.callbacks.timeline.clocks import Passage, machine
 from lightning_odc.data.batch_size import microbatches_of, sample_count, token_count
