@@ -44,6 +44,24 @@ def test_everything_that_a_rank_does_runs_without_a_gpu(module):
     assert ranks <= rehearsed | called
 
 
+COLLECT = """
+import sys
+import pytest
+code = pytest.main("--collect-only -q -p no:cacheprovider -p pytest_timeout tests/gpu".split())
+assert not {"hypothesis", "peft"} & sys.modules.keys()
+sys.exit(code)
+"""
+
+
+def test_the_tests_are_collected_without_packages_that_they_do_not_need():
+    """A Python of a machine with a GPU has torch and lightning, and maybe nothing else."""
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "tests collected" in done.stdout, done.stdout + done.stderr
+
+
 def _probes(rank: int) -> tuple[list[str], str]:
     sys.stdout = said = io.StringIO()
     one = probe.Probe(f"rank {rank}")
