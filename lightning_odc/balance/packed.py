@@ -32,7 +32,7 @@ class Packed(Microbatches):
         costs: What samples cost; see `MinibatchCosts.forbid_unfitting` for caps that differ.
     """
 
-    most_lined_up = 4096
+    most_lined_up = 32768
 
     def __init__(self, rows: Ints, caps: Ints, costs: MinibatchCosts) -> None:
         rows, caps = rows.reshape(len(rows), -1), caps.reshape(len(caps), -1)
