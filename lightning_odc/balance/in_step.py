@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -43,18 +44,21 @@ def in_step(work: Microbatches, lined_up: bool) -> Plan:
         alone = [[[sample] for sample in group] for group in _deal(work, falling, [[] for _ in range(ranks)])]
         return [plan + [[]] * (whole + 1 - len(plan)) for plan in _plan(work, alone)]
     if not spare:
-        return min(_options(work, [[] for _ in range(ranks)], lined_up))[1]
+        options = list(_options(work, [[] for _ in range(ranks)], lined_up))
+        return _plan(*min(options, key=itemgetter(0))[1:])
     glued = work.glued(pairs)
     first = sorted(range(len(glued)), key=lambda unit: len(glued.members[unit]) < 2)[:ranks]
     options = list(_options(glued, [[unit] for unit in first], lined_up))
     for rows in range(min(whole, _MOST_ROWS if len(work) <= _FEW else 1)):
         ends = np.cumsum([0, *(rows + (rank < spare) for rank in range(ranks))]).tolist()
         options += _options(work, [list(range(begin, end)) for begin, end in pairwise(ends)], lined_up)
-    return min(options)[1]
+    return _plan(*min(options, key=itemgetter(0))[1:])
 
 
-def _options(work: Microbatches, first: Groups, lined_up: bool) -> Iterator[tuple[float, Plan]]:
-    """Plans, and what collectives take for them.
+def _options(
+    work: Microbatches, first: Groups, lined_up: bool
+) -> Iterator[tuple[float, Microbatches, list[Bins]]]:
+    """What collectives take for some microbatches of all ranks, the samples, and those.
 
     Args:
         work: The samples.
@@ -65,29 +69,30 @@ def _options(work: Microbatches, first: Groups, lined_up: bool) -> Iterator[tupl
     free = [sample for sample in reversed(range(len(work))) if sample not in pinned]
     dealt = _deal(work, free, first)
     lined_up = lined_up and len(work) <= work.most_lined_up
-    groupings = [dealt]
+    groupings = [(dealt, work.counts(dealt))]
     if len(work) <= work.most_lined_up:
-        groupings = [dealt, _level(work, first, dealt)] if lined_up else [_level(work, first, dealt)]
+        level = _level(work, first, dealt, max(groupings[0][1]))
+        groupings = [*(groupings if lined_up else []), (level, work.counts(level))]
     if lined_up and not pinned:  # each alone, neighbours by cost: where other numbers cost, not those by size
         costs = work.costs.sum(0).tolist()
         alone = _deal(work, sorted(free, key=lambda sample: -costs[sample]), first)
         bins_of_ranks = [[[sample] for sample in group] for group in alone]
-        yield sum(_profile(work, bins_of_ranks)), _plan(work, bins_of_ranks)
-    for groups in groupings:
-        counts = [count for count in work.counts(groups) if count <= min(map(len, groups))]
+        yield sum(_profile(work, bins_of_ranks)), work, bins_of_ranks
+    for groups, likely in groupings:
+        counts = [count for count in likely if count <= min(map(len, groups))]
         lined = [_line_up(work, groups, count) for count in counts] if lined_up else []
         for bins in [*work.in_step(groups, counts), *filter(None, lined)]:
-            yield sum(_profile(work, bins)), _plan(work, bins)
+            yield sum(_profile(work, bins)), work, bins
 
 
 def _plan(work: Microbatches, bins: list[Bins]) -> Plan:
     return [work.in_order(rank, of_rank) for rank, of_rank in enumerate(bins)]
 
 
-def _level(work: Microbatches, first: Groups, dealt: Groups) -> Groups:
-    """Exchange samples until the ranks' totals are equal."""
+def _level(work: Microbatches, first: Groups, dealt: Groups, count: int) -> Groups:
+    """Exchange samples until the ranks' totals are equal, if each has so many microbatches."""
     moving = [[s for s in group if s not in fixed] for group, fixed in zip(dealt, first, strict=True)]
-    base = _loads(work, first) + work.overhead * max(work.counts(dealt))
+    base = _loads(work, first) + work.overhead * count
     search = Search(work.costs, [moving], base=base, equal_counts=True)
     search.run((lower_bound(work.costs, work.num_ranks) + float(base.min())) * (1 + TOLERANCE), _ROUNDS)
     return [sorted([*fixed, *group]) for fixed, group in zip(first, search.best()[1], strict=True)]
@@ -126,6 +131,8 @@ def _line_up(work: Microbatches, groups: Groups, count: int) -> list[Bins] | Non
         profile = list(map(max, profile, work.costs_of(rank, bins)))
     loads = np.array([work.costs_of(rank, bins) for rank, bins in enumerate(lined)])
     for rank in range(len(groups)):  # once more, now that all others are known
+        if rank not in loads.argmax(0).tolist():  # others are as large everywhere
+            continue
         others = np.delete(loads, rank, axis=0).max(0, initial=0.0)
         bins = work.along(rank, groups[rank], others.tolist())
         again = np.array(work.costs_of(rank, bins)) if bins else loads[rank]

@@ -103,6 +103,7 @@ class Microbatches(ABC):
         self.num_ranks = num_ranks
         self.members = [[index] for index in order.tolist()]
         self._known: dict[tuple[int, ...], tuple[float, Bins]] = {}
+        self._lists: dict[int, list[float]] = {}
 
     def __len__(self) -> int:
         return len(self.members)
@@ -110,6 +111,12 @@ class Microbatches(ABC):
     def row(self, rank: int) -> int:
         """The row of the arrays that is about a rank."""
         return rank if len(self.costs) > 1 else 0
+
+    def listed(self, row: int) -> list[float]:
+        """A row of ``costs`` as a list, which is faster to look up."""
+        if row not in self._lists:
+            self._lists[row] = self.costs[row].tolist()
+        return self._lists[row]
 
     def load(self, rank: int, samples: Sequence[int]) -> float:
         """What these samples, which rise, cost a rank in its best microbatches, overhead included."""
@@ -131,10 +138,9 @@ class Microbatches(ABC):
 
     def in_order(self, rank: int, bins: Bins) -> list[list[int]]:
         """The caller's indices: the costliest microbatch first, in each the costliest sample first."""
-        costs, ordered = self.costs[self.row(rank)], []
+        costs, ordered = self.listed(self.row(rank)), []
         for bin_ in bins:
-            units = zip((-costs.take(bin_)).tolist(), bin_, strict=True)
-            falling = sorted((cost, index) for cost, unit in units for index in self.members[unit])
+            falling = sorted([(-costs[unit], index) for unit in bin_ for index in self.members[unit]])
             ordered.append((-self.cost(rank, bin_), [index for _, index in falling]))
         return [indices for _, indices in sorted(ordered)]
 
@@ -191,7 +197,7 @@ class Microbatches(ABC):
         firsts = np.cumsum([0, *map(len, units[:-1])])
         glued = copy(self)
         glued.members = [[i for sample in unit for i in self.members[sample]] for unit in units]
-        glued._known = {}
+        glued._known, glued._lists = {}, {}
         glued._glue(units, flat, firsts)
         return glued
 

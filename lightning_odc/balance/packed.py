@@ -6,6 +6,7 @@ Where attention is dense (Note [Dense attention]), they are as many as cost leas
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -40,7 +41,7 @@ class Packed(Microbatches):
         super().__init__(len(caps), order)
         self._rows, self.tokens = rows[order], rows[order, 0]
         kinds = 1 if costs.ranks_equal else self.num_ranks
-        self._rooms, self._lists = Rooms(rows.shape[1]), dict[int, list[float]]()
+        self._rooms = Rooms(rows.shape[1])
         self._sizes, self._caps = self._rooms.sizes(self._rows), self._rooms.sizes(caps[:kinds])
         overhead, pair = costs.overhead[:kinds], costs.pair[:kinds]
         samples = np.broadcast_to(costs.samples, (kinds, len(rows)))[:, order]
@@ -55,7 +56,7 @@ class Packed(Microbatches):
         self.costs, self.overhead = np.rint(samples * self.scale), np.rint(overhead * self.scale)
         self.parts = np.rint((samples + bins) * self.scale)
         self._least = self.costs + np.floor(self.overhead[:, None] * fractions)
-        self._pair = (pair * self.scale).tolist()
+        self._pair, self._overheads = (pair * self.scale).tolist(), self.overhead.tolist()
         self._most_tokens = [
             _best_filling(*terms) for terms in zip(caps[:kinds, 0].tolist(), overhead, pair, strict=True)
         ]
@@ -72,14 +73,7 @@ class Packed(Microbatches):
 
     def cost(self, rank: int, bin_: Sequence[int]) -> float:
         row = self.row(rank)
-        costs = self._listed(row)
-        return sum([costs[sample] for sample in bin_]) + self._extra(row, [list(bin_)])
-
-    def _listed(self, row: int) -> list[float]:
-        """The costs of samples as a list, which is faster to look up."""
-        if row not in self._lists:
-            self._lists[row] = self.costs[row].tolist()
-        return self._lists[row]
+        return sum(map(self.listed(row).__getitem__, bin_)) + self._extra(row, [bin_])
 
     def _make_bins(self, row: int, samples: list[int]) -> tuple[float, Bins]:
         falling = samples[::-1]
@@ -93,15 +87,15 @@ class Packed(Microbatches):
                 for count in sorted({*counts, len(samples)})
             ]
             bins = min([bins, *filter(None, options)], key=lambda option: self._extra(row, option))
-        return float(self.costs[row].take(samples).sum()) + self._extra(row, bins), bins
+        return sum(map(self.listed(row).__getitem__, samples)) + self._extra(row, bins), bins
 
-    def _extra(self, row: int, bins: Bins) -> float:
+    def _extra(self, row: int, bins: Sequence[Sequence[int]]) -> float:
         """What microbatches cost besides their samples."""
-        extra = len(bins) * float(self.overhead[row])
+        extra = len(bins) * self._overheads[row]
         if not self._pair[row]:
             return extra
         sizes = self._listed_tokens
-        across = sum(pairs_of_tokens([sizes[sample] for sample in bin_]) for bin_ in bins)
+        across = sum([pairs_of_tokens([sizes[sample] for sample in bin_]) for bin_ in bins if len(bin_) > 1])
         return extra + round(self._pair[row] * across)
 
     def _fewest_bins(self, row: int, falling: list[int]) -> Bins:
@@ -150,8 +144,8 @@ class Packed(Microbatches):
 
     def along(self, rank: int, samples: list[int], profile: list[float]) -> Bins:
         """The costliest sample first."""
-        row, costs = self.row(rank), self._listed(self.row(rank))
-        falling = sorted(samples, key=lambda sample: -costs[sample])
+        row, costs = self.row(rank), self.listed(self.row(rank))
+        falling = sorted(samples, key=costs.__getitem__, reverse=True)
         bins = self._place(row, falling, costs, profile, self._pair[row])
         bins = bins or self._split(row, samples, len(profile))
         return sorted(bins, key=lambda bin_: -self.cost(rank, bin_))
@@ -168,33 +162,31 @@ class Packed(Microbatches):
 
         Where the profile is nothing, that is the lightest microbatch with room. None if a sample finds no room.
         """
-        guards, count = self._rooms.guards, len(profile)
-        bins: Bins = [[] for _ in range(count)]
-        rooms, loads, filled, empty = [self._caps[row] | guards] * count, [0.0] * count, [0] * count, count
-        for left, (sample, weight) in enumerate(
-            zip(samples, [weights[sample] for sample in samples], strict=True)
-        ):
-            size, tokens, must_open = (
-                self._sizes[sample],
-                self._listed_tokens[sample],
-                len(samples) - left <= empty,
-            )
-            least, spare, target = math.inf, math.inf, -1
-            for place, room in enumerate(rooms):
-                if (room - size) & guards != guards or (must_open and bins[place]):
-                    continue
-                before, limit = loads[place], profile[place]
-                after = before + weight + pair * filled[place] * tokens
-                raised = after - (before if before > limit else limit) if after > limit else 0.0
-                if raised < least or (raised == least and after - limit < spare):
-                    least, spare, target = raised, after - limit, place
-            if target < 0:
+        guards, sizes, tokens = self._rooms.guards, self._sizes, self._listed_tokens
+        bins: Bins = [[] for _ in profile]
+        rooms, filled, empty = [self._caps[row] | guards] * len(bins), [0] * len(bins), len(bins)
+
+        def raised(entry: tuple[float, int]) -> tuple[float, float, int]:
+            after = entry[0] + weights[sample] + pair * filled[entry[1]] * tokens[sample]
+            return max(after, 0.0) - max(entry[0], 0.0), after, entry[1]
+
+        # How far each is above the profile, and its place.
+        ranked = sorted((-limit, place) for place, limit in enumerate(profile))
+        for left, sample in zip(range(len(samples), 0, -1), samples, strict=True):
+            size = sizes[sample]
+            # If pairs cost nothing, the one with most room below the profile is also raised least.
+            for entry in sorted(ranked, key=raised) if pair else ranked:
+                place = entry[1]
+                if (rooms[place] - size) & guards == guards and (left > empty or not bins[place]):
+                    break
+            else:
                 return None
-            empty -= not bins[target]
-            bins[target].append(sample)
-            loads[target] = spare + profile[target]
-            rooms[target] -= size
-            filled[target] += tokens
+            ranked.remove(entry)
+            insort(ranked, (entry[0] + weights[sample] + pair * filled[place] * tokens[sample], place))
+            empty -= not bins[place]
+            bins[place].append(sample)
+            rooms[place] -= size
+            filled[place] += tokens[sample]
         return bins
 
     def _split(self, row: int, samples: list[int], count: int) -> Bins:
@@ -224,7 +216,6 @@ class Packed(Microbatches):
         self.costs, self.parts = (
             np.add.reduceat(array[:, flat], firsts, axis=1) + pair for array in (self.costs, self.parts)
         )
-        self._lists = {}
         self.tokens = np.add.reduceat(self.tokens[flat], firsts)
         self._listed_tokens = self.tokens.tolist()
         self._filling = np.add.reduceat(self._filling[flat], firsts)

@@ -74,10 +74,9 @@ class Tables(Microbatches):
 
     def _set_costs(self) -> None:
         """What follows from the costs of rows: what all samples cost if they are cut together, and samples' parts."""
-        self._lists, self._has_extra = (
-            (self.tokens.tolist(), self._shortest.tolist()),
-            bool(self._extra.any()),
-        )
+        self._sizes, self._listed_shortest = self.tokens.tolist(), self._shortest.tolist()
+        self._has_extra, self._overheads = bool(self._extra.any()), self.overhead.tolist()
+        self._row_lists = self._row_costs.tolist()
         self.costs = self._row_costs * self._counts + self._extra
         fastest = self._row_costs.min(0)
         roomiest = int(np.argmax(self._caps))
@@ -93,7 +92,7 @@ class Tables(Microbatches):
 
     def _firsts(self, row: int, samples: Sequence[int]) -> list[int]:
         """For each place in ``samples``, which rise, the first one that may share a table with it."""
-        sizes, shortest = self._lists
+        sizes, shortest = self._sizes, self._listed_shortest
         cap, other_cap, fits = self._caps[row], self._other_caps[row], self._rooms.fits
         first = rows = others = 0
         firsts = []
@@ -110,17 +109,18 @@ class Tables(Microbatches):
         return firsts
 
     def _make_bins(self, row: int, samples: list[int]) -> tuple[float, Bins]:
-        costs = self._row_costs[row]
-        ends = list(accumulate(self._counts[sample] for sample in samples))
+        costs = [self._row_lists[row][sample] for sample in samples]
+        ends = list(accumulate(map(self._counts.__getitem__, samples)))
         firsts = self._firsts(row, samples)
-        load, bins = cut(costs.take(samples).tolist(), firsts, float(self.overhead[row]), ends)
-        load += float(self._extra[row].take(samples).sum())
+        load, bins = cut(costs, firsts, self._overheads[row], ends)
+        if self._has_extra:
+            load += float(self._extra[row].take(samples).sum())
         return load, [[samples[place] for place in places] for places in bins]
 
     def cost(self, rank: int, bin_: Sequence[int]) -> float:
-        row, rows = self.row(rank), sum(self._counts[sample] for sample in bin_)
+        row, rows = self.row(rank), sum(map(self._counts.__getitem__, bin_))
         extra = float(self._extra[row].take(bin_).sum()) if self._has_extra else 0.0
-        return rows * float(self._row_costs[row, max(bin_)]) + extra + float(self.overhead[row])
+        return rows * self._row_lists[row][max(bin_)] + extra + self._overheads[row]
 
     def bound(self) -> float:
         filled = self.tokens / np.maximum(np.array(self._caps)[:, None], self.tokens)
