@@ -99,11 +99,6 @@ class Ledger:
     is_idle: bool = False  # ran nothing at all, so it goes along with what the others ran
     left_out: float = 0.0  # the part of the plain batches of this step that counts nothing
 
-    @property
-    def agrees_with_any(self) -> bool:
-        """Nothing of what this rank ran counts, so it goes along with what the others ran."""
-        return self.is_idle or (self.counting is None and self.left_out > 0)
-
     def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides])."""
         if self.counting not in (None, counting):
@@ -138,8 +133,10 @@ class Ledger:
         self, logs: Any, measured: Any, note: Any, used: str = "0x0", scalars: Sequence[float | None] = ()
     ) -> SettleRecord:
         """The record of a rank with these weights; the arguments are fields of the record."""
+        # If nothing of what this rank ran counts, it goes along with what the others ran.
+        agrees_with_any = self.is_idle or (self.counting is None and self.left_out > 0)
         return SettleRecord(
-            batches=None if self.agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
+            batches=None if agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
             counting=self.counting and self.counting.value,
             weight=float(self.weight) if self.is_weighted else 1.0 - self.left_out,
             least=float(self.least),
@@ -223,7 +220,7 @@ class Engine(Traced, ABC):
         ledger: the weights of the current optimizer step.
         weight_unit: the weighted losses that were backpropagated were divided by this, on all ranks.
         settled: the gradients of the step are complete in ``.grad``; what comes next is the optimizer step.
-        is_behind: the backward pass of the microbatch at hand has come to its end, and what calls it has not.
+        backward_done: the backward pass of the microbatch at hand has come to its end, and what calls it has not.
         evaluating: ranks may have different numbers of batches now.
         note: something JSON-serialisable to tell the other ranks at the next settle, at no cost of its own.
         notes: what all ranks told at the last settle, in rank order; empty where settling does not communicate.
@@ -234,7 +231,7 @@ class Engine(Traced, ABC):
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.weight_unit = 1.0
-        self.settled = self._failed = self.is_behind = False
+        self.settled = self._failed = self.backward_done = False
         self.note: Any = None
         self.notes: list[Any] = []
         self._batches = 0
@@ -327,11 +324,11 @@ class Engine(Traced, ABC):
 
     def begin_forward(self) -> None:
         """The forward pass of a microbatch begins."""
-        self.is_behind = False
+        self.backward_done = False
 
     def why_no_retry(self) -> str:
         """Why a microbatch that broke off cannot run again on this rank alone; empty if it can."""
-        if self.is_behind:
+        if self.backward_done:
             return "its gradient had been added, and memory ran out after its backward pass"
         return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
 
@@ -383,7 +380,7 @@ class Engine(Traced, ABC):
     def exchange(self, kind: str, item: Any) -> list[Any]:
         """Every rank's JSON-serialisable item, in rank order. All ranks together."""
 
-    def come_to(self, kind: str) -> None:
+    def announce_collective(self, kind: str) -> None:
         """This rank is about to call a collective of this kind: find out now, not by a hang, that another is not."""
 
     @abstractmethod

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, check_records, total_weight
 from lightning_odc.engine.comm import (
+    RootUnit,
     StockGather,
     StockReduceScatter,
     WithinContext,
@@ -28,7 +29,6 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import Unit, find_units
@@ -106,7 +106,7 @@ class CollectiveEngine(Engine):
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided."""
-        self.is_behind = False
+        self.backward_done = False
         assert self._root is not None
         if manual:
             self._scalars.drop_emptied()
@@ -129,7 +129,7 @@ class CollectiveEngine(Engine):
             for shard, kept in zip(self._shards, before, strict=True):
                 shard.grad = kept
             raise
-        self._in_place, self.is_behind = False, True
+        self._in_place, self.backward_done = False, True
         self._root.check_reduced()
         if apart:
             self._add(before, counts)
@@ -251,7 +251,6 @@ def single_process(item: Any) -> list[Any]:
 
 def process_group_rendezvous(group: Any) -> Callable[[Any], list[Any]]:
     """The rendezvous of a process group (pickles small objects between ranks of one job)."""
-    import torch.distributed as dist
 
     def rendezvous(item: Any) -> list[Any]:
         items: list[Any] = [None] * dist.get_world_size(group)

@@ -1,7 +1,21 @@
-"""The objects through which ``fully_shard`` communicates: its public extension points, no patch.
+"""How an engine and ``fully_shard`` meet: comm objects, the layout that these show, and the root unit.
 
 ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` take any object with an ``allocate`` and a
-``__call__`` method. Each unit gets its own pair, so two models in one process never meet.
+``__call__`` method: public extension points, no patch. Each unit gets its own pair, so two models in one process never
+meet. `probe` looks at what ``fully_shard`` passes to them; see Note [How a unit lies in memory].
+
+Note [The root unit]
+~~~~~~~~~~~~~~~~~~~~
+The root unit has the parameters outside of blocks, such as embeddings and the head. The engine gathers it itself.
+
+``fully_shard`` gathers the root unit when the root module is called and shards it after the backward pass. Lightning
+calls the root module once per ``training_step``. With manual optimization a step may run the model and go backward
+several times within that one call, in any order. So the root unit is gathered again when one of its layers is called,
+and before a backward pass (which finds the memory of the parameters that it saved filled again). The gradients of the
+root unit are reduced when a backward pass through any other unit ends.
+
+``toggle_optimizer`` freezes parameters within the step. It freezes shards, because optimizers hold shards. When
+``fully_shard`` gathers a unit, its parameters become frozen, too. But the root unit is gathered already.
 """
 
 from __future__ import annotations
@@ -9,18 +23,28 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_odc import _compat
+from lightning_odc.engine.units import ParamSlot, Unit, class_names
+from lightning_odc.errors import ODCError
 
 # torch 2.13 renamed the two collectives and warns about the old names.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+#: Numbers that bf16 and fp16 both hold exactly: 7 bits of fraction, and the exponents of fp16. A prime number of them,
+#: so that equal numbers are not equally far apart in parameters of even sizes.
+_FRACTIONS, _LEAST_EXPONENT, _NUMBERS = 128, -14, 3709
 
 
 class _Allocating:
@@ -154,3 +178,148 @@ def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: obj
     for module in modules:
         module.set_custom_all_gather(cast(Any, gather))
         module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
+
+
+# -- probing ------------------------------------------------------------------------------------------------
+
+
+def probe(
+    unit: Unit,
+    while_gathered: Callable[[ParamSlot], None],  # called for each parameter; may say that it is ``hooked``
+    keep: Container[str],  # names of parameters that get a place in the accumulator without a hook
+    accumulator_dtype: torch.dtype | None,
+) -> None:
+    """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way."""
+    with _numbered(unit):
+        own = _shown_shard(unit, while_gathered)
+        for slot in unit.slots:
+            slot.has_gradient = slot.hooked or slot.name in keep
+        _lay_out_like(unit, own, accumulator_dtype)
+
+
+@contextmanager
+def _numbered(unit: Unit) -> Iterator[None]:
+    """A context in which the elements of this rank's shards are distinct numbers, by parameter and place."""
+    # Parameters with equal contents, as norms and biases are in the beginning, would look the same in any order.
+    kept = [(slot, slot.local.clone()) for slot in unit.slots if type(slot.local) is Tensor]
+    first = 0
+    try:
+        for slot, content in kept:
+            _write(slot, _numbers(first, content))
+            first += content.numel() + 1
+        yield
+    finally:
+        for slot, content in kept:
+            _write(slot, content)
+
+
+def _shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tensor:
+    """This rank's shard as ``fully_shard`` passes it to be gathered: 1-D, in the compute dtype."""
+    shown: list[Tensor] = []
+    set_comms(
+        unit.modules, GatherComm(lambda _comm, _output, own: shown.append(own.clone())), StockReduceScatter()
+    )
+    unit.modules[0].unshard()  # what the peers' slices hold does not matter: the unit is resharded at once
+    for slot in unit.slots:
+        slot.compute_dtype = slot.current.dtype
+        while_gathered(slot)
+    unit.modules[0].reshard()
+    (own,) = shown
+    return own
+
+
+def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
+    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``, or refuse it."""
+    unit.lay_out(accumulator_dtype)
+    spec = unit.spec()
+    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
+    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
+        unit.write_shard(derived)
+    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
+        raise NotImplementedError(
+            f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
+            'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
+        )
+
+
+def _numbers(first: int, like: Tensor) -> Tensor:
+    """Numbers from the one with this index on, in the shape and dtype of ``like``."""
+    indices = torch.arange(_NUMBERS, device=like.device).roll(-first)
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        fractions = 1 + (indices % _FRACTIONS).float() / _FRACTIONS
+        numbers = torch.ldexp(fractions, indices // _FRACTIONS + _LEAST_EXPONENT)
+    else:
+        numbers = indices % 127
+    rounds = like.numel() // _NUMBERS + 1  # repeated in its own dtype, since a shard can be large
+    return numbers.to(like.dtype).repeat(rounds)[: like.numel()].view(like.shape)
+
+
+def _write(slot: ParamSlot, content: Tensor) -> None:
+    with torch.inference_mode(slot.local.is_inference()), torch.no_grad():
+        slot.local.copy_(content)
+
+
+class RootUnit:
+    """Keeps the root unit gathered where it is needed; see Note [The root unit]."""
+
+    def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
+        self._model = cast(FSDPModule, model)
+        self._units = units
+        self._root = next((unit for unit in units if self._model in unit.modules), None)
+        layers = {slot.module for slot in self._root.slots} - {model} if self._root is not None else ()
+        self._hooks: list[RemovableHandle] = [
+            layer.register_forward_pre_hook(self._before_layer) for layer in layers
+        ]
+        self._hooks.append(model.register_forward_pre_hook(self._before_model))
+
+    def gather(self) -> None:
+        """Gather the unit if it is sharded."""
+        if self._root is not None and isinstance(self._root.slots[0].current, DTensor):
+            self._model.unshard()
+
+    def match_frozen(self) -> None:
+        """See `Unit.match_frozen`."""
+        if self._root is not None:
+            self._root.match_frozen()
+
+    def shard(self) -> None:
+        """Shard the unit if it is gathered."""
+        if self._root is not None and self._root.is_gathered:
+            # Within the root module's call ``fully_shard`` keeps the unit until a backward pass, and on a rank without
+            # microbatches there was none.
+            self._model.set_reshard_after_forward(True, recurse=False)
+            self._model.reshard()
+            self._model.set_reshard_after_forward(False, recurse=False)
+
+    def check_reduced(self) -> None:
+        """Refuse a backward pass that left gradients behind, in this unit or another one."""
+        for unit in self._units:
+            if isinstance(unit.slots[0].current, DTensor) or _compat.keeps_gradients(unit.modules[0]):
+                continue
+            left = [slot for slot in unit.slots if slot.current.grad is not None]
+            if left:
+                layers = [slot.module for slot in left if not isinstance(slot.module, FSDPModule)]
+                make = (
+                    f"Make units of layers, auto_wrap_policy={class_names(layers)}, and call"
+                    if layers
+                    else "Call"
+                )
+                names = ", ".join(repr(slot.name) for slot in left[:3]) + ", ..." * (len(left) > 3)
+                raise ODCError(
+                    "With manual optimization a model needs at least two units, and the loss must depend on what one "
+                    "besides the root unit returns. This backward pass did not reach any, so gradients were left "
+                    f"behind: {names}. {make} them as modules, `layer(x)`."
+                )
+
+    def release(self) -> None:
+        """Take the hooks off the layers. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before_layer(self, *_: Any) -> None:
+        self.gather()
+        self.match_frozen()
+
+    def _before_model(self, *_: Any) -> None:  # ``fully_shard`` has gathered the unit
+        self.match_frozen()

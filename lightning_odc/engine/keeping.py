@@ -165,18 +165,6 @@ class _Kept:
         module.set_reshard_after_backward(not gathered, recurse=False)
 
 
-def _kept(unit: Unit, comm: GatherComm) -> _Kept:
-    width = unit.spec().shard_dtype.itemsize * unit.slots[0].home.device_mesh.size()
-    trained = sum(end - start for start, end in unit.trained)
-    return _Kept(
-        unit,
-        comm,
-        size=unit.shard_numel * width,
-        frozen_size=(unit.shard_numel - trained) * width,
-        is_plain=_compat.reshards_after_forward(unit.modules[0]) is not None,
-    )
-
-
 class Keeping:
     """What one rank keeps of its peers' shards; see Note [Read once per minibatch]."""
 
@@ -195,9 +183,14 @@ class Keeping:
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
         """Look after these units, each with the object through which it is gathered."""
-        self._kept = [_kept(unit, comm) for unit, comm in zip(units, comms, strict=True)]
-        for kept in self._kept:
-            for module in kept.unit.modules:
+        for unit, comm in zip(units, comms, strict=True):
+            width = unit.spec().shard_dtype.itemsize * unit.slots[0].home.device_mesh.size()
+            trained = sum(end - start for start, end in unit.trained)
+            size, frozen_size = unit.shard_numel * width, (unit.shard_numel - trained) * width
+            is_plain = _compat.reshards_after_forward(unit.modules[0]) is not None
+            kept = _Kept(unit, comm, size, frozen_size, is_plain)
+            self._kept.append(kept)
+            for module in unit.modules:
                 before: Any = partial(self._before, kept)
                 self._hooks.append(cast(nn.Module, module).register_forward_pre_hook(before, prepend=True))
 
@@ -221,8 +214,10 @@ class Keeping:
     def choose(self, visits: Sequence[int]) -> list[int]:
         """The units to keep from now on, by number: as many as there is room for, the most worthwhile first."""
         for kept, count in zip(self._kept, visits, strict=True):
+            # A kept unit is gathered once per minibatch, which says nothing of its visits.
             if count and not kept.gathered:
                 kept.visits = count
+        # Greedy: a unit that does not fit is left out, and smaller ones of less worth may still fit.
         chosen, room = [], self._room()
         for kept in sorted(self._kept, key=_Kept.worth, reverse=True):
             if kept.visits > 1 and kept.is_plain and kept.size <= room:
@@ -275,25 +270,29 @@ class Keeping:
             self._contexts -= 1
             if not self._contexts:
                 self._measure()
-                free(self._end_context())
+                ended, self._in_context = [one for one in self._in_context if one[0].gathered], []
+                for kept, _ in ended:
+                    self.bytes -= kept.size
+                    kept.keep(False)
+                # What was gathered before stays for those who gathered it.
+                free(kept.unit for kept, was_gathered in ended if kept.reshards and not was_gathered)
 
     def _keep_in_context(self) -> None:
         """Keep as many units as there is room for now, the small ones first: all are visited equally often."""
-        room, self._asks = self._room_now(), None
+        # Nothing is trained meanwhile, so what training needs (`_needed`) does not count, only what is held now.
+        self._asks = None
+        if self._budget == "auto":
+            to_come = sum(kept.size for kept in self._kept if kept.gathered and not kept.unit.is_gathered)
+            self._usable = self._memory.usable()
+            room = int(self._memory.share * (self._usable - self._memory.used())) - to_come
+        else:
+            room = self._budget - self.bytes
         for kept in sorted(self._kept, key=lambda kept: kept.size):
             # ``fully_shard`` does not free the root unit between forward passes.
             if kept.is_plain and not (kept.gathered or kept.unit.is_root) and kept.size <= room:
                 room, self.bytes = room - kept.size, self.bytes + kept.size
                 self._in_context.append((kept, kept.unit.is_gathered))
                 kept.keep(True)
-
-    def _end_context(self) -> list[Unit]:
-        """The last context has ended; returns the units to free, without those that were gathered elsewhere before."""
-        ended, self._in_context = [one for one in self._in_context if one[0].gathered], []
-        for kept, _ in ended:
-            self.bytes -= kept.size
-            kept.keep(False)
-        return [kept.unit for kept, was_gathered in ended if kept.reshards and not was_gathered]
 
     def _before(self, kept: _Kept, *_: Any) -> None:
         """Before a unit runs."""
@@ -306,7 +305,9 @@ class Keeping:
         """If memory is tight, stop keeping the next unit, and check again at the one after it. Once in a pass."""
         if self._asks is not None and self._asks is not kept:
             return
-        self._asks = kept
+        self._asks = (
+            kept  # the unit of the first check is also the one of the next pass, unless it is given up
+        )
         if self._memory.used() > self._memory.usable() * (1 - _TIGHT):
             self._asks = None
             self.bytes -= kept.size
@@ -316,14 +317,6 @@ class Keeping:
         """Learn how much memory was taken at most, beside what is kept."""
         if self._budget == "auto" and (peak := self._memory.peak()) != self._peak:
             self._needed, self._peak = max(self._needed, peak - self.bytes), peak
-
-    def _room_now(self) -> int:
-        """Bytes that may be held beside what is kept, while nothing is trained."""
-        if self._budget != "auto":
-            return self._budget - self.bytes
-        to_come = sum(kept.size for kept in self._kept if kept.gathered and not kept.unit.is_gathered)
-        self._usable = self._memory.usable()
-        return int(self._memory.share * (self._usable - self._memory.used())) - to_come
 
     def give_back(self) -> None:
         """Keep nothing from now on in this version: memory has run out."""
@@ -345,17 +338,15 @@ class Keeping:
 @contextmanager
 def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered."""
-    found = [module for module in model.modules() if _can_generate(module)]
+    # Looks at classes and at what was set on a module, so that no property runs and no wrapper passes it on.
+    found = [
+        m for m in model.modules() if callable(vars(m).get("generate", getattr(type(m), "generate", None)))
+    ]
     with ExitStack() as stack:
         stack.enter_context(_compat.generating_alone(found))
         for module in found:
             stack.enter_context(_generating_within(module, gathered))
         yield
-
-
-def _can_generate(module: nn.Module) -> bool:
-    """Looks at the class and at what was set on the module, so that no property runs and no wrapper passes it on."""
-    return callable(vars(module).get("generate", getattr(type(module), "generate", None)))
 
 
 @contextmanager

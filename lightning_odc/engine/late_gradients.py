@@ -253,17 +253,14 @@ class Dropping:
                 "Where ranks may have no microbatch before that, drop gradients on all ranks in this way:\n"
                 f"{_TOGETHER}"
             )
-        self._clear(own | theirs - laid)
-        self._protocol().meet("gradients are discarded")
-
-    def _clear(self, slots: set[ParamSlot]) -> None:
-        windows = self._protocol().windows
+        dropped, windows = own | theirs - laid, self._protocol().windows
         for unit in self._units():
-            for slot in slots.intersection(unit.trainable):
+            for slot in dropped.intersection(unit.trainable):
                 windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
                 unit.used.discard(slot)
         self._placeholders.lift()
         self._own = set()
+        self._protocol().meet("gradients are discarded")
 
     def _slots(self) -> list[ParamSlot]:
         return [slot for unit in self._units() for slot in unit.slots]

@@ -31,9 +31,11 @@ from lightning_odc.engine.base import (
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
+    RootUnit,
     StockGather,
     StockReduceScatter,
     forget_pass,
+    probe,
     reset_units,
     set_comms,
 )
@@ -41,9 +43,7 @@ from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.keeping import HostMemory, Keeping, generating
 from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.probe import probe
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.root import RootUnit
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.stealing import Stealing, claims
@@ -131,16 +131,19 @@ class OnDemandEngine(Engine):
 
     def _attach(self, model: nn.Module, carried: Mapping[str, Tensor]) -> None:
         """Attach with gradients, by parameter name, that are in the accumulators from the beginning."""
+        # 1. The layout of this rank, as `fully_shard` shows it. Windows have sizes that depend on it.
         self._model = model
         self._units = find_units(model)
         for unit in self._units:
             probe(unit, partial(self._hook, unit), carried, self._accumulator_dtype)
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
+        # 2. What can be refused, before any rank makes a window; then equal values on all ranks.
         refuse_all_reduce_hooks(self._units)
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
         self._before_publishing()
+        # 3. Windows. Counts are taken over before they open, so that they go on where parameters were unfrozen.
         transport = self._make_transport()
         protocol = self._protocol_for(
             transport,
@@ -150,18 +153,21 @@ class OnDemandEngine(Engine):
             lockstep=self._lockstep,
             hang_report=self._hang_report,
         )
-        if self._protocol is not None:  # parameters were unfrozen
+        if self._protocol is not None:
             protocol.go_on_from(self._protocol)
         protocol.drop_together = self._dropping.together
         protocol.open()
         self._protocol = protocol
         self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
+        # 4. Sums, then shards: a peer may add as soon as it can read what is published. `fully_shard` gathers through
+        #    this engine only after that, since its first read needs a version.
         for unit, window in zip(self._units, protocol.windows, strict=True):
             unit.carry(window.by_node(window.own_accumulator), carried)
         self._publish_units()
         comms = [
             self._connect(unit, window) for unit, window in zip(self._units, protocol.windows, strict=True)
         ]
+        # 5. What looks at passes of the model, with hooks on it: last, so that they find everything in its place.
         self._keeping.attach(self._units, comms)
         self._root = RootUnit(self._units, model)
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
@@ -224,19 +230,16 @@ class OnDemandEngine(Engine):
         window.check_not_ended()  # first: after a step every parameter has changed
         unit.note_frozen()
         if own.numel() != unit.shard_numel:
-            self._gather_smaller(unit, window, own.numel() // unit.shard_numel, output)
+            # The ranks of a smaller mesh kept it since its forward pass: ``reshard_after_forward=2``.
+            shards = output.new_empty(window.owners, unit.shard_numel)
+            shards[window.own].copy_(window.own_shard)
+            window.gather(shards.view(-1))
+            unit.regroup(shards, own.numel() // unit.shard_numel, output)
             return
         self._staleness.before_gather(unit, own)
         known = AlreadyGathered(comm.gathered_in, unit.trained) if comm.gathered_in else None
         window.gather(output, known)
         comm.gathered_in = self.protocol.version if comm.keeps_buffer else 0
-
-    def _gather_smaller(self, unit: Unit, window: UnitWindow, neighbours: int, output: Tensor) -> None:
-        """Where the ranks of a smaller mesh kept the unit since its forward pass: ``reshard_after_forward=2``."""
-        shards = output.new_empty(window.owners, unit.shard_numel)
-        shards[window.own].copy_(window.own_shard)
-        window.gather(shards.view(-1))
-        unit.regroup(shards, neighbours, output)
 
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of the fresh parameters]``."""
@@ -317,13 +320,13 @@ class OnDemandEngine(Engine):
                 self._staleness.before_reshard(unit)
         self._relieve()
         self._additions.begin_backward()
-        self._in_backward, self._counts, self.is_behind = True, counts, False
+        self._in_backward, self._counts, self.backward_done = True, counts, False
         try:
             with self._scalars.backward(counts):
                 yield
         finally:
             self._in_backward, self._counts = False, True
-        self.is_behind = True
+        self.backward_done = True
         self._additions.end_backward()
         self._root.check_reduced()
         for unit in self._units:
@@ -421,7 +424,7 @@ class OnDemandEngine(Engine):
         self.exchange("publish parameters", None)
         self.publish()
 
-    def come_to(self, kind: str) -> None:
+    def announce_collective(self, kind: str) -> None:
         self.exchange(kind, None)
 
     def exchange(self, kind: str, item: Any) -> list[Any]:

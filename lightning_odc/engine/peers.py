@@ -119,7 +119,7 @@ class Peers:
         """This rank begins to do something else."""
         self._transport.store(_DOING, Doing.word(activity, unit, time.monotonic_ns()))
 
-    def come_to_end(self, ends: int) -> None:
+    def announce_end(self, ends: int) -> None:
         """Say how many ends of batches and epochs this rank has reached. See Note [Who has left]."""
         self._transport.store(Word.ENDS, ends)
 

@@ -138,7 +138,12 @@ class Protocol(RankState):
         world = transport.world_size
         self._peers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._spec = WindowSpec(
-            units=tuple(_times(unit, column.size) for unit in self._units),
+            units=tuple(  # the shards and the sums of the whole column, one after the other
+                replace(
+                    unit, shard_numel=column.size * unit.shard_numel, grad_numel=column.size * unit.grad_numel
+                )
+                for unit in self._units
+            ),
             words=Word.COUNT + 2 * len(self._units),
             mailboxes=MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
@@ -284,10 +289,10 @@ class Protocol(RankState):
         self.transport.store(Word.VERSION, self.version)
         self.transport.store(Word.MICROBATCH, 0)
 
-    def come_to_end(self) -> None:
+    def announce_end(self) -> None:
         """This rank has come to the end of a batch, an epoch or training, with all that peers may wait for there."""
         self._ends += 1
-        self.peers.come_to_end(self._ends)
+        self.peers.announce_end(self._ends)
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports only."""
@@ -340,8 +345,3 @@ class Protocol(RankState):
                     "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
                     "inside a Minibatch (0 to k microbatches)."
                 )
-
-
-def _times(unit: UnitSpec, count: int) -> UnitSpec:
-    """The content of a window for a unit: the shards and the sums of ``count`` ranks, one after the other."""
-    return replace(unit, shard_numel=count * unit.shard_numel, grad_numel=count * unit.grad_numel)

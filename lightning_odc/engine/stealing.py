@@ -223,7 +223,8 @@ class Stealing:
         self._everybody = everybody
         self._rank = protocol.transport.rank
         self._queues = _next_queues(protocol, everybody.costs)
-        self._clock = _Clock(protocol)
+        self._protocol = protocol
+        self._seconds = self._cost = 0.0  # own work in this minibatch, and its planned cost
 
     def __iter__(self) -> Iterator[Task]:
         for rank, number in self._queues.claims():
@@ -238,30 +239,16 @@ class Stealing:
         """Hand out a microbatch, and learn from the time until the next one is requested."""
         everybody = self._everybody
         detail = None if everybody.details is None else everybody.details[rank][number]
-        self._clock.start()
+        begin = self._now()
         yield Task(microbatch, everybody.weights[rank][number], detail)
-        self._queues.report_rate(self._clock.stop(self._everybody.costs[rank][number]))
-
-
-class _Clock:
-    """Seconds of own work per planned cost, over the microbatches of this minibatch."""
-
-    def __init__(self, protocol: Protocol) -> None:
-        self._protocol = protocol
-        self._waiter = protocol.waiter
-        self._seconds = self._cost = self._begin = 0.0
-
-    def start(self) -> None:
-        self._begin = self._now()
-
-    def stop(self, cost: float) -> float:
         self._protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
-        self._seconds += self._now() - self._begin
-        self._cost += cost
-        return self._seconds / self._cost if self._cost else 0.0
+        self._seconds += self._now() - begin
+        self._cost += everybody.costs[rank][number]
+        self._queues.report_rate(self._seconds / self._cost if self._cost else 0.0)
 
     def _now(self) -> float:
-        return time.monotonic() - sum(self._waiter.seconds.values())
+        """Seconds of a clock that stands still while this rank waits."""
+        return time.monotonic() - sum(self._protocol.waiter.seconds.values())
 
 
 def _to_bits(value: float) -> int:

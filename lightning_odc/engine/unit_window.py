@@ -127,8 +127,12 @@ class UnitWindow:
         self._state = state
         self._transport = transport = state.transport
         rank, self._world_size = transport.rank, transport.world_size
-        self.owners = state.column.size * self._world_size  # number of ranks over which the unit is sharded
-        self.own = state.column.own * self._world_size + rank  # place of this rank among them
+        # Two nodes of two ranks, seen from rank 1: transport ranks 0 and 1, a column of size 2 whose row 0 is own. The
+        # unit has 4 owners, 0 to 3. Window 0 holds the shards of ranks 0 and 2, window 1 those of ranks 1 and 3:
+        # ``by_window`` is [[s0, s2], [s1, s3]], and transposed and joined it is in rank order, [s0, s1, s2, s3].
+        self.owners = state.column.size * self._world_size  # ranks over which the unit is sharded
+        self.own = state.column.own * self._world_size + rank  # 1: place of this rank among them
+        # [1, 0]: ranks begin at different windows, so that they do not all wait for one lock.
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
         self._word = Word.COUNT + index
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
@@ -139,12 +143,14 @@ class UnitWindow:
         # what this rank's window holds, shape ``[column.size, shard_numel]``
         self.shards = transport.shard(rank, index).view(state.column.size, spec.shard_numel)
         self.own_shard = by_window[rank][state.column.own]  # this rank's row of it
-        self._shards = [shard for shards in zip(*by_window, strict=True) for shard in shards]  # in rank order
+        self._shards = [shard for shards in zip(*by_window, strict=True) for shard in shards]
+        # Window 0 with [s0] at 0 and [s2] at 2 * shard_numel; then the own one with [s3] alone, since s1 is here.
         self._published = [
             _Published(owner, transport.watch(owner, self._word), transport.watch(owner, edited_word), parts)
             for owner in [*own_first[1:], rank]
             if (parts := self._parts_in(owner))
         ]
+        # One accumulator per source, which needs no lock; else one for all sources.
         source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
         self._source = source
         self._accumulators = [

@@ -213,7 +213,9 @@ class Unit:
         for slot in self.slots:
             whole, shard = slot.current, _compat.local_of(slot.home)
             if shard.numel() and shard.dim():
-                own = _own_slice(whole.detach(), slot.home, shard)
+                dim, mesh = _sharded_dim(slot.home), slot.home.device_mesh
+                start = mesh.get_local_rank() * math.ceil(slot.home.shape[dim] / mesh.size())
+                own = whole.detach().narrow(dim, start, shard.size(dim))
                 yield slot.name, own.reshape(-1), shard.to(own.device, own.dtype).reshape(-1)
 
     @functools.cached_property
@@ -351,13 +353,6 @@ def class_names(modules: Iterable[nn.Module]) -> str:
     kinds = {type(module) for module in modules}
     names = {f"nn.{k.__name__}" if k.__module__.startswith("torch.nn.") else k.__name__ for k in kinds}
     return "{" + ", ".join(sorted(names)) + "}"
-
-
-def _own_slice(whole: Tensor, home: DTensor, shard: Tensor) -> Tensor:
-    """The slice of a gathered parameter that belongs to this rank, shaped as its shard."""
-    dim = _sharded_dim(home)
-    start = home.device_mesh.get_local_rank() * math.ceil(home.shape[dim] / home.device_mesh.size())
-    return whole.narrow(dim, start, shard.size(dim))
 
 
 def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:

@@ -57,7 +57,7 @@ class FirstCallback(Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if isinstance(self._engine, OnDemandEngine):
-            self._engine.protocol.come_to_end()
+            self._engine.protocol.announce_end()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._come_to(_EPOCH, trainer)
@@ -69,7 +69,7 @@ class FirstCallback(Callback):
     def _come_to(self, end: int, trainer: Trainer) -> None:
         if not isinstance(self._engine, OnDemandEngine):
             return
-        self._engine.protocol.come_to_end()
+        self._engine.protocol.announce_end()
         if not _compat.BROADCASTS_BEFORE_BATCHES:
             return
         heard = torch.tensor([end], device=trainer.strategy.root_device)

@@ -515,7 +515,7 @@ class ODCStrategy(ShardedStrategy):
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
         if group is None and self._engine is not None:
-            self._engine.come_to("a reduction over ranks, such as self.log(..., sync_dist=True)")
+            self._engine.announce_collective("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -541,7 +541,7 @@ class ODCStrategy(ShardedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is not None and not self._failed:
-            self._engine.come_to("trainer.save_checkpoint, which all ranks call together")
+            self._engine.announce_collective("trainer.save_checkpoint, which all ranks call together")
         elif not self._failed:  # after training nothing else finds out who is missing
             try:
                 self.barrier()

@@ -228,12 +228,12 @@ class Training:
         pending, self._pending = self._pending, None
         if pending is None:
             loss = run(loss)
-            self._engine.is_behind = False
+            self._engine.backward_done = False
             return loss
         part, parts = pending
         with part:
             run(loss)
-            self._engine.is_behind = False
+            self._engine.backward_done = False
         if part.error is not None:
             cut_graph(loss)
         self._run(parts, Sums(self._strategy.root_device))  # Lightning has the value already

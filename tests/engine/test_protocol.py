@@ -373,9 +373,9 @@ def await_device(protocol: Protocol, done: threading.Event) -> None:
 
 COSTS = [[], [], [1.0, 1.0]]
 GONE = {
-    "another rank has ended a batch": lambda ranks: ranks[1].come_to_end(),
+    "another rank has ended a batch": lambda ranks: ranks[1].announce_end(),
     "another rank has left": lambda ranks: ranks[1].close(),
-    "the owner has ended a batch": lambda ranks: ranks[2].come_to_end(),  # before its device has published
+    "the owner has ended a batch": lambda ranks: ranks[2].announce_end(),  # before its device has published
 }
 
 
@@ -440,7 +440,7 @@ def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
         "queue": lambda: steal(first),
     }
     WorkQueues(second, 1, COSTS)
-    third.come_to_end()
+    third.announce_end()
     message = "Rank 5 has ended a batch or an epoch in which rank 3 waits for it"
     with pytest.raises(DisagreementError, match=message):
         waits[case]()

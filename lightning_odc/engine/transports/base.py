@@ -267,8 +267,8 @@ def together(
     job_ranks: Sequence[int],  # for messages
 ) -> list[_Answer]:
     """Do one stage of `Transport.open` on all ranks; returns what it returned on every rank."""
-    # No rank creates before every rank has checked: a rank that looked later
-    # would count the windows that are there already and the room for all of them, and refuse a job that fits.
+    # No rank creates before every rank has checked: a rank that looked later would count the windows that are there
+    # already and the room for all of them, and refuse a job that fits.
     answer, error = None, ""
     try:
         answer = stage()

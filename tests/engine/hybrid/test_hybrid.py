@@ -368,7 +368,7 @@ def test_a_neighbour_that_has_gone_on_is_named_by_those_that_wait_for_another_no
     first, second = (HybridProtocol(hub.transport(rank), UNITS, **parts) for rank in range(2))
     together(first.open, second.open)
     first.transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
-    second.come_to_end()
+    second.announce_end()
     with pytest.raises(DisagreementError, match=r"Rank 3 has ended a batch .* in which rank 2 waits for it"):
         first.meet("step")
 
