@@ -116,15 +116,6 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def undivided(name: str) -> ODCError:
-    """The error for a loss that depends on the shards of a parameter, where gradients have weights."""
-    return ODCError(
-        f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
-        "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
-        f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
-    )
-
-
 def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
     """Refuse hooks of ``fully_shard`` that would see zeros on demand."""
     for unit in units:

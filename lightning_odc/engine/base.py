@@ -52,8 +52,7 @@ class Counting(StrEnum):
 class SettleRecord:
     """The record that a rank sends to all ranks when it settles an optimizer step."""
 
-    # the kind of batches that the rank trained on; ``None`` if none of them counts: any kind is right then
-    batches: str | None
+    batches: str | None  # the kind that the rank trained on; ``None`` if none counts: any is right then
     counting: str | None  # what its weights count, a `Counting`; ``None`` if it ran no microbatch
     weight: float  # the sum of its weights; 1 for plain batches
     least: float  # its smallest weight if that is negative, else 0

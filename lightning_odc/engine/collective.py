@@ -233,9 +233,8 @@ class CollectiveEngine(Engine):
 
     def _find_shards(self) -> None:
         """Between forward and backward a module holds full parameters, so look for the shards at rest."""
-        assert self._model is not None, "the engine is not attached"
-        for module in _units(self._model):
-            module.reshard()
+        self.reshard()
+        assert self._model is not None
         scalars = {*self._scalars.parameters}
         self._shards = [parameter for parameter in self._model.parameters() if parameter not in scalars]
 

@@ -58,10 +58,10 @@ class GatherComm(_Allocating):
     def __init__(self, gather: Callable[[GatherComm, Tensor, Tensor], None]) -> None:
         self._gather = gather
         self._buffer: Tensor | None = None
-        # ``output`` is the same at every call, so that what it holds need not be read again
-        self.keeps_buffer = False
-        # the version of which it holds all, or 0; for the callback to say and to look at
-        self.gathered_in = 0
+        self.keeps_buffer = (
+            False  # ``output`` is the same at every call: what it holds need not be read again
+        )
+        self.gathered_in = 0  # the version of which it holds all, or 0; the callback sets it and looks at it
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self.keeps_buffer:

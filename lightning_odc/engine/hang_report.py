@@ -58,8 +58,14 @@ class HangReport:
 
     def tell(self, text: str) -> None:
         """Write a report, now."""
-        stack = self._stacks()
-        note = self._append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{stack}\n")
+        note = "(There is no file of it.)"
+        if self.path is not None and self._writable:
+            try:
+                _append(self.path, f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{self._stacks()}\n")
+                note = f"Also in {self.path}, with the Python stack."
+            except OSError as error:
+                self._writable = False
+                note = f"(It could not be written to {self.path}: {error.strerror or error}.)"
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()
 
@@ -91,17 +97,6 @@ class HangReport:
             for ident in order
             if ident in frames
         )
-
-    def _append(self, text: str) -> str:
-        """Returns where it was written, for people."""
-        if self.path is None or not self._writable:
-            return "(There is no file of it.)"
-        try:
-            _append(self.path, text)
-        except OSError as error:
-            self._writable = False
-            return f"(It could not be written to {self.path}: {error.strerror or error}.)"
-        return f"Also in {self.path}, with the Python stack."
 
 
 def _append(path: Path, text: str) -> None:

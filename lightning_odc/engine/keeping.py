@@ -77,17 +77,9 @@ class Memory(Protocol):
 
     share: float  # the part of the memory not used by training that may hold kept units
 
-    def usable(self) -> int:
-        """What this rank could hold in all."""
-        ...
-
-    def used(self) -> int:
-        """What it holds now."""
-        ...
-
-    def peak(self) -> int:
-        """The most bytes held so far, or since the count was reset."""
-        ...
+    def usable(self) -> int: ...  # what this rank could hold in all
+    def used(self) -> int: ...  # what it holds now
+    def peak(self) -> int: ...  # the most so far, or since the count was reset
 
 
 class HostMemory:
@@ -296,7 +288,9 @@ class Keeping:
 
     def _before(self, kept: _Kept, *_: Any) -> None:
         """Before a unit runs."""
-        if kept.gathered:
+        if (
+            kept.gathered
+        ):  # memory is looked at while nothing is compiled, and only in a context of `gathered`
             kept.unit.match_frozen()
             if not torch.compiler.is_compiling() and self._contexts and self._budget == "auto":
                 self._ease(kept)
@@ -305,9 +299,7 @@ class Keeping:
         """If memory is tight, stop keeping the next unit, and check again at the one after it. Once in a pass."""
         if self._asks is not None and self._asks is not kept:
             return
-        self._asks = (
-            kept  # the unit of the first check is also the one of the next pass, unless it is given up
-        )
+        self._asks = kept  # also in the next pass, unless it is given up now
         if self._memory.used() > self._memory.usable() * (1 - _TIGHT):
             self._asks = None
             self.bytes -= kept.size

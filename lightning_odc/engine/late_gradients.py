@@ -162,8 +162,7 @@ class LateHooks:
     """The hooks of one model's shards."""
 
     def __init__(self) -> None:
-        # hooks that are held wait; otherwise they are called when ``fully_shard`` calls them
-        self.holding = True
+        self.holding = True  # held hooks wait; else they are called when ``fully_shard`` calls them
         self._calling = False
 
     def hold(self, shard: Tensor) -> None:

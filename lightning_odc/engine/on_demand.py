@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.additions import Added, Additions
-from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided, unexpected_gradient
+from lightning_odc.engine.advice import PENALTY, refuse_all_reduce_hooks, unexpected_gradient
 from lightning_odc.engine.base import (
     Engine,
     SettleRecord,
@@ -51,6 +51,7 @@ from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import AlreadyGathered, Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
+from lightning_odc.errors import ODCError
 
 
 class OnDemandEngine(Engine):
@@ -160,7 +161,7 @@ class OnDemandEngine(Engine):
         self._protocol = protocol
         self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
         # 4. Sums, then shards: a peer may add as soon as it can read what is published. `fully_shard` gathers through
-        #    this engine only after that, since its first read needs a version.
+        #    this engine only after that: before, there is nothing to read.
         for unit, window in zip(self._units, protocol.windows, strict=True):
             unit.carry(window.by_node(window.own_accumulator), carried)
         self._publish_units()
@@ -215,7 +216,11 @@ class OnDemandEngine(Engine):
     def _check_undivided(self, name: str, _: Tensor) -> None:
         """Refuse gradients that do not go through the accumulators where those have weights: see Note [Who divides]."""
         if self.ledger.is_weighted:
-            raise undivided(name)
+            raise ODCError(
+                f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
+                "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
+                f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
+            )
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 

@@ -17,10 +17,8 @@ from lightning_odc.host_memory import Kills
 class Signals:
     """Signals of the operating system, which ranks act on together."""
 
-    # numbers of those that this rank was sent, to tell the others at every meeting
-    raised: set[int] = field(default_factory=set)
-    # those that some rank had been sent before the last meeting; the same on all ranks
-    agreed: set[int] = field(default_factory=set)
+    raised: set[int] = field(default_factory=set)  # numbers of this rank's own, told at every meeting
+    agreed: set[int] = field(default_factory=set)  # of any rank, at the last meeting; equal on all ranks
 
     def forget(self, number: int) -> None:
         """All ranks have acted on it."""
@@ -108,8 +106,7 @@ class Peers:
     def __init__(self, transport: Transport, units: Sequence[UnitSpec]) -> None:
         self._transport = transport
         self._units = units
-        # tells of trouble with ranks that share no windows with this one; empty if there is none
-        self.beyond: Callable[[], str] = str
+        self.beyond: Callable[[], str] = str  # trouble with ranks that share no windows with this one
         self._kills = Kills()
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
 
@@ -118,10 +115,6 @@ class Peers:
     def begin(self, activity: Activity, unit: int = 0) -> None:
         """This rank begins to do something else."""
         self._transport.store(_DOING, Doing.word(activity, unit, time.monotonic_ns()))
-
-    def announce_end(self, ends: int) -> None:
-        """Say how many ends of batches and epochs this rank has reached. See Note [Who has left]."""
-        self._transport.store(Word.ENDS, ends)
 
     def fail(self, message: bytes) -> None:
         """This rank has failed; ``message`` says why and fits its mailbox."""
@@ -171,7 +164,8 @@ class Peers:
             )
 
     def check_not_past(self, *peers: int) -> None:
-        """Find out whether these peers can still come to the place where this rank waits. See Note [Who has left]."""
+        """Find out whether these peers, by default all, can still come to this place. See Note [Who has left]."""
+        peers = peers or tuple(self._others)
         self.check_not_left(*peers)
         ended = self._transport.load(self._transport.rank, Word.ENDS)
         ahead = [peer for peer in peers if self._transport.load(peer, Word.ENDS) > ended]
@@ -181,10 +175,6 @@ class Peers:
                 f"Rank {gone} has ended a batch or an epoch in which rank {own} waits for it. Every rank must call "
                 "the same optimizer steps in the same batches, and leave the loop together with all others."
             )
-
-    def check_none_past(self) -> None:
-        """`check_not_past` for all peers, for a wait that needs all of them."""
-        self.check_not_past(*self._others)
 
     def _job_ranks(self, peer: int) -> tuple[int, int]:
         """The ranks of a peer and of this process in the job."""

@@ -292,7 +292,7 @@ class Protocol(RankState):
     def announce_end(self) -> None:
         """This rank has come to the end of a batch, an epoch or training, with all that peers may wait for there."""
         self._ends += 1
-        self.peers.announce_end(self._ends)
+        self.transport.store(Word.ENDS, self._ends)  # see Note [Who has left]
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports only."""
@@ -332,7 +332,7 @@ class Protocol(RankState):
             Cause.SETTLE,
             lambda: f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({kind})",
             self.transport.job_rank(peer),
-            self.peers.check_none_past,
+            self.peers.check_not_past,
         )
 
     def _check_same_kind(self, kinds: dict[int, str]) -> None:

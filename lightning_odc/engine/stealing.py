@@ -94,7 +94,8 @@ class WorkQueues:
 
     def report_rate(self, seconds_per_cost: float) -> None:
         """Tell the peers how fast this rank works, so that they know whether stealing pays."""
-        self._transport.store(Word.RATE, _to_bits(seconds_per_cost))
+        bits = int.from_bytes(struct.pack("<d", seconds_per_cost), "little", signed=True)
+        self._transport.store(Word.RATE, bits)
 
     def claims(self) -> Iterator[tuple[int, int]]:
         """Rank and number of all that this rank is to run: its own, then what it steals."""
@@ -128,8 +129,10 @@ class WorkQueues:
 
     def _rate(self, rank: int) -> float:
         """Measured seconds per cost; ranks that have measured nothing yet count as average."""
-        load = self._transport.load
-        rates = [_from_bits(load(peer, Word.RATE)) for peer in range(len(self._costs))]
+        words = (self._transport.load(peer, Word.RATE) for peer in range(len(self._costs)))
+        rates: list[float] = [
+            struct.unpack("<d", word.to_bytes(8, "little", signed=True))[0] for word in words
+        ]
         known = [rate for rate in rates if rate > 0]
         return rates[rank] or (sum(known) / len(known) if known else 1.0)
 
@@ -249,11 +252,3 @@ class Stealing:
     def _now(self) -> float:
         """Seconds of a clock that stands still while this rank waits."""
         return time.monotonic() - sum(self._protocol.waiter.seconds.values())
-
-
-def _to_bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
-
-
-def _from_bits(bits: int) -> float:
-    return float(struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0])

@@ -85,7 +85,7 @@ class RankState(Traced):
                 Cause.LOCKSTEP,
                 lambda peer=peer: f"waiting in lockstep for {transport.describe(peer)}",  # type: ignore[misc]
                 transport.job_rank(peer),
-                self.peers.check_none_past,
+                self.peers.check_not_past,
             )
 
 
@@ -95,16 +95,14 @@ class _Published(NamedTuple):
     owner: int
     version: Callable[[], int]  # reads the version word of the unit
     edited: Callable[[], int]  # reads in which version frozen parameters of the unit changed last
-    # the shard of each rank as the only item of a list, and where it begins in the whole unit
-    parts: list[tuple[list[Tensor], int]]
+    parts: list[tuple[list[Tensor], int]]  # each shard in a list by itself, and its begin in the whole unit
 
 
 class AlreadyGathered(NamedTuple):
     """What the buffer of a unit has from earlier reads."""
 
     since: int  # the version of which it holds all
-    # begins and ends of the parts of a shard that every optimizer step changes
-    trained: Sequence[tuple[int, int]]
+    trained: Sequence[tuple[int, int]]  # parts of a shard (begin, end) that every optimizer step changes
 
 
 class _Accumulator(NamedTuple):
@@ -112,8 +110,7 @@ class _Accumulator(NamedTuple):
 
     owner: int
     totals: list[Tensor]  # view of the window for each rank of the column that will take the sum
-    # lock to hold while adding; ``None`` if no other rank adds to this place, or additions are atomic
-    lock: Lock | None
+    lock: Lock | None  # ``None`` if no other rank adds to this place, or additions are atomic
 
 
 class UnitWindow:

@@ -50,8 +50,7 @@ class ParamSlot:
     """One parameter of a unit, and its place in one rank's part of the unit."""
 
     name: str  # qualified name in the model
-    # the module that holds it (parameters are looked up there: the object changes while unsharded)
-    module: nn.Module
+    module: nn.Module  # holds it; it is looked up there, since the object changes while unsharded
     attribute: str  # its name in that module
     padded_numel: int  # elements of one rank's padded shard
     compute_dtype: torch.dtype  # dtype in which it is published
@@ -59,8 +58,7 @@ class ParamSlot:
     grad_offset: int = -1  # where it starts in the accumulator, in elements; -1 if it has no place there
     has_gradient: bool = False  # it gets a place in the accumulator
     hooked: bool = False  # a hook notes when it receives a gradient
-    # whether it trains; when that was last the same for the shard and the gathered parameter
-    trains: bool = False
+    trains: bool = False  # when that was last the same for the shard and the gathered parameter
     home: DTensor = field(init=False, repr=False)  # the sharded parameter, which optimizers hold
 
     def __post_init__(self) -> None:
@@ -107,8 +105,7 @@ class Unit:
     fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
     used: set[ParamSlot] = field(default_factory=set)
     trainable: list[ParamSlot] = field(default_factory=list)  # have a place in the accumulator
-    # where these lie in the published shard: begins and ends, neighbours joined
-    trained: list[tuple[int, int]] = field(default_factory=list)
+    trained: list[tuple[int, int]] = field(default_factory=list)  # where these lie in the shard: (begin, end)
     shard_numel: int = 0  # elements of this rank's published shard
     _whole: list[Segment] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)

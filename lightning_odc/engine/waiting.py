@@ -42,8 +42,7 @@ class Waiter(Traced):
     def __init__(
         self,
         timeout: float,
-        # called about 20 times a second in every wait; raises if a peer has failed
-        check: Callable[[], None],
+        check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
         report: Callable[[], str],  # where every rank is, for the message of a timeout
         hang_report: HangReport | None = None,  # receives a timeout, too
     ) -> None:
@@ -60,8 +59,7 @@ class Waiter(Traced):
         cause: Cause | None,  # ``None`` for this rank's own device, which is work, not idle time
         what: Callable[[], str],  # says what this rank waits for
         peer: int | None = None,  # rank of the job, for traces
-        # raises if this wait can never end (`Peers.check_not_left`, `Peers.check_not_past`)
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None,  # raises if this wait can never end
     ) -> float:
         """Sleep until ``ready()``; returns the seconds waited."""
         if ready():

@@ -88,13 +88,11 @@ class ColumnGroup:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+    def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], object]:
         """Begin to copy what every rank of the column has to all; returns what waits for its end. Both are 1-D."""
-        work = all_gather(_as_bytes(whole), _as_bytes(own), group=self._group, async_op=True)
-
-        def wait() -> None:
-            work.wait()
-
+        wait: Callable[[], object] = all_gather(
+            _as_bytes(whole), _as_bytes(own), group=self._group, async_op=True
+        ).wait
         return wait
 
     def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:

@@ -68,8 +68,7 @@ class _Job(NamedTuple):
 
     version: int
     edited: list[int]  # the units of which more than what is trained may have changed on this rank, by number
-    # a context in which the device works after everything that was asked of it before
-    after: Callable[[], AbstractContextManager[Any]]
+    after: Callable[[], AbstractContextManager[Any]]  # in it the device works after all asked before
 
 
 class _HaltedError(Exception):

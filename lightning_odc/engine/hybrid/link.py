@@ -66,7 +66,14 @@ class Connection:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._records: deque[bytes] = deque()
-        _watch(sock, silence)
+        # Let the kernel find out that the other host is gone.
+        pause = max(int(silence / _PROBES), 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
         sock.setblocking(False)
 
     def send(self, kind: Kind, message: bytes) -> None:
@@ -94,7 +101,10 @@ class Connection:
         if self.broken:
             return
         try:
-            self._push()
+            with contextlib.suppress(BlockingIOError):
+                while self._outgoing:
+                    gone = self._socket.send(self._outgoing[:_CHUNK])
+                    del self._outgoing[:gone]
             self._pull()
         except OSError as error:
             self.broken = self._describe(error)
@@ -112,12 +122,6 @@ class Connection:
     def close(self) -> None:
         self.broken = self.broken or "closed"
         self._socket.close()
-
-    def _push(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._outgoing:
-                gone = self._socket.send(self._outgoing[:_CHUNK])
-                del self._outgoing[:gone]
 
     def _pull(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -155,17 +159,6 @@ class Connection:
         )
 
 
-def _watch(sock: socket.socket, silence: float) -> None:
-    """Let the kernel find out that the other host is gone."""
-    pause = max(int(silence / _PROBES), 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
-
-
 @dataclass(frozen=True)
 class ListenAddress:
     """The address and the secret with which the first rank of a column listens."""
@@ -190,6 +183,7 @@ class ReplicaLink:
     ) -> None:
         self.rank = rank
         self.ranks = list(ranks)
+        self._first = self.ranks[0]
         self._rendezvous = rendezvous
         self._main_address = main_address
         self._is_on_main = rank in main_ranks
@@ -197,10 +191,6 @@ class ReplicaLink:
         self._peers: dict[int, Connection] = {}
         self._own = b""
         self._all: list[Any] | None = None
-
-    @property
-    def _first(self) -> int:
-        return self.ranks[0]
 
     # -- connecting -----------------------------------------------------------------------------------------
 
@@ -323,8 +313,12 @@ class ReplicaLink:
             else:
                 everything = self._peers[self._first].take()
             self._all = json.loads(everything)
-        if self._all is None:
-            self._check_nobody_left()
+        for peer in self._peers.values() if self._all is None else ():
+            if peer.has_left and not peer.has_come:
+                raise PeerFailedError(
+                    f"Rank {peer.name} has left the training while rank {self.rank} still needs it. Every rank needs "
+                    "the same number of Lightning batches and optimizer steps."
+                )
         return self._all is not None and all(peer.sent for peer in self._peers.values())
 
     def records(self) -> list[Any]:
@@ -350,14 +344,6 @@ class ReplicaLink:
             return f"Rank {peer.name} failed, so rank {self.rank} stops too. Its error was:\n{peer.failure}"
         gone = [peer for peer in self._peers.values() if peer.broken and not peer.has_left]
         return f"Rank {gone[0].name} {gone[0].broken}." if gone else ""
-
-    def _check_nobody_left(self) -> None:
-        for peer in self._peers.values():
-            if peer.has_left and not peer.has_come:
-                raise PeerFailedError(
-                    f"Rank {peer.name} has left the training while rank {self.rank} still needs it. Every rank needs "
-                    "the same number of Lightning batches and optimizer steps."
-                )
 
     def fail(self, message: str) -> None:
         """Tell the others that this rank has failed, and why."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_odc.engine.hybrid.column import ColumnGroup
 from lightning_odc.engine.hybrid.spanning import SpanningEngine, SpanningProtocol
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
+from lightning_odc.engine.transports.base import Transport, UnitSpec
 
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -109,16 +109,10 @@ class HybridProtocol(SpanningProtocol):
 class HybridEngine(SpanningEngine):
     """`SpanningEngine` of nodes with a replica of the model each."""
 
-    def __init__(
-        self,
-        make_transport: Callable[[], Transport],
-        rendezvous: Rendezvous,
-        *,
-        group: Replicas,
-        **options: Any,
-    ) -> None:
-        super().__init__(make_transport, rendezvous, group=group, **options)
-        self._replicas = group
+    @property
+    def _replicas(self) -> Replicas:
+        assert isinstance(self._group, Replicas)
+        return self._group
 
     def refresh(self) -> None:
         self.reshard()

@@ -89,7 +89,7 @@ class SpanningProtocol(Protocol):
             lambda: (
                 f"waiting for {self._link.missing()} on other nodes at meeting {self._meetings + 1} ({kind})"
             ),
-            check=self.peers.check_none_past,
+            check=self.peers.check_not_past,
         )
         return self._link.records()
 

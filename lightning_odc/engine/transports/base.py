@@ -75,14 +75,6 @@ class WindowSpec:
     def control_bytes(self) -> int:
         return _align(self.mailbox_offset(self.mailboxes))
 
-    def shard_offsets(self) -> list[int]:
-        """Byte offset of every unit's published shard."""
-        return [start for start, _ in self._unit_offsets()]
-
-    def grad_offsets(self) -> list[int]:
-        """Byte offset of every unit's first accumulator; source ``s`` follows ``s`` strides later."""
-        return [start for _, start in self._unit_offsets()]
-
     def grad_stride(self, unit: int) -> int:
         return _align(self.units[unit].grad_bytes, 64)
 
@@ -96,10 +88,20 @@ class WindowSpec:
         """Size of one rank's window."""
         return self.control_bytes + self.data_bytes
 
+    def views(self, memory: Tensor, begin: int = 0) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The shard of each unit, and its accumulators by source, in bytes of a window from ``begin`` on."""
+        shards, accumulators = [], []
+        for index, (unit, (shard, first)) in enumerate(zip(self.units, self.offsets(), strict=True)):
+            shards.append(memory[shard - begin :][: unit.shard_bytes].view(unit.shard_dtype))
+            starts = [first - begin + source * self.grad_stride(index) for source in range(self.sources)]
+            accumulators.append([memory[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
+        return shards, accumulators
+
     def _unit_bytes(self, index: int) -> int:
         return _align(self.units[index].shard_bytes) + _align(self.grad_stride(index) * self.sources)
 
-    def _unit_offsets(self) -> list[tuple[int, int]]:
+    def offsets(self) -> list[tuple[int, int]]:
+        """Where each unit's shard and first accumulator begin; source ``s`` follows ``s`` strides later."""
         sizes = [self._unit_bytes(index) for index in range(len(self.units))]
         starts = itertools.accumulate(sizes[:-1], initial=self.control_bytes) if sizes else []
         return [(s, s + _align(unit.shard_bytes)) for s, unit in zip(starts, self.units, strict=True)]

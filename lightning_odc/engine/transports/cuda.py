@@ -72,7 +72,7 @@ class CudaTransport(SharedMemoryTransport):
     def open(self, spec: WindowSpec) -> None:
         super().open(replace(spec, units=(), sources=1))
         self._layout = spec
-        self._first_sums = [offset - spec.control_bytes for offset in spec.grad_offsets()]
+        self._first_sums = [sums - spec.control_bytes for _, sums in spec.offsets()]
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts, spec))
         self._together(lambda: self._create_on_device(spec.data_bytes + _TRIED_BYTES))
@@ -95,8 +95,10 @@ class CudaTransport(SharedMemoryTransport):
             raise
         except RuntimeError as error:
             raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
-        for window in windows:
-            self._map_units(window)
+        for window in windows:  # without the control plane
+            shards, accumulators = self._layout.views(window, begin=self._layout.control_bytes)
+            self._shards.append(shards)
+            self._accumulators.append(accumulators)
         self._tried = windows[self.rank][self._layout.data_bytes :].view(torch.float32)
 
     def _add_ones(self) -> None:
@@ -111,18 +113,6 @@ class CudaTransport(SharedMemoryTransport):
         assert self._tried is not None, "the windows are not attached"
         sums = self._tried.unique().tolist()
         preflight.check_sums(sums, _TRIES * self.world_size, self._facts[self.rank])
-
-    def _map_units(self, window: Tensor) -> None:
-        spec, shards, accumulators = self._layout, [], []
-        for index, (unit, shard, first) in enumerate(
-            zip(spec.units, spec.shard_offsets(), self._first_sums, strict=True)
-        ):
-            begin = shard - spec.control_bytes
-            shards.append(window[begin : begin + unit.shard_bytes].view(unit.shard_dtype))
-            starts = [first + source * spec.grad_stride(index) for source in range(spec.sources)]
-            accumulators.append([window[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
-        self._shards.append(shards)
-        self._accumulators.append(accumulators)
 
     def close(self) -> None:
         if self._announcer is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from lightning_odc.engine.transports.base import WindowSpec
 from lightning_odc.engine.transports.device import DeviceFacts
@@ -24,15 +25,10 @@ OVERHEAD_BYTES = 4 * 2**20
 
 def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
     """Refuse before anything is allocated. Every rank comes to the same answer."""
-    reason = next(_reasons(facts, spec), None)
-    if reason is not None:
+    looks = (_backends, _sockets, _same_device, _same_number, _slices, _access)
+    reasons = chain(chain.from_iterable(look(facts) for look in looks), _memory(facts, spec))
+    for reason in reasons:
         raise WindowError(f"{reason} {_OTHERWISE}")
-
-
-def _reasons(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
-    for look in (_backends, _sockets, _same_device, _same_number, _slices, _access):
-        yield from look(facts)
-    yield from _memory(facts, spec)
 
 
 def _backends(facts: Sequence[DeviceFacts]) -> Iterator[str]:

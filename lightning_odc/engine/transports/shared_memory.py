@@ -29,7 +29,6 @@ from lightning_odc.host_memory import gib
 
 _SECRET_BYTES = 32
 
-
 _Answer = TypeVar("_Answer")
 
 
@@ -48,9 +47,7 @@ class SharedMemoryTransport(Transport):
         self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
         self._fence: host.Fence | None = None  # see Note [What orders memory]
-        self._seen: dict[
-            tuple[int, int, int], int
-        ] = {}  # by thread, owner and word, the value that was read last
+        self._seen: dict[tuple[int, int, int], int] = {}  # by thread, owner and word: what was read last
 
     # -- opening ------------------------------------------------------------------------------------------
 

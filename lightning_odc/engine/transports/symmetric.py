@@ -48,7 +48,11 @@ class SymmetricDevice(Device):
         properties = torch.cuda.get_device_properties(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        others = _others(self._device)
+        others = {  # numbers of the other devices that this process sees, by uuid
+            str(torch.cuda.get_device_properties(index).uuid): index
+            for index in range(torch.cuda.device_count())
+            if index != self._device.index
+        }
         settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
         return DeviceFacts(
             name=properties.name,
@@ -150,21 +154,15 @@ class SymmetricDevice(Device):
 
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
         own, world = self._handle.rank, len(self._windows)
-        if self._addresses is not None and self._is_atomic(dtype):
+        if self._addresses is not None and self._has_kernel:
             from lightning_odc.engine.transports import kernels
 
-            kernels.add_rows(self._addresses, offset, dtype, rows, first=own)
-            return
+            if dtype in kernels.ATOMIC_DTYPES:
+                kernels.add_rows(self._addresses, offset, dtype, rows, first=own)
+                return
         size = rows.size(1) * dtype.itemsize
         for owner in ((own + step) % world for step in range(world)):
             self._windows[owner][offset : offset + size].view(dtype).add_(rows[owner])
-
-    def _is_atomic(self, dtype: torch.dtype) -> bool:
-        if not self._has_kernel:
-            return False
-        from lightning_odc.engine.transports import kernels
-
-        return dtype in kernels.ATOMIC_DTYPES
 
 
 def _gradients_in(unit: UnitSpec) -> torch.dtype:
@@ -181,12 +179,6 @@ def _socket() -> str:
     names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
     folder = next((os.environ[name] for name in names if name in os.environ), tempfile.gettempdir())
     return f"{folder}/symm_mem-{os.getpid()}"
-
-
-def _others(device: torch.device) -> dict[str, int]:
-    """The numbers of the other devices that this process sees, by uuid."""
-    indices = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    return {str(torch.cuda.get_device_properties(index).uuid): index for index in indices}
 
 
 def _adds_atomically(source: int, target: int) -> bool:

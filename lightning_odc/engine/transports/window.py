@@ -78,13 +78,7 @@ class Region:
     def map_units(self, spec: WindowSpec) -> None:
         """Make the views that ``spec`` lays out."""
         self.words = self.bytes[HEADER_BYTES : HEADER_BYTES + (spec.words + 1) * 8].cast("q")
-        memory = self.memory[HEADER_BYTES:]
-        for index, (unit, shard, grad) in enumerate(
-            zip(spec.units, spec.shard_offsets(), spec.grad_offsets(), strict=True)
-        ):
-            self.shards.append(memory[shard : shard + unit.shard_bytes].view(unit.shard_dtype))
-            starts = [grad + source * spec.grad_stride(index) for source in range(spec.sources)]
-            self.accumulators.append([memory[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
+        self.shards, self.accumulators = spec.views(self.memory[HEADER_BYTES:])
 
     def lock(self, byte: int, fence: Fence | None = None) -> RangeLock:
         """The lock of one byte, to use until `close`."""
