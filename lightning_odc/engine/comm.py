@@ -270,7 +270,8 @@ class RootUnit:
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(self._before_layer) for layer in layers
         ]
-        self._hooks.append(model.register_forward_pre_hook(self._before_model))
+        # ``fully_shard`` has gathered the unit then.
+        self._hooks.append(model.register_forward_pre_hook(lambda *_: self.match_frozen()))
 
     def gather(self) -> None:
         """Gather the unit if it is sharded."""
@@ -319,7 +320,4 @@ class RootUnit:
 
     def _before_layer(self, *_: Any) -> None:
         self.gather()
-        self.match_frozen()
-
-    def _before_model(self, *_: Any) -> None:  # ``fully_shard`` has gathered the unit
         self.match_frozen()

@@ -160,6 +160,9 @@ class _Kept:
 class Keeping:
     """What one rank keeps of its peers' shards; see Note [Read once per minibatch]."""
 
+    # It takes only what training leaves: `choose` plans once per version, `relieve` and `_ease` take back where memory
+    # becomes tight, and `give_back` ends it where memory has run out, before a microbatch is made smaller.
+
     def __init__(self, budget: KeepGathered, memory: Memory) -> None:
         self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
         self._memory = memory
@@ -175,6 +178,7 @@ class Keeping:
 
     def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
         """Look after these units, each with the object through which it is gathered."""
+        self._kept = []
         for unit, comm in zip(units, comms, strict=True):
             width = unit.spec().shard_dtype.itemsize * unit.slots[0].home.device_mesh.size()
             trained = sum(end - start for start, end in unit.trained)
@@ -288,9 +292,7 @@ class Keeping:
 
     def _before(self, kept: _Kept, *_: Any) -> None:
         """Before a unit runs."""
-        if (
-            kept.gathered
-        ):  # memory is looked at while nothing is compiled, and only in a context of `gathered`
+        if kept.gathered:
             kept.unit.match_frozen()
             if not torch.compiler.is_compiling() and self._contexts and self._budget == "auto":
                 self._ease(kept)

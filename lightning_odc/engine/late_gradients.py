@@ -61,14 +61,10 @@ class Placeholder(DTensor):
     parameter_name: str
     zeroed: bool  # the user emptied it
 
-    def to_local(self, **kwargs: Any) -> Any:
+    def to_local(self, *args: Any, **kwargs: Any) -> Any:
         raise _incomplete(self.parameter_name)
 
-    def full_tensor(self, **kwargs: Any) -> Any:
-        raise _incomplete(self.parameter_name)
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        raise _incomplete(self.parameter_name)
+    full_tensor = redistribute = to_local
 
     @classmethod
     def __torch_function__(

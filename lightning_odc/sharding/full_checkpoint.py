@@ -1,6 +1,6 @@
 """Saving and loading sharded models: the half of a strategy that deals with state dicts.
 
-Full checkpoints are ordinary Lightning checkpoints and are dealt with here; the others in `checkpoints.sharded`.
+Full checkpoints are ordinary Lightning checkpoints and are dealt with here; the others in `sharded_checkpoint`.
 """
 
 from __future__ import annotations
@@ -125,10 +125,8 @@ def load(
     else:
         rest = _load_full(_read(path, checkpoint_io, trusted_as_asked), model, strict)
     check_optimizers(len(rest.setdefault("optimizer_states", [])), len(optimizers))
-    for other in (
-        "FSDPPrecision",
-        "MixedPrecision",
-    ):  # other strategies' loss scale, by the name of their class
+    # The loss scale of other strategies, by the name of their class.
+    for other in ("FSDPPrecision", "MixedPrecision"):
         if other in rest:
             rest.setdefault(PRECISION_KEY, rest[other])
     return rest

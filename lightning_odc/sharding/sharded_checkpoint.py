@@ -81,7 +81,7 @@ def _before(path: Path) -> Path:
 
 
 def load(path: Path, model: nn.Module, strict: bool, weights_only: bool) -> dict[str, Any]:
-    """Read this rank's part, however many ranks wrote the checkpoint; see `load` of `checkpoints.full`."""
+    """Read this rank's part, however many ranks wrote the checkpoint; see `load` of `full_checkpoint`."""
     names = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     parts = {name.partition(".")[0] for name in names}
     key = next(key for key in _MODEL_KEYS if key in parts)

@@ -23,7 +23,7 @@ from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.host import boot_id
-from lightning_odc.engine.transports.window import HEADER_BYTES, Address, Region
+from lightning_odc.engine.transports.window import HEADER_BYTES, Address, RangeLock, Region
 
 _SECRET = bytes(32)
 _LONGEST_DELAY = 300e-6
@@ -145,7 +145,7 @@ class FakeDevice(Device):
         values = values.clone()  # `fully_shard` keeps them until the stream has gone by
 
         def atomically() -> None:
-            lock = self._regions[self._owner_of(target)].lock(0)
+            lock = RangeLock(self._regions[self._owner_of(target)].fd, 0)
             while not lock.take():
                 time.sleep(0)
             target.add_(values)

@@ -109,7 +109,7 @@ class SharedMemoryTransport(Transport):
         return self._regions[owner].accumulators[unit][source]
 
     def lock(self, owner: int, unit: int) -> RangeLock:
-        return self._regions[owner].lock(unit, self._fence)
+        return RangeLock(self._regions[owner].fd, unit, self._fence)
 
     def claim_lock(self, owner: int) -> RangeLock:
         return self.lock(owner, len(self._spec.units))

@@ -80,10 +80,6 @@ class Region:
         self.words = self.bytes[HEADER_BYTES : HEADER_BYTES + (spec.words + 1) * 8].cast("q")
         self.shards, self.accumulators = spec.views(self.memory[HEADER_BYTES:])
 
-    def lock(self, byte: int, fence: Fence | None = None) -> RangeLock:
-        """The lock of one byte, to use until `close`."""
-        return RangeLock(self.fd, byte, fence)
-
     def close(self) -> None:
         """Close the descriptor and release the locks and the memory. The last view that dies unmaps it."""
         self.shards.clear()
@@ -96,7 +92,7 @@ class Region:
 class RangeLock:
     """The lock of one byte of a region, which excludes all other open file descriptions of it."""
 
-    def __init__(self, fd: int, byte: int, fence: Fence | None) -> None:
+    def __init__(self, fd: int, byte: int, fence: Fence | None = None) -> None:
         self._fd = fd
         self._fence = fence
         self._take, self._give = (
