@@ -37,31 +37,57 @@ class Cause(StrEnum):
 
 
 class Waiter(Traced):
-    """Waits for other ranks, and keeps the books."""
+    """Waits for other ranks, and keeps the books.
+
+    Args:
+        timeout: seconds after which a wait gives up.
+        check: called about 20 times a second in every wait; raises if a peer has failed.
+        report: describes where every rank is, for the message of a timeout.
+        hang_report: receives a timeout, too.
+
+    Attributes:
+        seconds: idle seconds by cause since the start.
+        waiting_for: while it waits, says for what.
+    """
 
     def __init__(
         self,
         timeout: float,
-        check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
-        report: Callable[[], str],  # where every rank is, for the message of a timeout
-        hang_report: HangReport | None = None,  # receives a timeout, too
+        check: Callable[[], None],
+        report: Callable[[], str],
+        hang_report: HangReport | None = None,
     ) -> None:
         self.timeout = timeout
-        self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)  # idle seconds by cause since the start
+        self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)
         self._check = check
-        self.waiting_for: Callable[[], str] | None = None  # while it waits, says for what
+        self.waiting_for: Callable[[], str] | None = None
         self._report = report
         self._hang_report = hang_report
 
     def until(
         self,
         ready: Callable[[], bool],
-        cause: Cause | None,  # ``None`` for this rank's own device, which is work, not idle time
-        what: Callable[[], str],  # says what this rank waits for
-        peer: int | None = None,  # rank of the job, for traces
-        check: Callable[[], None] | None = None,  # raises if this wait can never end
+        cause: Cause | None,
+        what: Callable[[], str],
+        peer: int | None = None,
+        check: Callable[[], None] | None = None,
     ) -> float:
-        """Sleep until ``ready()``; returns the seconds waited."""
+        """Sleep until ``ready()``; returns the seconds waited.
+
+        Sleeps grow with the time already waited (a sixteenth of it, from 20 to 500 microseconds): a short wait
+        ends within microseconds of its cause, a long one costs less than 2 percent of a core.
+
+        Args:
+            ready: Tells whether the wait is over.
+            cause: What the seconds are entered as. ``None`` for this rank's own device, which is work, not idle time.
+            what: Says what this rank waits for, for messages.
+            peer: The rank of the job that is waited for, for traces.
+            check: Raises if this wait can never end (`Peers.check_not_left`, `Peers.check_not_past`). Called as often
+                as the check of all waits.
+
+        Raises:
+            WaitTimeoutError: after ``timeout`` seconds, with ``what()`` and where every rank is.
+        """
         if ready():
             return 0.0
         begin = time.monotonic()
@@ -71,7 +97,13 @@ class Waiter(Traced):
 
     @contextmanager
     def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
-        """Enter the time inside as a wait. `until` does it; so does a rank in a collective, which has its own end."""
+        """Enter the time inside as a wait. `until` does it; so does a rank in a collective, which has its own end.
+
+        Args:
+            cause: See `until`.
+            what: See `until`.
+            peer: See `until`.
+        """
         if cause is not None and self.tracer is not None:
             self.tracer.begin_wait(str(cause))
         begin = time.monotonic_ns()
@@ -98,8 +130,6 @@ class Waiter(Traced):
                 next_check = now + _CHECK_EVERY
             if now - begin > self.timeout:
                 self._give_up(what())
-            # Sleeps grow with the time already waited: a short wait ends within microseconds of its cause, a long one
-            # costs less than 2 percent of a core.
             if spins > 0:
                 spins -= 1
                 time.sleep(0)

@@ -36,13 +36,21 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The size of one unit in one rank's window (the same on every rank)."""
+    """The size of one unit in one rank's window (the same on every rank).
 
-    name: str  # the unit's module name, for messages
-    shard_numel: int  # elements of one rank's padded parameter shard
-    shard_dtype: torch.dtype  # the compute dtype
-    grad_numel: int  # elements of one rank's padded gradient shard; 0 without trainable parameters
-    grad_dtype: torch.dtype  # of the accumulators
+    Args:
+        name: the unit's module name, for messages.
+        shard_numel: elements of one rank's padded parameter shard.
+        shard_dtype: dtype of the published shard (the compute dtype).
+        grad_numel: elements of one rank's padded gradient shard; 0 for a unit without trainable parameters.
+        grad_dtype: dtype of the accumulators.
+    """
+
+    name: str
+    shard_numel: int
+    shard_dtype: torch.dtype
+    grad_numel: int
+    grad_dtype: torch.dtype
 
     @property
     def shard_bytes(self) -> int:
@@ -55,14 +63,23 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """The layout of a window: words, mailboxes, then per unit one shard and its accumulators."""
+    """The layout of a window: words, mailboxes, then per unit one shard and its accumulators.
 
-    units: tuple[UnitSpec, ...]  # in publishing order
-    words: int  # 64-bit control words
+    Args:
+        units: one entry per unit, in publishing order.
+        words: number of 64-bit control words.
+        mailboxes: number of mailboxes.
+        mailbox_bytes: capacity of one mailbox.
+        sources: accumulators per unit: 1 (shared, under a lock) or the world size (one per source rank).
+        holds: what that is, for messages.
+    """
+
+    units: tuple[UnitSpec, ...]
+    words: int
     mailboxes: int = 0
     mailbox_bytes: int = 0
-    sources: int = 1  # accumulators per unit: 1 (shared), or one per source rank
-    holds: str = "published shards and gradient accumulators"  # what that is, for messages
+    sources: int = 1
+    holds: str = "published shards and gradient accumulators"
 
     @property
     def mailbox_stride(self) -> int:

@@ -30,7 +30,15 @@ _TRIES, _TRIED_BYTES = 16, 4096
 
 
 class CudaTransport(SharedMemoryTransport):
-    """One rank's view of all windows in device memory; their control plane is in host memory."""
+    """One rank's view of all windows in device memory; their control plane is in host memory.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        rendezvous: exchanges small objects between all ranks; used only while opening.
+        device: Device that holds this rank's window.
+        job_ranks: where these are a part of the job, their ranks in it, for messages.
+    """
 
     runs_ahead = True
     needs_locks = False

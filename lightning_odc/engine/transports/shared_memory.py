@@ -33,7 +33,14 @@ _Answer = TypeVar("_Answer")
 
 
 class SharedMemoryTransport(Transport):
-    """One process's view of all windows on this host."""
+    """One process's view of all windows on this host.
+
+    Args:
+        rank: this process's rank.
+        world_size: number of processes.
+        rendezvous: exchanges small objects between all ranks; used only while opening.
+        job_ranks: where these are a part of the job, their ranks in it, for messages.
+    """
 
     def __init__(
         self, rank: int, world_size: int, rendezvous: Rendezvous, job_ranks: Sequence[int] | None = None
