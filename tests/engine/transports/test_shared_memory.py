@@ -438,7 +438,6 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
 
     class Window:
         words = Words()
-        lock = region.Region.lock
         fd = -1
 
     def lock(_fd: int, _command: int, flock: bytes) -> None:
