@@ -101,7 +101,8 @@ class Packed(Microbatches):
     def _fewest_bins(self, row: int, falling: list[int]) -> Bins:
         """As few as best fit needs or fewer, as even as possible."""
         sizes, cap, fits = self._sizes, self._caps[row], self._rooms.fits
-        total, fewest = sum(sizes[sample] for sample in falling), 1 if falling else 0
+        total = sum(map(sizes.__getitem__, falling))
+        fewest = min(-(-total // cap), len(falling))
         while fewest < len(falling) and not fits(total, fewest * cap):
             fewest += 1
         if fewest < 2 or fewest == len(falling):

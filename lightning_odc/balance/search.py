@@ -13,7 +13,7 @@ First by an estimate: each sample carries its part of a load, so all exchanges o
 The most promising one, whose larger load is smallest, is then made if the true loads agree.
 
 A *round* pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on, rotated by
-one partner after each round. An *attack* tries the heaviest rank against all others. Neither makes the larger load of a
+one partner after each round. An *attack* tries the heaviest rank against the lightest ones. Neither makes the larger load of a
 pair larger, so the largest load never grows.
 
 Example: three equal ranks hold the costs ``{9, 7}``, ``{8}`` and ``{3}``. Let 9, 8, 7, 3 be samples 0 to 3, and 4 the
@@ -63,6 +63,7 @@ _ROUNDS_OF_MANY = 6
 _ROUNDS_OF_STARTS = 5
 _ATTACKS = 40
 _ATTACKS_OF_MANY = 12
+_MOST_ATTACKED = 24
 _PATIENCE = 4
 _TRIES = 12
 _SHAKES = (0.1, 0.3)
@@ -258,10 +259,10 @@ class Search:
 
     def _attack(self) -> bool:
         """One exchange of the heaviest rank in each candidate; whether any got better."""
-        others = np.arange(self._num_ranks - 1)
-        heaviest = self._loads.reshape(self._count, -1).argmax(1)[:, None]  # [candidates, 1]
-        light = others + (others >= heaviest) + self._first  # all rows but the heaviest of each
-        heavy = np.broadcast_to(heaviest + self._first, light.shape)
+        loads = self._loads.reshape(self._count, -1)  # [candidates, ranks]
+        rising = np.argsort(loads, axis=1, kind="stable") + self._first
+        light = rising[:, :-1][:, :_MOST_ATTACKED]
+        heavy = np.broadcast_to(rising[:, -1:], light.shape)
         return self._exchange(heavy, light, tries=_TRIES if self._load else 1)
 
     def _exchange(self, heavy: Ints, light: Ints, tries: int) -> bool:
