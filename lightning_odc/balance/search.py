@@ -13,8 +13,8 @@ First by an estimate: each sample carries its part of a load, so all exchanges o
 The most promising one, whose larger load is smallest, is then made if the true loads agree.
 
 A *round* pairs the heaviest rank with the lightest, the second heaviest with the second lightest and so on, rotated by
-one partner after each round. An *attack* tries the heaviest rank against the lightest ones. Neither makes the larger load of a
-pair larger, so the largest load never grows.
+one partner after each round. An *attack* tries the heaviest rank against the lightest ones. Neither makes the larger
+load of a pair larger, so the largest load never grows.
 
 Example: three equal ranks hold the costs ``{9, 7}``, ``{8}`` and ``{3}``. Let 9, 8, 7, 3 be samples 0 to 3, and 4 the
 number of no sample. Each rank has two slots::
