@@ -599,7 +599,7 @@ def test_samples_are_counted_wherever_they_are():
     assert sample_count({"input_ids": torch.ones(5, 7)}) == 5
     assert sample_count(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == 2
     assert sample_count(("text", torch.tensor(1))) is None
-    assert sample_count([1, torch.ones(2)]) is None  # plain values are not looked through
+    assert sample_count([1, torch.ones(2)]) == 2
     assert sample_count(Strange()) is token_count(Strange()) is None
 
 
