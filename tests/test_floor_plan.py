@@ -16,8 +16,10 @@ FILES = {
 
 
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
+#: What leaves the package for `benchmarks/` counts there.
 LINES = {
     "": 1830,
+    "benchmarks": 11280,
     "advisor": 760,
     "balance": 3200,
     "bench": 2650,
@@ -126,6 +128,8 @@ def test_no_room_outgrows_its_lines():
     for path in FILES.values():
         room = path.relative_to(ROOT / "lightning_odc").parts[:-1]
         found[room[0] if room else ""] += len(path.read_text().splitlines())
+    experiments = (ROOT / "benchmarks").rglob("*.py")
+    found["benchmarks"] = sum(len(path.read_text().splitlines()) for path in experiments)
     assert found.keys() == LINES.keys()
     assert {
         room: lines for room, lines in found.items() if not 0.95 * LINES[room] <= lines <= LINES[room]

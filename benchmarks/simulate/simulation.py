@@ -8,12 +8,6 @@ from dataclasses import dataclass
 from benchmarks.simulate.memory import Memory
 from lightning_odc.balance.arrays import Floats
 
-CAUSES = (
-    *("compute", "padding", "longest_sample", "imbalance", "waits"),
-    *("communication", "network", "step"),
-)
-"""Where the time of a minibatch goes, see `Simulation`."""
-
 
 @dataclass(frozen=True)
 class Simulation:

@@ -21,7 +21,6 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,7 +50,6 @@ class Steps:
 
 
 Factor = Floats | float
-Seen = Callable[[Floats], Floats]
 
 
 def seen(model: Model, transfers: Transfers, compute: Floats, first: bool, factor: Factor = 1.0) -> Floats:
