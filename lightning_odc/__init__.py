@@ -20,6 +20,7 @@ def _is_command() -> bool:
 
 if TYPE_CHECKING:
     from lightning_odc.advisor import advise
+    from lightning_odc.attached import attach
 if TYPE_CHECKING or not _is_command():
     from lightning_odc._registration import register
     from lightning_odc.data.loader import BalancedDataLoader
@@ -33,8 +34,9 @@ _LATER = {
     "Minibatch": "lightning_odc.data.minibatch",
     "ODCStrategy": "lightning_odc.strategy.odc",
     "advise": "lightning_odc.advisor",
+    "attach": "lightning_odc.attached",
 }
-"""Names that are imported when they are asked for: ``advise`` everywhere, the others in the command line."""
+"""Names that are imported when they are asked for: functions everywhere, classes in the command line."""
 
 
 def __getattr__(name: str) -> Any:
@@ -43,4 +45,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise"]
+__all__ = ["BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise", "attach"]

@@ -302,6 +302,15 @@ def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
     return dtype
 
 
+def compute_dtype_of(module: FSDPModule) -> torch.dtype | None:
+    """The ``param_dtype`` that a module was sharded with; ``None`` is that of the parameters.
+
+    Why: one process publishes no shards in the dtype that it computes in, and users may have sharded it themselves.
+    """
+    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
+    return dtype
+
+
 @contextmanager
 def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
     """Let ``generate`` of Hugging Face models end on each rank by itself, unless a caller writes ``synced_gpus=True``.

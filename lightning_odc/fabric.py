@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -17,15 +16,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_odc.attached import Attached, Place, make_engine, memory_size
 from lightning_odc.engine.advice import refuse_optimizers
-from lightning_odc.engine.base import Counting, Engine
+from lightning_odc.engine.base import Engine
 from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.engine.transports.choice import check_transport
-from lightning_odc.sharding.nodes import gloo_checked, layout_of
+from lightning_odc.sharding.nodes import check_rows, gloo_checked, layout_of
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import options
-from lightning_odc.strategy.engines import make_engine
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 
 
@@ -66,7 +65,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
     ) -> None:
         options.check_choice("communication", communication, ("on_demand", "collective"))
         options.check_choice("state_dict_type", state_dict_type, options.STATE_DICT_TYPES)
-        options.memory_size(keep_gathered)
+        memory_size(keep_gathered)
         super().__init__(
             self._shard,
             save_distributed_checkpoint=state_dict_type == "sharded",
@@ -80,24 +79,28 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.keep_gathered = keep_gathered
         self.timeout = timeout
         self._backward_sync_control: Any = _Accumulation()
-        self._engine: Engine | None = None
+        self._attached: Attached | None = None
         self.model: nn.Module | None = None
         self._names = ParameterNames()
-        self._ran = False
         self._on_teardown = ExitStack()
 
     @property
-    def engine(self) -> Engine:
-        """What moves shards and gradients, with its measured waits and traffic.
+    def attached(self) -> Attached:
+        """The model with its engine, as `attach` gives it to loops without Fabric.
 
         Raises:
             RuntimeError: before ``fabric.setup``.
         """
-        if self._engine is None:
+        if self._attached is None:
             raise RuntimeError(
                 "There is no model yet: call `model, optimizer = fabric.setup(model, optimizer)`."
             )
-        return self._engine
+        return self._attached
+
+    @property
+    def engine(self) -> Engine:
+        """What moves shards and gradients, with its measured waits and traffic."""
+        return self.attached.engine
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -117,7 +120,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         with gloo_checked(self):
             super().setup_environment()
         if self._layout is not None:
-            options.check_rows(self._layout, replicates=False, communication=self.communication)
+            check_rows(self._layout, replicates=False, communication=self.communication)
 
     @property
     def _layout(self) -> Layout | None:
@@ -137,8 +140,23 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self._check_setup()
         with self._names.recorded(module):
             self.model = super().setup_module(module)
-        self._engine = make_engine(self, self.timeout, self._layout)
-        self._engine.attach(self.model)
+        place = Place(
+            self.root_device,
+            self.global_rank,
+            self.world_size,
+            self.num_processes,
+            self.cluster_environment.main_address if self.cluster_environment else "",
+            self._layout,
+        )
+        engine = make_engine(
+            place,
+            communication=self.communication,
+            keep_gathered=self.keep_gathered,
+            deterministic=self.deterministic,
+            accumulator_dtype=self.accumulator_dtype,
+            timeout=self.timeout,
+        )
+        self._attached = Attached(self.model, engine)
         return self.model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -151,7 +169,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def _check_setup(self) -> None:
-        if self._engine is not None:
+        if self._attached is not None:
             raise ValueError(
                 'Fabric(strategy="odc") trains one model: put the parts into one nn.Module, or run `teardown()` of '
                 "the strategy before the next one."
@@ -178,12 +196,9 @@ class ODCFabricStrategy(ModelParallelStrategy):
     def teardown(self) -> None:
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
         self._on_teardown.close()
-        engine, self._engine, self.model = self._engine, None, None
-        if engine is not None:
-            try:
-                engine.exchange("end of the run", None)
-            finally:
-                engine.close()
+        attached, self._attached, self.model = self._attached, None, None
+        if attached is not None:
+            attached.close()
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -204,18 +219,12 @@ class ODCFabricStrategy(ModelParallelStrategy):
             num_items: The number of items that the loss is a sum over.
             **kwargs: The same as in Fabric.
         """
-        counting = Counting.MEAN if num_items is None else Counting.EXACT
-        self.engine.ledger.add(0.0 if num_items is None else num_items, counting)
-        self._ran = True
-        with self.engine.backward(manual=True, more=self._backward_sync_control.goes_on):
+        with self.attached.backward(num_items, more=self._backward_sync_control.goes_on):
             super().backward(tensor, module, *args, **kwargs)
 
     def settle_gradients(self) -> None:
         """Complete the gradients in ``.grad``, all ranks together. Clipping and the optimizer step do it themselves."""
-        if not self.engine.settled:
-            self.engine.ledger.is_idle = not self._ran
-            self.engine.settle(None)
-            self._ran = False
+        self.attached.settle()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         def settled_closure() -> Any:
@@ -223,16 +232,11 @@ class ODCFabricStrategy(ModelParallelStrategy):
             self.settle_gradients()
             return result
 
-        begin = time.monotonic_ns()
-        if closure is None:
-            self.settle_gradients()
-            output = super().optimizer_step(optimizer, **kwargs)
-        else:
-            output = super().optimizer_step(optimizer, closure=settled_closure, **kwargs)
-        if self.engine.tracer is not None:
-            self.engine.tracer.record("optimizer", begin)
-        self.engine.publish()
-        return output
+        with self.attached.stepping():
+            if closure is None:
+                self.settle_gradients()
+                return super().optimizer_step(optimizer, **kwargs)
+            return super().optimizer_step(optimizer, closure=settled_closure, **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -259,7 +263,15 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
     def publish_parameters(self) -> None:
         """Let peers read parameters that were changed outside the optimizer step; all ranks together."""
-        self.engine.refresh()
+        self.attached.publish()
+
+    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every parameter, as [`Attached.stream_parameters`][lightning_odc.attached.Attached].
+
+        Raises:
+            RuntimeError: before ``fabric.setup``.
+        """
+        return self.attached.stream_parameters(module)
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which units stay gathered from one forward pass to the next, as ``ODCStrategy.gathered``.

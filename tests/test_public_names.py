@@ -20,7 +20,7 @@ from lightning_odc import cli
 ROOT = Path(__file__).parent.parent
 
 PACKAGES = {
-    "lightning_odc": {"BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise"},
+    "lightning_odc": {"BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise", "attach"},
     "lightning_odc.balance": {
         *(
             "COLLECTIVE_SAFE",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.peers import Signals
@@ -228,6 +229,7 @@ class Engine(Traced, ABC):
     evaluating: bool = False
 
     def __init__(self) -> None:
+        self._model: nn.Module | None = None
         self.ledger = Ledger()
         self.weight_unit = 1.0
         self.settled = self._failed = self.backward_done = False
@@ -406,6 +408,33 @@ class Engine(Traced, ABC):
     def peer_trouble(self) -> str:
         """Which peer has failed or died, and why; empty if none has, or it is not known."""
         return ""
+
+    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every parameter, in the dtype that it computes in, on one rank alone.
+
+        Between two optimizer steps, in the thread that trains. It reads unit by unit and holds one unit at a time. The
+        tensors are the caller's. Shared parameters come once, under their first name.
+
+        Args:
+            module: Only the parameters of this part of the model, with their names in it.
+
+        Raises:
+            ValueError: this engine cannot read without the other ranks, or ``module`` is no part of the model.
+            StaleShardError: an optimizer step has ended since it began, or is ending.
+        """
+        raise ValueError(
+            'communication="collective" and "lockstep" read parameters on all ranks together. To stream them to one '
+            'rank, use communication="on_demand"; or, on all ranks, torch\'s `get_model_state_dict`.'
+        )
+
+    def _names_in(self, module: nn.Module | None) -> dict[nn.Parameter, str]:
+        """The names of the parameters of the model, or of a part of it, in that part."""
+        assert self._model is not None, "the engine is not attached"
+        part = self._model if module is None else module
+        known = set(self._model.parameters())
+        if not known.issuperset(part.parameters()):
+            raise ValueError(f"stream_parameters({type(part).__name__}) is no part of the model that trains.")
+        return {parameter: _compat.checkpoint_name(name) for name, parameter in part.named_parameters()}
 
     @property
     def waits(self) -> dict[str, float]:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, check_records, total_weight
 from lightning_odc.engine.comm import (
@@ -47,7 +49,6 @@ class CollectiveEngine(Engine):
         super().__init__()
         self._world_size = world_size
         self._rendezvous = rendezvous
-        self._model: nn.Module | None = None
         self._units: list[Unit] = []
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -77,6 +78,17 @@ class CollectiveEngine(Engine):
         set_comms(_units(model), gather, reduce_scatter)
         self._units = find_units(model)
         self._root = RootUnit(self._units, model)
+
+    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        if self._world_size > 1:
+            super().parameters(module)
+        for parameter, name in self._names_in(module).items():
+            unit = next(
+                (unit for unit in self._units for slot in unit.slots if slot.current is parameter), None
+            )
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            dtype = unit and _compat.compute_dtype_of(unit.modules[0])
+            yield name, whole.detach().to(dtype or whole.dtype, copy=True)
 
     def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
         super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)

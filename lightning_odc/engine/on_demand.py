@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -51,7 +52,7 @@ from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import AlreadyGathered, Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
-from lightning_odc.errors import ODCError
+from lightning_odc.errors import ODCError, StaleShardError
 
 
 class OnDemandEngine(Engine):
@@ -78,7 +79,7 @@ class OnDemandEngine(Engine):
         self._deterministic = deterministic
         self._lockstep = lockstep
         self._accumulator_dtype = accumulator_dtype
-        self._model: nn.Module | None = None
+        self._thread = threading.get_ident()  # that trains
         self._units: list[Unit] = []
         self._placeholders = Placeholders()
         self._root: RootUnit | None = None
@@ -428,6 +429,40 @@ class OnDemandEngine(Engine):
     def refresh(self) -> None:
         self.exchange("publish parameters", None)
         self.publish()
+
+    @torch.no_grad()
+    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        if self._lockstep:  # where a read is a barrier
+            super().parameters(module)
+        protocol, version = self.protocol, self.protocol.version
+        names = self._names_in(module)
+        by_unit = [
+            [(names.pop(slot.current), slot) for slot in unit.slots if slot.current in names]
+            for unit in self._units
+        ]
+        for unit, window, wanted in zip(self._units, protocol.windows, by_unit, strict=True):
+            if not wanted:
+                continue
+            self._check_streaming(version)
+            shards = window.own_shard.new_empty(window.owners, unit.shard_numel)
+            shards[window.own] = window.own_shard
+            gathers = window.gathers
+            window.gather(shards.view(-1))
+            window.gathers = gathers  # what stays gathered is chosen by the passes of the model
+            for name, slot in wanted:
+                yield name, slot.whole(shards)
+                self._check_streaming(version)
+            del shards  # before the next unit takes its memory
+        for parameter, name in names.items():  # in no unit: those without a dimension
+            yield name, parameter.detach().clone()
+
+    def _check_streaming(self, version: int) -> None:
+        in_another = threading.get_ident() != self._thread
+        if in_another or self.protocol.ended or self.protocol.version != version:
+            raise StaleShardError(
+                "An optimizer step has begun to change the parameters that are being streamed. Take all of "
+                "`stream_parameters()` before or after `optimizer.step()`, in the thread that trains."
+            )
 
     def announce_collective(self, kind: str) -> None:
         self.exchange(kind, None)

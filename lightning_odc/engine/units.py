@@ -90,6 +90,20 @@ class ParamSlot:
             self.home = current
         return _compat.local_of(self.home)
 
+    def whole(self, shards: Tensor) -> Tensor:
+        """The whole parameter in the compute dtype, from the published shards of all owners, ``[owners, ...]``."""
+        as_bytes = shards.dtype != self.compute_dtype
+        numel = self.padded_numel * (self.compute_dtype.itemsize if as_bytes else 1)
+        rows = shards.narrow(1, self.shard_offset, numel)
+        if as_bytes:
+            rows = rows.contiguous().view(self.compute_dtype)
+        shape, dim = list(self.home.shape), _sharded_dim(self.home)
+        if not shape:
+            return rows[0].clone().view(())
+        padded = [*shape[:dim], math.ceil(shape[dim] / len(rows)), *shape[dim + 1 :]]
+        joined = torch.cat([row.view(padded) for row in rows], dim)
+        return joined.narrow(dim, 0, shape[dim]).contiguous()
+
 
 @dataclass
 class Unit:

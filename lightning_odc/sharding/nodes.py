@@ -52,6 +52,24 @@ def layout_of(device_mesh: Any, num_nodes: int, world_size: int, rank: int) -> L
     return Layout(tuple(tuple(row) for row in rows), rank)
 
 
+def check_rows(layout: Layout, replicates: bool, communication: str = "on_demand") -> None:
+    """Refuse rows of one rank, which have nothing to read on demand."""
+    if len(layout.row) > 1 or len(layout.rows) == 1 or communication == "collective":
+        return
+    count = len(layout.rows)
+    if replicates:
+        raise ValueError(
+            f"Hybrid sharding over {count} x 1 ranks shards nothing: every rank holds the whole model, and "
+            "there is nothing to read on demand. Use several ranks per node (Trainer(devices=...), or "
+            'device_mesh=(nodes, ranks per node)), or Trainer(strategy="ddp").'
+        )
+    raise ValueError(
+        f"{count} nodes of one rank have nothing to read on demand: ranks read from other ranks of their node, so each "
+        "of these would hold a copy of the whole model and of its gradient. Use several ranks per node "
+        '(`devices=2`), communication="collective", or strategy="ddp".'
+    )
+
+
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     """The 2-D mesh of a layout, with the dimensions ``replicate`` and ``shard``. All ranks together."""
     return DeviceMesh(device_type, torch.tensor(layout.rows), mesh_dim_names=("replicate", "shard"))

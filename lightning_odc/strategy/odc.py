@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
+from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, Place, make_engine, tell_peers
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.checks import check_single, whole_minibatches
 from lightning_odc.data.loader import BalancedDataLoader, Packing
@@ -28,24 +30,23 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
+from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.transports.choice import check_transport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
+from lightning_odc.sharding.nodes import check_rows
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
-from lightning_odc.strategy.engines import hang_report_of, make_engine
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import (
-    DEFAULT_HANG_REPORT_AFTER,
     Communication,
     OnOutOfMemory,
     Options,
-    check_rows,
     check_unknown,
 )
-from lightning_odc.strategy.ranks import PendingSignals, compare_batches, compare_programs, tell_peers
-from lightning_odc.strategy.sharded import DEFAULT_TIMEOUT, ShardedStrategy
+from lightning_odc.strategy.ranks import PendingSignals, compare_batches, compare_programs
+from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData
 
@@ -157,7 +158,7 @@ class ODCStrategy(ShardedStrategy):
         packing: Packing = False,
         on_out_of_memory: OnOutOfMemory = "split",
         on_nonfinite: Literal["skip"] | None = None,
-        hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER,
+        hang_report_after: timedelta | None = HANG_REPORT_AFTER,
         **kwargs: Any,
     ) -> None:
         check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
@@ -256,8 +257,15 @@ class ODCStrategy(ShardedStrategy):
             self.model = self._layer_sync.apply(self.model)
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
-            hang_report = hang_report_of(trainer, self.options.hang_report_after)
-            self._engine = make_engine(self, self.timeout, self._layout, self._replicates, hang_report)
+            self._engine = make_engine(
+                self._place,
+                communication=self.communication,
+                keep_gathered=self.keep_gathered,
+                deterministic=self.deterministic,
+                accumulator_dtype=self.accumulator_dtype,
+                timeout=self.timeout,
+                hang_report=self._hang_report(trainer),
+            )
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
@@ -280,6 +288,33 @@ class ODCStrategy(ShardedStrategy):
         self.setup_precision_plugin()
         if fitting:
             self.precision_plugin.training = self._training
+
+    @property
+    def _place(self) -> Place:
+        assert self.cluster_environment is not None
+        return Place(
+            self.root_device,
+            self.global_rank,
+            self.world_size,
+            self.num_processes,
+            self.cluster_environment.main_address,
+            self._layout,
+            self.shard_mesh if self._replicates and self._layout is not None else None,
+        )
+
+    def _hang_report(self, trainer: pl.Trainer) -> HangReport | None:
+        """What says where this rank is, after so long a wait: on stderr and in the trainer's directory."""
+        if self.options.hang_report_after is None:
+            return None
+        root = trainer.default_root_dir
+        directory = None if "://" in root else Path(root) / "odc-hang-reports"
+
+        def place() -> str:
+            return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
+
+        return HangReport(
+            self.options.hang_report_after.total_seconds(), directory, trainer.global_rank, place
+        )
 
     @property
     def _on_demand(self) -> bool:
@@ -366,6 +401,25 @@ class ODCStrategy(ShardedStrategy):
         it already.
         """
         self.engine.refresh()
+
+    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every parameter, in the dtype that it computes in, read by this rank alone.
+
+        Other ranks need not call it. They go on, to the end of the next optimizer step at most, where they wait for
+        this one. One unit at a time is held. For an inference server, or a Hugging Face directory::
+
+            if self.trainer.is_global_zero:
+                save_pretrained(self.model, self.trainer.strategy.stream_parameters(self.model), "weights")
+
+        Args:
+            module: Only the parameters of this part of the model, with their names in it.
+
+        Raises:
+            RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
+            ValueError: ``communication`` is not ``"on_demand"``, or ``module`` is no part of the model.
+            StaleShardError: an optimizer step has ended since it began, or is ending.
+        """
+        return self.engine.parameters(module)
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which units stay gathered from one forward pass to the next, so that many passes read them once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 
 from lightning_odc import _compat
+from lightning_odc.attached import HANG_REPORT_AFTER, memory_size
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
@@ -23,7 +23,6 @@ from lightning_odc.data.checks import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import Packing
 from lightning_odc.data.plan import BatchOptions
-from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
 
@@ -31,8 +30,6 @@ Communication = Literal["on_demand", "collective", "lockstep"]
 OnOutOfMemory = Literal["split", "skip", "raise"]
 
 STATE_DICT_TYPES = ("full", "sharded")
-#: How long ranks wait before they say where they are.
-DEFAULT_HANG_REPORT_AFTER = timedelta(minutes=1)
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Arguments of FSDP1.
 _FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
@@ -57,7 +54,7 @@ class Options:
     packing: Packing = False
     on_out_of_memory: OnOutOfMemory = "split"
     on_nonfinite: Literal["skip"] | None = None
-    hang_report_after: timedelta | None = DEFAULT_HANG_REPORT_AFTER
+    hang_report_after: timedelta | None = HANG_REPORT_AFTER
 
     def __post_init__(self) -> None:
         check_choice("communication", self.communication, get_args(Communication))
@@ -140,20 +137,6 @@ def check_choice(argument: str, value: Any, choices: tuple[str | None, ...]) -> 
         raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
 
 
-def memory_size(value: int | str) -> int | Literal["auto"]:
-    """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is."""
-    if value == "auto":
-        return "auto"
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
-    if found is None or isinstance(value, bool):
-        raise ValueError(
-            f'ODCStrategy(keep_gathered={value!r}) is not an amount of memory: write "auto", 0 to keep nothing, or the '
-            'most that a rank may keep, such as "4GiB".'
-        )
-    number, prefix, is_binary = found.groups()
-    return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(prefix.upper() or " "))
-
-
 def offloading_backend(given: str | None) -> str:
     """The backend of the process group where GPUs compute and shards are in host memory (``cpu_offload``)."""
     if given is None:
@@ -166,24 +149,6 @@ def offloading_backend(given: str | None) -> str:
         f'ODCStrategy(cpu_offload=True) on GPUs with a process group of "{given}" cannot clip gradients or save full '
         'checkpoints: it has nothing for tensors in host memory. Write process_group_backend="cpu:gloo,cuda:nccl", or '
         "leave it out."
-    )
-
-
-def check_rows(layout: Layout, replicates: bool, communication: str) -> None:
-    """Refuse rows of one rank, which have nothing to read on demand."""
-    if len(layout.row) > 1 or len(layout.rows) == 1 or communication == "collective":
-        return
-    count = len(layout.rows)
-    if replicates:
-        raise ValueError(
-            f"Hybrid sharding over {count} x 1 ranks shards nothing: every rank holds the whole model, and "
-            "there is nothing to read on demand. Use several ranks per node (Trainer(devices=...), or "
-            'device_mesh=(nodes, ranks per node)), or Trainer(strategy="ddp").'
-        )
-    raise ValueError(
-        f"{count} nodes of one rank have nothing to read on demand: ranks read from other ranks of their node, so each "
-        "of these would hold a copy of the whole model and of its gradient. Use several ranks per node "
-        '(`devices=2`), communication="collective", or strategy="ddp".'
     )
 
 

@@ -20,7 +20,6 @@ import linecache
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,9 +34,8 @@ from torch import nn
 from lightning_odc import _compat
 from lightning_odc._version import __version__
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.collective import is_broken_group
-from lightning_odc.engine.peers import FOLLOWED, Signals
-from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
+from lightning_odc.engine.peers import Signals
+from lightning_odc.errors import DisagreementError
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "builtins", "abc", "typing")
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -115,28 +113,6 @@ def _file_digest(one: type) -> str:
     except (OSError, TypeError):  # made while running, or typed into a console
         lines = []
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12] if lines else "unknown"
-
-
-def tell_peers(engine: Engine, exception: BaseException) -> None:
-    """Tell them once; the error gets a note if a peer is to blame."""
-    text = "".join(traceback.format_exception(exception))
-    prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
-    trouble = "" if isinstance(exception, ODCError) else _peer_trouble(engine, exception)
-    own = "".join(traceback.format_exception_only(exception)).rstrip()
-    if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
-        exception.add_note(f"This followed from something else. {trouble}")
-        prefix = FOLLOWED
-    engine.fail(prefix + text)
-
-
-def _peer_trouble(engine: Engine, exception: BaseException) -> str:
-    """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
-    patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
-    trouble = engine.peer_trouble()
-    while not trouble and time.monotonic() < patience:
-        time.sleep(0.01)
-        trouble = engine.peer_trouble()
-    return trouble
 
 
 #: Seconds that SIGTERM waits for the end of a training batch. Launchers and schedulers often kill after 30.

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStr
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
+from lightning_odc.attached import DEFAULT_TIMEOUT
 from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.sharding import averaging, nodes, sharded_checkpoint
 from lightning_odc.sharding import full_checkpoint as checkpoints
@@ -35,9 +36,6 @@ from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_mo
 from lightning_odc.strategy import options
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 from lightning_odc.strategy.precision import ODCPrecision
-
-#: How long a rank waits for another one, as in every strategy of Lightning.
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class ShardedStrategy(FSDPStrategy):

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import host_memory
+from lightning_odc.attached import Place, _memory, memory_size
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
-from lightning_odc.strategy.engines import _memory
-from lightning_odc.strategy.options import memory_size
 from tests.strategy.test_parity import STEPS, assert_same, make_engine, one_process, train
 from tests.support.models import Net, init_gloo
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
@@ -172,9 +171,9 @@ def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
-    assert _memory(strategy, lambda own: [own, "b", own]).usable() == 550
-    assert _memory(strategy, lambda own: [own, "b", "c"]).usable() == 1050
+    place = Place(torch.device("cuda", 0), 0, 3, 3, "")
+    assert _memory(place, lambda own: [own, "b", own]).usable() == 550
+    assert _memory(place, lambda own: [own, "b", "c"]).usable() == 1050
 
 
 def test_memory_of_the_host():

@@ -1,0 +1,388 @@
+"""The engine under a model that its user has sharded with ``fully_shard`` and trains in a loop of his own.
+
+The strategies for Lightning's ``Trainer`` and ``Fabric`` make their engines here, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_odc import _compat
+from lightning_odc.engine.advice import refuse_optimizers
+from lightning_odc.engine.base import Counting, Engine
+from lightning_odc.engine.collective import (
+    CollectiveEngine,
+    is_broken_group,
+    process_group_rendezvous,
+    single_process,
+)
+from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.hang_report import HangReport
+from lightning_odc.engine.hybrid.column import ColumnGroup, Layout
+from lightning_odc.engine.hybrid.copies import CopiesEngine
+from lightning_odc.engine.hybrid.link import ReplicaLink
+from lightning_odc.engine.hybrid.replicas import HybridEngine, Replicas
+from lightning_odc.engine.hybrid.spanning import SpanningEngine
+from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.peers import FOLLOWED
+from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.transports.choice import check_transport, make_transport
+from lightning_odc.errors import ODCError, PeerFailedError
+from lightning_odc.sharding.nodes import check_hosts, check_rows, layout_of, mesh_of
+
+#: The longest wait for another rank, as in every strategy of Lightning.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+#: How long ranks wait before they say where they are.
+HANG_REPORT_AFTER = timedelta(minutes=1)
+#: Seconds without any sign of another host, or without progress of a collective over nodes, before that is an error; at
+#: most a quarter and a half of ``timeout``. So the error is not that of a wait for a slow rank, and says who is gone.
+SILENCE = 30.0
+STALL = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is among all ranks."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    on_node: int  # ranks on this node
+    main_address: str
+    layout: Layout | None = None  # rows and columns of ranks, over several nodes
+    replicas: DeviceMesh | None = None  # of a model on every node: the mesh over which a node shards it
+
+
+def make_engine(
+    place: Place,
+    *,
+    communication: str = "on_demand",
+    keep_gathered: int | str = "auto",
+    deterministic: bool = False,
+    accumulator_dtype: torch.dtype | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    hang_report: HangReport | None = None,
+) -> Engine:
+    """The engine that moves the shards and gradients of a model. All ranks together."""
+    if place.world_size == 1:
+        return CollectiveEngine(1, single_process)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    if communication == "collective":
+        return CollectiveEngine(place.world_size, rendezvous)
+    options: dict[str, Any] = {
+        "keeping": Keeping(memory_size(keep_gathered), _memory(place, rendezvous)),
+        "timeout": timeout.total_seconds(),
+        "deterministic": deterministic,
+        "lockstep": communication == "lockstep",
+        "accumulator_dtype": accumulator_dtype,
+        "hang_report": hang_report,
+    }
+    if place.layout is not None:
+        return _make_spanning_engine(place, place.layout, rendezvous, options)
+    ranks = (place.device, place.rank, place.world_size)
+    transport = partial(make_transport, *ranks, rendezvous, dist.group.WORLD)
+    return OnDemandEngine(transport, rendezvous, **options)
+
+
+def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
+    """The memory of a rank's device, of which every rank may plan its part."""
+    if place.device.type != "cuda":
+        return HostMemory(place.on_node)
+    own = str(torch.cuda.get_device_properties(place.device).uuid)
+    return CudaMemory(place.device, rendezvous(own).count(own))
+
+
+def _make_spanning_engine(
+    place: Place, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]
+) -> SpanningEngine:
+    check_hosts(layout, rendezvous)
+    mesh = place.replicas or mesh_of(layout, place.device.type)["shard"]
+    group = mesh.get_group()
+    within = process_group_rendezvous(group)
+    silence, stall = min(SILENCE, options["timeout"] / 4), min(STALL, options["timeout"] / 2)
+
+    def make_link() -> ReplicaLink:
+        return ReplicaLink(
+            place.rank, layout.column, rendezvous, place.main_address, layout.main_row, silence
+        )
+
+    row = layout.row
+    transport = partial(make_transport, place.device, row.index(place.rank), len(row), within, group, row)
+    options |= {"layout": layout, "make_link": make_link}
+    if place.replicas is not None:
+        replicas = Replicas(layout, place.device, timedelta(seconds=stall))
+        return HybridEngine(transport, rendezvous, group=replicas, **options)
+    column = ColumnGroup(layout, place.device, timedelta(seconds=stall))
+    return CopiesEngine(transport, rendezvous, group=column, **options)
+
+
+def memory_size(value: int | str) -> int | Literal["auto"]:
+    """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is."""
+    if value == "auto":
+        return "auto"
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
+    if found is None or isinstance(value, bool):
+        raise ValueError(
+            f'keep_gathered={value!r} is not an amount of memory: write "auto", 0 to keep nothing, or the most that a '
+            'rank may keep, such as "4GiB".'
+        )
+    number, prefix, is_binary = found.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+
+
+def attach(
+    model: nn.Module,
+    *,
+    keep_gathered: int | str = "auto",
+    deterministic: bool = False,
+    accumulator_dtype: torch.dtype | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Attached:
+    """Let a model that was sharded with ``fully_shard`` communicate on demand, in a loop of your own.
+
+    All ranks call it together, after ``fully_shard`` and before the first forward pass. From then on, a rank may run
+    any number of microbatches in an optimizer step, even zero.
+
+    On several nodes under ``torchrun``, a model sharded over all ranks gets a copy of its published shards per node.
+    One that is sharded over the ranks of a node, ``fully_shard(block, mesh=mesh["shard"])``, has a model per node.
+
+    Args:
+        model: The root module; ``fully_shard`` was called on it and on its blocks.
+        keep_gathered: The memory per rank for parameters that stay gathered, as in `ODCStrategy`.
+        deterministic: Sum gradients in rank order, so that runs are bit-equal.
+        accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
+        timeout: The longest wait for another rank.
+
+    Raises:
+        ValueError: The model is not sharded, over other ranks than those of the job, or attached already.
+        TypeError: The model is sharded with ``FullyShardedDataParallel``.
+    """
+    mesh = _mesh_of_shards(model)
+    place = _place_on(mesh)
+    check_transport("auto", place.device.type, "attach")
+    engine = make_engine(
+        place,
+        keep_gathered=keep_gathered,
+        deterministic=deterministic,
+        accumulator_dtype=accumulator_dtype,
+        timeout=timeout,
+        hang_report=HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank),
+    )
+    return Attached(model, engine)
+
+
+def _mesh_of_shards(model: nn.Module) -> DeviceMesh:
+    """The mesh over which a model is sharded, or an error that shows the line to write."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "The model is wrapped in FullyShardedDataParallel (FSDP1). Write `fully_shard(block)` for every block and "
+            "`fully_shard(model)`, of torch.distributed.fsdp, then `attach(model)`."
+        )
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"`attach` takes a sharded model, and {type(model).__name__} is not one. Before it, write\n"
+            "    for block in model.blocks:\n        fully_shard(block)\n    fully_shard(model)"
+        )
+    if isinstance((_compat.comms_of(model) or [None])[0], GatherComm):
+        raise ValueError("The model is attached already: `close()` the first one before `attach(model)`.")
+    meshes = {
+        parameter.device_mesh: name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+    if len(meshes) > 1:
+        (first, name), (second, other) = list(meshes.items())[:2]
+        raise ValueError(
+            f"{name!r} is sharded over the mesh {first.mesh.tolist()}, {other!r} over {second.mesh.tolist()}. Pass the "
+            "same `mesh=` to every `fully_shard`."
+        )
+    mesh = next(iter(meshes))
+    if mesh.ndim > 1:
+        raise ValueError(
+            f"The model is sharded with a mesh of {mesh.ndim} dimensions, {mesh.mesh.tolist()}. For a model on every "
+            'node, pass the dimension of a node alone, `fully_shard(block, mesh=mesh["shard"])`: `attach` sums over '
+            "nodes."
+        )
+    return mesh
+
+
+def _place_on(mesh: DeviceMesh) -> Place:
+    """Where this rank is, as ``torchrun`` and the mesh say it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    is_cpu = mesh.device_type == "cpu"
+    device = torch.device("cpu") if is_cpu else torch.device(mesh.device_type, torch.cuda.current_device())
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    replicates = mesh.size() < world_size
+    if not replicates and on_node == world_size:
+        return Place(device, rank, world_size, on_node, address)
+    size = mesh.size() if replicates else on_node
+    layout = layout_of((world_size // size, size), world_size // size, world_size, rank)
+    if replicates and mesh.mesh.tolist() != list(layout.row):
+        raise ValueError(
+            f"Rank {rank} shards over the ranks {mesh.mesh.tolist()}. For a model on every node, shard over "
+            f"{list(layout.row)}:\n    mesh = init_device_mesh({mesh.device_type!r}, ({world_size // size}, {size}), "
+            'mesh_dim_names=("replicate", "shard"))["shard"]\nand for one model over all ranks, without `mesh=`.'
+        )
+    check_rows(layout, replicates)
+    return Place(device, rank, world_size, on_node, address, layout, mesh if replicates else None)
+
+
+class Attached:
+    """A model that communicates on demand, from `attach` to `close`; as a context manager, to its end.
+
+    Attributes:
+        model: The model.
+        engine: What moves shards and gradients, with its measured waits and traffic.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self.model, self.engine = model, engine
+        self._ran = 0  # backward passes since the last optimizer step
+        self._closed = False
+        engine.attach(model)
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            tell_peers(self.engine, error)
+            self.engine.close()
+
+    @contextmanager
+    def backward(self, weight: float | Tensor | None = None, *, more: bool = True) -> Iterator[None]:
+        """A context around the backward pass of one microbatch.
+
+        The gradient of an optimizer step is the sum of its losses over all ranks, divided by the sum of their weights.
+        Without weights it is the mean over ranks of the sum of a rank's losses, as under ``fully_shard``.
+
+        Args:
+            weight: The number of items (samples, tokens) that the loss is a sum over.
+            more: Units may stay gathered for another microbatch of the step. With ``False``, modules hold shards again
+                afterwards.
+
+        Raises:
+            ValueError: one optimizer step has losses with and without weights.
+        """
+        counting = Counting.MEAN if weight is None else Counting.EXACT
+        self.engine.ledger.add(0.0 if weight is None else weight, counting)
+        self.engine.begin_microbatch(self._ran)
+        self._ran += 1
+        with self.engine.backward(manual=True, more=more):
+            yield
+
+    def settle(self) -> None:
+        """Complete the gradients in ``.grad``, all ranks together. `step` does it by itself."""
+        if not self.engine.settled:
+            self.engine.ledger.is_idle = not self._ran
+            self.engine.settle(None)
+            self._ran = 0
+
+    def step(
+        self, *optimizers: Optimizer, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Settle the gradients, clip them, step, and publish the new parameters. All ranks together.
+
+        Args:
+            *optimizers: They were made with the sharded parameters.
+            max_norm: Clip the norm of all gradients to this.
+            norm_type: The kind of norm.
+
+        Returns:
+            The norm before clipping, without a dimension; ``None`` without ``max_norm``.
+
+        Raises:
+            ValueError: an optimizer cannot work on shards.
+            DisagreementError: the ranks are at different places of their loops.
+            PeerFailedError: another rank has failed or died.
+            WaitTimeoutError: another rank did not come.
+        """
+        refuse_optimizers(optimizers)
+        self.settle()
+        with self.stepping():
+            norm: Any = None
+            if max_norm is not None:
+                norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+            for optimizer in optimizers:
+                optimizer.step()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context around the optimizer step of a caller that settles in it or before; publishes at its end."""
+        begin = time.monotonic_ns()
+        yield
+        if self.engine.tracer is not None:
+            self.engine.tracer.record("optimizer", begin)
+        self.engine.publish()
+
+    def publish(self) -> None:
+        """Let peers read parameters that were changed outside of `step`, as by ``load_state_dict``. All together."""
+        self.engine.refresh()
+
+    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every parameter, read by this rank alone while the others go on.
+
+        See `Engine.parameters`.
+
+        Args:
+            module: Only the parameters of this part of the model, with their names in it.
+        """
+        return self.engine.parameters(module)
+
+    def close(self) -> None:
+        """Give the model back to ``fully_shard``'s collectives; all ranks together. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            try:
+                # Without this, a rank that leaves early can abort the others' process group.
+                self.engine.exchange("end of the run", None)
+            finally:
+                self.engine.close()
+
+
+def tell_peers(engine: Engine, exception: BaseException) -> None:
+    """Tell them once; the error gets a note if a peer is to blame."""
+    text = "".join(traceback.format_exception(exception))
+    prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
+    trouble = "" if isinstance(exception, ODCError) else _peer_trouble(engine, exception)
+    own = "".join(traceback.format_exception_only(exception)).rstrip()
+    if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
+        exception.add_note(f"This followed from something else. {trouble}")
+        prefix = FOLLOWED
+    engine.fail(prefix + text)
+
+
+def _peer_trouble(engine: Engine, exception: BaseException) -> str:
+    """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
+    patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
+    trouble = engine.peer_trouble()
+    while not trouble and time.monotonic() < patience:
+        time.sleep(0.01)
+        trouble = engine.peer_trouble()
+    return trouble

@@ -1,0 +1,86 @@
+"""Write streamed parameters as a Hugging Face directory, one file at a time in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_odc.files import replacing, write_json
+
+_INDEX = "model.safetensors.index.json"
+
+
+def save_pretrained(
+    model: nn.Module,
+    parameters: Iterable[tuple[str, Tensor]],
+    directory: str | Path,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a directory for ``from_pretrained``, on one rank alone.
+
+    Args:
+        model: A Hugging Face model. Its config and its buffers are written, too.
+        parameters: ``stream_parameters(model)`` of the strategy, or of what `attach` returned.
+        directory: Where to write. Weights that are there stay readable until the new ones are complete.
+        max_file_bytes: The largest file, unless one tensor is larger. Memory holds one file at a time.
+
+    Raises:
+        ImportError: safetensors is not installed; it comes with transformers.
+        OSError: a file cannot be written. The index, or the only file, is then still that of the weights before.
+    """
+    from safetensors.torch import save
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    names: list[list[str]] = []
+    part: dict[str, Tensor] = {}
+    total = size = 0
+
+    def close_file() -> None:
+        nonlocal size
+        names.append([*part])
+        with replacing(_numbered(directory, len(names))) as file:
+            file.write(save(part, {"format": "pt"}))
+        part.clear()
+        size = 0
+
+    known = dict.fromkeys(name for name, _ in model.named_parameters(remove_duplicate=False))
+    buffers = ((name, value) for name, value in model.state_dict().items() if name not in known)
+    for source in (parameters, buffers):
+        for name, value in source:
+            if part and size + value.nbytes > max_file_bytes:
+                close_file()
+            part[name] = value.detach().cpu().contiguous()
+            size, total = size + value.nbytes, total + value.nbytes
+    close_file()
+    _finish(directory, names, total)
+    described: Any = model
+    described.config.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        described.generation_config.save_pretrained(directory)
+
+
+def _numbered(directory: Path, number: int) -> Path:
+    return directory / f".model-{number:05}.safetensors"
+
+
+def _finish(directory: Path, names: list[list[str]], total: int) -> None:
+    """Give the files their names, which say how many there are; then the index, which says what is where."""
+    count = len(names)
+    final = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        final = ["model.safetensors"]
+    for number, name in enumerate(final, 1):
+        _numbered(directory, number).replace(directory / name)
+    if count > 1:
+        weight_map = {name: file for file, inside in zip(final, names, strict=True) for name in inside}
+        write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        (directory / "model.safetensors").unlink(missing_ok=True)  # `from_pretrained` would take it first
+    for old in directory.glob("model-*-of-*.safetensors"):
+        if old.name not in final:
+            old.unlink()
+    if count == 1:
+        (directory / _INDEX).unlink(missing_ok=True)

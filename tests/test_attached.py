@@ -1,0 +1,335 @@
+"""``attach``: the engine under plain ``fully_shard`` in the user's own loop, against one process in plain torch.
+
+The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
+
+from lightning_odc import attach
+from lightning_odc.errors import PeerFailedError, StaleShardError
+from lightning_odc.pretrained import save_pretrained
+from tests.docs.blocks import ROOT, fragments
+from tests.strategy.test_models import CausalLM, causal_lm
+from tests.strategy.test_parity import assert_same
+from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
+from tests.support.modules import loader, trainer
+from tests.support.ranks import run_ranks, try_ranks
+
+LENGTHS = [[5, 9, 4, 7, 12], [8, 3, 15, 6, 2], [30, 2, 2, 3, 9]]
+EPOCHS = 2
+PAGE = ROOT / "docs" / "without-the-trainer.md"
+
+
+def new_model(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    # `fully_shard` takes no parameters without a dimension: every rank has them whole.
+    options["ignored_params"] = {parameter for parameter in model.parameters() if not parameter.dim()}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def step_by_step() -> Iterator[list[Tensor]]:
+    """The batches of every optimizer step."""
+    for _ in range(EPOCHS):
+        for step, lengths in enumerate(LENGTHS):
+            yield token_batches(lengths, seed=step)
+
+
+def one_process(clip: float | None = None, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
+    model, norms = new_model(**options), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for batches in step_by_step():
+        for batch in batches:
+            (summed_loss(model, batch) / sum(b.numel() - 1 for b in batches)).backward()
+        if clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model), norms
+
+
+def train(
+    rank: int,
+    counts: tuple[int, ...],
+    clip: float | None = None,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train with so many microbatches by rank; evaluates on rank 0 alone in between."""
+    init_gloo(rank)
+    model = sharded(new_model()) if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    begin, norms = sum(counts[:rank]), []
+    with attach(model, **options) as odc:
+        for batches in step_by_step():
+            for batch in batches[begin : begin + counts[rank]]:
+                loss = summed_loss(model, batch)
+                with odc.backward(weight=batch.numel() - 1):
+                    loss.backward()
+            norm = odc.step(optimizer, max_norm=clip)
+            optimizer.zero_grad()
+            norms += [] if norm is None else [norm.item()]
+            if rank == 0:
+                with torch.no_grad():
+                    summed_loss(model, batches[0])
+        reads = odc.engine.traffic.reads
+    return {"parameters": full_parameters(model), "norms": norms, "reads": reads}
+
+
+@pytest.mark.parametrize(
+    ("counts", "clip", "options"),
+    [
+        ((3, 2), None, {}),
+        ((5, 0), 0.1, {}),
+        ((0, 0, 2, 3), 0.1, {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_the_gradient_does_not_depend_on_who_ran_what(counts, clip, options):
+    results = run_ranks(_train_with, counts, clip, options, world_size=len(counts))
+    parameters, norms = one_process(clip)
+    for result, count in zip(results, counts, strict=True):
+        assert_same(result["parameters"], parameters)
+        assert result["norms"] == pytest.approx(norms, rel=1e-5)
+        assert result["reads"] > 0 or not count
+
+
+def _run_the_page(rank: int) -> float:
+    block = next(block for block in fragments(PAGE) if "with attach(model)" in block.text)
+    namespace: dict[str, Any] = {"minibatches": lambda rank: [[torch.ones(4, 8)] * (3 - 2 * rank)] * 2}
+    exec(compile(block.text, str(PAGE), "exec"), namespace)
+    return sum(p.full_tensor().sum().item() for p in namespace["model"].parameters())
+
+
+def test_the_script_of_the_page_runs_on_two_ranks():
+    first, second = run_ranks(_run_the_page)
+    assert first == second
+
+
+def _train_with(rank: int, counts: tuple[int, ...], clip: float | None, options: dict[str, Any]) -> Any:
+    return train(rank, counts, clip, **options)
+
+
+@contextmanager
+def _nodes_of_two() -> Iterator[None]:
+    """What ``torchrun --nnodes 2 --nproc-per-node 2`` sets."""
+    before, os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"], "2"
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+def _train_on_two_nodes(rank: int, counts: tuple[int, ...], replicates: bool) -> Any:
+    init_gloo(rank)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    with _nodes_of_two():
+        model = sharded(new_model(), mesh=mesh) if replicates else sharded(new_model())
+        return train(rank, counts, model=model)
+
+
+@pytest.mark.parametrize("replicates", [False, True], ids=["one model", "a model per node"])
+def test_two_nodes(replicates):
+    results = run_ranks(_train_on_two_nodes, (0, 1, 3, 1), replicates, world_size=4)
+    for result in results:
+        assert_same(result["parameters"], one_process()[0])
+
+
+def _compute_in_bf16(rank: int) -> Any:
+    """What ``param_dtype=bfloat16`` gives on demand and with the collectives of ``fully_shard``."""
+    init_gloo(rank)
+    found = []
+    for on_demand in (True, False):
+        model = sharded(new_model(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        odc = attach(model) if on_demand else None
+        for batches in step_by_step():
+            loss = summed_loss(model, batches[rank])
+            if odc is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                with odc.backward():
+                    loss.backward()
+                odc.step(optimizer)
+            optimizer.zero_grad()
+        if odc is not None:
+            streamed = dict(odc.stream_parameters())
+            odc.close()
+            odc.close()
+        found.append(full_parameters(model))
+    return *found, streamed
+
+
+def test_bf16_without_weights_is_that_of_fully_shard():
+    for on_demand, collective, streamed in run_ranks(_compute_in_bf16):
+        assert_same(on_demand, collective)
+        assert {name: value.dtype for name, value in streamed.items()} == dict.fromkeys(
+            on_demand, torch.bfloat16
+        )
+        assert all(torch.equal(value, on_demand[name].bfloat16()) for name, value in streamed.items())
+
+
+# -- parameters for any reader --------------------------------------------------------------------------------
+
+
+def _stream_on_rank_0(rank: int) -> Any:
+    """Rank 0 reads while the others have gone on to the end of the step."""
+    init_gloo(rank)
+    model = sharded(new_model(scalars=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    checked = []
+    with attach(model) as odc:
+        for batches in step_by_step():
+            for batch in batches[2 * rank : 2 * rank + 2]:
+                with odc.backward(weight=batch.numel() - 1):
+                    summed_loss(model, batch).backward()
+            odc.step(optimizer)
+            optimizer.zero_grad()
+            streamed = dict(odc.stream_parameters()) if rank == 0 else None
+            block = dict(odc.stream_parameters(model.blocks[1])) if rank == 0 else None
+            whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            if rank == 0:
+                assert {*streamed} == {name for name, _ in model.named_parameters()}
+                assert all(torch.equal(streamed[name], whole[name]) for name in whole)
+                assert all(torch.equal(block[name], whole[f"blocks.1.{name}"]) for name in block)
+                checked.append(len(block))
+    return checked
+
+
+def test_one_rank_streams_what_a_full_checkpoint_holds():
+    checked, nothing = run_ranks(_stream_on_rank_0)
+    assert checked == [6] * len(LENGTHS) * EPOCHS
+    assert nothing == []
+
+
+def _stream_across_a_step(rank: int) -> str:
+    init_gloo(rank)
+    model = sharded(new_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with attach(model) as odc:
+        stream = odc.stream_parameters()
+        next(stream)
+        odc.step(optimizer)
+        with pytest.raises(StaleShardError, match="Take all of `stream_parameters"):
+            next(stream)
+        with pytest.raises(ValueError, match="no part of the model"):
+            next(odc.stream_parameters(nn.Linear(2, 2)))
+        odc.settle()
+        with pytest.raises(StaleShardError, match="has begun to change"):
+            next(odc.stream_parameters())
+        odc.step(optimizer)
+    return "ended"
+
+
+def test_no_two_versions_are_mixed():
+    assert run_ranks(_stream_across_a_step) == ["ended"] * 2
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------------
+
+
+def _break_off(rank: int, how: str) -> None:
+    init_gloo(rank)
+    model = sharded(new_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with attach(model, timeout=timedelta(seconds=20)) as odc:
+        odc.step(optimizer)
+        if rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("bad sample")
+        odc.step(optimizer)
+
+
+@pytest.mark.parametrize(("how", "said"), [("killed", "rank 1"), ("raised", "bad sample")])
+def test_the_others_hear_of_a_rank_that_breaks_off(how, said):
+    survivor, broken = try_ranks(_break_off, how, timeout=60)
+    assert PeerFailedError.__name__ in survivor.error
+    assert said in survivor.error
+    assert broken.exitcode != 0
+
+
+def _refused(rank: int) -> dict[str, str]:
+    init_gloo(rank)
+    halves = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    two_meshes = new_model()
+    fully_shard(two_meshes.blocks[0], mesh=halves["shard"])
+    fully_shard(two_meshes)
+    attached = sharded(new_model())
+    models = {
+        "fully_shard(model)": new_model(),
+        "FSDP1": FullyShardedDataParallel(new_model(), device_id=torch.device("cpu")),
+        "same `mesh=`": two_meshes,
+        'mesh=mesh["shard"]': sharded(new_model(), mesh=halves),
+        "is attached already": attached,
+        "nothing to read on demand": sharded(new_model(), mesh=halves["shard"]),
+    }
+    said = {}
+    with attach(attached) as odc:
+        for words, model in models.items():
+            with pytest.raises((ValueError, TypeError)) as error:
+                attach(model)
+            said[words] = str(error.value)
+        with pytest.raises(ValueError, match="LBFGS"):
+            odc.step(torch.optim.LBFGS(attached.parameters()))
+    return said
+
+
+def test_what_cannot_be_attached_is_refused_with_the_line_to_write():
+    for said in run_ranks(_refused):
+        assert [words for words, message in said.items() if words not in message] == []
+
+
+class _Save(Callback):
+    """Writes the model on rank 0 alone after every step: into one file, then into several over it."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            strategy: Any = trainer.strategy
+            for max_file_bytes in (5_000_000_000, 3_000):
+                stream = strategy.stream_parameters(module.net)
+                save_pretrained(module.net, stream, self.directory, max_file_bytes)
+
+
+def _save_while_the_trainer_trains(rank: int, directory: str, tied: bool) -> dict[str, Tensor]:
+    module = CausalLM(partial(causal_lm, tied=tied))
+    fitted = trainer(2, callbacks=[_Save(directory)], default_root_dir=directory)
+    fitted.fit(module, loader(token_batches([6, 9], seed=rank)))
+    return full_parameters(module.net)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_pretrained_reads_what_one_rank_wrote(tmp_path, tied):
+    trained = run_ranks(_save_while_the_trainer_trains, str(tmp_path), tied)[0]
+    files = sorted(path.name for path in tmp_path.glob("*model*"))
+    assert len(files) > 3
+    assert "model.safetensors.index.json" in files
+    assert all(path.stat().st_size < 8_000 for path in tmp_path.glob("*.safetensors"))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, trained[name]) for name, value in full_parameters(read).items())
