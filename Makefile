@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test bench test-gpu bench-gpu check format docs site-browser lab notebooks package address clean distclean
+.PHONY: help install demo test test-all bench test-gpu bench-gpu check format docs site-browser lab notebooks package address clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small language model with collectives, on demand and balanced, and compare; ARGS="--help"
 	$(BIN)/lightning-odc demo $(ARGS)
 
-test: $(STAMP) ## run the tests, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one
+test: $(STAMP) ## run the tests but for the slow ones, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
+
+test-all: $(STAMP) ## run all tests; ARGS="-m slow" runs the slow ones alone
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 bench: $(STAMP) ## run an experiment of benchmarks/: NAME=comm, engine, emulate, sweep, planner, simulate, idle, hybrid, memory, rl, traffic, generate, robustness.faults ...; ARGS="--help"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+SECOND_TIER = ("benchmarks", "gpu")
 #: Who has one of these has tests that need ranks.
 RANKS = {"tests.support.ranks", "lightning_odc.bench.processes"}
 
@@ -30,6 +31,13 @@ def pytest_configure() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Rooms of the second tier: experiments, and rehearsals of tests that need a GPU. Other tests are marked one by one."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in SECOND_TIER:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *ROOT.glob("docs/**/*.md"),
@@ -107,34 +105,21 @@ def _ids(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def test_there_is_something_to_read() -> None:
+def test_phrases_that_are_read_twice_stay_out() -> None:
     assert len(PAGES) > 30
     assert len(LESSONS) == 6
     assert len(SOURCES) > 150
-    assert sum(len(_passages(path)) for path in SOURCES) > 5000
+    read = {path: _passages(path) for path in [*PAGES, *LESSONS, *SOURCES]}
+    assert sum(len(read[path]) for path in SOURCES) > 5000
+    found = [f"{_ids(path)}:{line}: {what}" for path in read for line, what in _odd_phrases(read[path])]
+    assert not found, "\n".join(found)
 
 
-def test_the_old_name_of_the_strategy_is_explained_once() -> None:
-    kinds = {".py", ".md", ".ipynb", ".json", ".txt", ".svg"}
-    folders = ("docs", "notebooks", "lightning_odc", "benchmarks", "tests")
-    files = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in kinds]
-    name = "odc_" + "balanced"
-    named = {_ids(path) for path in [*files, ROOT / "README.md"] if name in path.read_text()}
-    tests = {"tests/strategy/test_balance.py", "tests/strategy/test_bad_input.py", "tests/test_fabric.py"}
-    assert named == {"lightning_odc/strategy/odc.py", "lightning_odc/_registration.py"} | tests
-    assert (ROOT / "CHANGELOG.md").read_text().count(name) == 1
-
-
-@pytest.mark.parametrize("path", [*PAGES, *LESSONS, *SOURCES], ids=_ids)
-def test_phrases_that_are_read_twice_stay_out(path: Path) -> None:
-    odd = _odd_phrases(_passages(path))
-    assert not odd, "\n".join(f"{_ids(path)}:{line}: {what}" for line, what in odd)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_ids)
-def test_arguments_are_explained_by_a_noun_or_a_verb(path: Path) -> None:
-    odd = _odd_arguments(path.read_text())
-    assert not odd, "\n".join(f"{_ids(path)}:{line}: {what}" for line, what in odd)
+def test_arguments_are_explained_by_a_noun_or_a_verb() -> None:
+    found = [
+        f"{_ids(path)}:{line}: {what}" for path in SOURCES for line, what in _odd_arguments(path.read_text())
+    ]
+    assert not found, "\n".join(found)
 
 
 SAMPLE = '''
@@ -157,7 +142,7 @@ def wait(peer):  # whence
 '''
 
 
-def test_the_search_sees_strings_comments_and_arguments() -> None:
+def test_the_search_sees_strings_comments_and_arguments_but_no_identifiers() -> None:
     found = {
         what.split(":")[0].strip("'") for _, what in _odd_phrases([*_strings(SAMPLE), *_comments(SAMPLE)])
     }
@@ -167,9 +152,6 @@ def test_the_search_sees_strings_comments_and_arguments() -> None:
         "wait(peer: that ...): begin with a noun or verb",
         "wait(seen: By ...): begin with a noun or verb",
     ]
-
-
-def test_identifiers_and_other_words_pass() -> None:
     assert not _odd_phrases(
         [(1, "`_check_nobody_left` reads l_whence; Home comes first, and a new one is told nothing")]
     )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_odc import Minibatch
 from tests.support.models import WIDTH, summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_cases, run_ranks, try_ranks
 
 BATCHES = [token_batches([5, 9, 4, 7, 6, 8], seed=rank) for rank in range(2)]
 
@@ -311,14 +311,23 @@ def _over_rows(module: Sgd, step: Any) -> Any:
     return lambda batch, batch_idx: _mean_over_rows(module, batch)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.fixture(scope="module")
+def one_process():
+    return run_cases(_fit, {name: (name, 1, {}) for name in MODULES}, world_size=1)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "deterministic"])
+def two_ranks(request):
+    return run_cases(_fit, {name: (name, 2, {"deterministic": request.param}) for name in MODULES})
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_as_in_one_process(name, deterministic):
-    one, norms = run_ranks(_fit, name, 1, {}, world_size=1)[0]
+def test_as_in_one_process(name, one_process, two_ranks):
+    one, norms = one_process[name][0]
     start = full_parameters(_made(name))
     moved = sum((one[key] - start[key]).abs().sum().item() for key in one)
     assert 1e-3 < moved < 1e3
-    for parameters, found in run_ranks(_fit, name, 2, {"deterministic": deterministic}):
+    for parameters, found in two_ranks[name]:
         assert found == pytest.approx(norms, rel=1e-4)
         for key in one:  # sums of two fp32 gradients in another order, carried through six steps
             torch.testing.assert_close(parameters[key], one[key], rtol=1e-3, atol=1e-4)

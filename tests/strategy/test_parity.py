@@ -29,7 +29,7 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.nodes import make_copies_engine
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 STEPS = 4
 LR = 0.01
@@ -172,42 +172,79 @@ def assert_one_sided(results: list[dict[str, Any]], counts: tuple[int, ...]) -> 
         assert result["traffic"].adds >= peers * count * STEPS
 
 
-@pytest.mark.parametrize("counts", [(3, 3), (5, 1), (6, 0), (2, 1, 3), (0, 3, 1, 2)], ids=str)
-def test_fp32_equals_one_process(counts):
-    results = run_ranks(train, "on_demand", counts, {}, world_size=len(counts))
-    expected = one_process({})
-    for result in results:
-        assert_same(result["parameters"], expected)
-    assert_one_sided(results, counts)
-
-
 SCALARS = {"scalars": True}
-
-
-@pytest.mark.parametrize("communication", ["collective", "lockstep"])
-def test_even_counts_under_the_other_communications(communication):
-    results = run_ranks(train, communication, (3, 3), SCALARS)
-    assert_same(results[0]["parameters"], one_process(SCALARS))
-    assert bool(results[0]["traffic"].reads) == (communication == "lockstep")
-
-
-NETS = {
-    "plain": {},
-    "tied": {"tied": True},
-    "frozen": {"frozen": True},
+NETS = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}}
+#: Block 1 is used only by microbatch 4, which rank 1 runs alone: rank 0 never touches it; or by none.
+RARE, UNUSED = [[1], [1], [1, 2], [1], [], [1]], [[1]] * 6
+#: What `train` gets on two ranks, in one launch.
+ON_TWO_RANKS: dict[str, tuple[Any, ...]] = {
+    "(3, 3)": ("on_demand", (3, 3), {}),
+    "(5, 1)": ("on_demand", (5, 1), {}),
+    "(6, 0)": ("on_demand", (6, 0), {}),
+    "collective": ("collective", (3, 3), SCALARS),
+    "lockstep": ("lockstep", (3, 3), SCALARS),
+    "tied, uneven": ("on_demand", (5, 1), NETS["tied"]),
+    "frozen, uneven": ("on_demand", (5, 1), NETS["frozen"]),
+    "scalars, uneven": ("on_demand", (5, 1), SCALARS),
+    "rarely used": ("on_demand", (4, 2), {}, None, RARE),
+    "never used": ("on_demand", (4, 2), {}, None, UNUSED),
+    "checkpointing": ("on_demand", (5, 1), {}, None, None, True, True),
+    "checkpointing, SHARD_GRAD_OP": ("on_demand", (5, 1), {}, None, None, True, False),
+}
+WITH_STOCK = {
+    f"{name}, {'fp32' if precision is None else 'bf16'}": (net, precision)
+    for name, net in NETS.items()
+    for precision in (None, torch.bfloat16)
 }
 
 
-@pytest.mark.parametrize("net", NETS.values(), ids=NETS)
-@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_equals_stock_fully_shard(net, precision):
-    stock = run_ranks(stock_fully_shard, net, precision)
-    ours = run_ranks(train, "on_demand", (3, 3), net, precision)
-    assert_same(ours[0]["parameters"], stock[0][0])
-    for rank in range(2):
+@pytest.fixture(scope="module")
+def two_ranks():
+    ours = {name: ("on_demand", (3, 3), *options) for name, options in WITH_STOCK.items()}
+    return run_cases(train, ON_TWO_RANKS | ours)
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 3), (0, 3, 1, 2)], ids=str)
+def test_fp32_equals_one_process_on_more_ranks(counts):
+    results = run_ranks(train, "on_demand", counts, {}, world_size=len(counts))
+    for result in results:
+        assert_same(result["parameters"], one_process({}))
+    assert_one_sided(results, counts)
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_equals_one_process(name, two_ranks):
+    communication, counts, net, _, skips, *_ = [*ON_TWO_RANKS[name], None, None]
+    results = two_ranks[name]
+    for result in results:
+        assert_same(result["parameters"], one_process(net, skips))
+    if communication == "on_demand" and not skips:
+        assert_one_sided(results, counts)
+    else:
+        assert bool(results[0]["traffic"].reads) == (communication != "collective")
+
+
+def test_a_parameter_without_a_microbatch_has_no_gradient(two_ranks):
+    # Otherwise AdamW would decay it: parity with one process, whose weight decay is 0.1, would fail.
+    for rare, never in zip(two_ranks["rarely used"], two_ranks["never used"], strict=True):
+        assert rare["without_grad"] == []
+        assert never["without_grad"]
+        assert all(name.startswith("blocks.1.") for name in never["without_grad"])
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return run_cases(stock_fully_shard, WITH_STOCK)
+
+
+@pytest.mark.parametrize("name", WITH_STOCK)
+def test_equals_stock_fully_shard(name, stock, two_ranks):
+    ours, precision = two_ranks[name], WITH_STOCK[name][1]
+    assert_same(ours[0]["parameters"], stock[name][0][0])
+    for result, (_, losses) in zip(ours, stock[name], strict=True):
         # The first step's losses come from the same parameters: equal bit for bit, whoever gathered them.
-        assert ours[rank]["losses"][:3] == stock[rank][1][:3]
-        assert ours[rank]["losses"] == pytest.approx(stock[rank][1], rel=1e-5 if precision is None else 1e-2)
+        assert result["losses"][:3] == losses[:3]
+        assert result["losses"] == pytest.approx(losses, rel=1e-5 if precision is None else 1e-2)
     assert_one_sided(ours, (3, 3))
 
 
@@ -236,36 +273,6 @@ def stock_fully_shard(
                 parameter.grad *= 2 / items
         optimizer.step()
     return full_parameters(model), losses
-
-
-@pytest.mark.parametrize("net", [NETS["tied"], NETS["frozen"], SCALARS], ids=["tied", "frozen", "scalars"])
-def test_special_parameters_with_uneven_counts(net):
-    results = run_ranks(train, "on_demand", (5, 1), net)
-    assert_same(results[1]["parameters"], one_process(net))
-
-
-def test_parameters_that_some_microbatches_skip():
-    # Block 1 is used only by microbatch 4, which rank 1 runs alone: rank 0 never touches it.
-    skips = [[1], [1], [1, 2], [1], [], [1]]
-    results = run_ranks(train, "on_demand", (4, 2), {}, None, skips)
-    assert_same(results[0]["parameters"], one_process({}, skips))
-    assert results[0]["without_grad"] == results[1]["without_grad"] == []
-
-
-def test_a_parameter_that_nobody_used_has_no_gradient():
-    # Otherwise AdamW would decay it: parity with one process, whose weight decay is 0.1, would fail.
-    skips = [[1]] * 6
-    results = run_ranks(train, "on_demand", (4, 2), {}, None, skips)
-    assert_same(results[0]["parameters"], one_process({}, skips))
-    for result in results:
-        assert result["without_grad"]
-        assert all(name.startswith("blocks.1.") for name in result["without_grad"])
-
-
-@pytest.mark.parametrize("reshard", [True, False], ids=["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_activation_checkpointing(reshard):
-    results = run_ranks(train, "on_demand", (5, 1), {}, None, None, True, reshard)
-    assert_same(results[0]["parameters"], one_process({}))
 
 
 def test_deterministic_runs_are_bit_equal():
