@@ -34,7 +34,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Rooms of the second tier: experiments, and rehearsals of tests that need a GPU. Other tests are marked one by one."""
+    """Rooms of the second tier: experiments, and rehearsals of tests for GPUs. Other tests are marked one by one."""
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in SECOND_TIER:
             item.add_marker("slow")
