@@ -109,6 +109,7 @@ def test_near_the_optimum_of_few_samples_with_overheads() -> None:
     assert max(gaps) < 0.02
 
 
+@pytest.mark.slow
 @needs_ortools
 @pytest.mark.parametrize(
     ("ranks", "per_rank", "cost"),

@@ -28,6 +28,8 @@ from lightning_odc.bench.options import DemoOptions
 from lightning_odc.bench.processes import RankFailedError, Ranks
 from lightning_odc.bench.report import length_facts
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--model 2x64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 2 --seed 3"
 DEMO = [sys.executable, "-m", "lightning_odc", "demo", *SMALL.split()]
 

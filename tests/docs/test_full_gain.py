@@ -16,6 +16,8 @@ pytest.importorskip("transformers")
 from benchmarks import full_gain
 from tests.docs.blocks import ROOT, blocks
 
+pytestmark = pytest.mark.slow
+
 ON_DEMAND = {"measure": False, "plain": True, "switch": True, "pack": True}
 SHORT = {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
 """One optimizer step per epoch: Lightning reads what the script does not say from the environment."""

@@ -46,6 +46,7 @@ def run(arguments: list[str], cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_blocks_of_every_page_run_in_order(tmp_path: Path) -> None:
     pages = {page.relative_to(ROOT).as_posix(): len(fragments(page)) for page in PAGES if fragments(page)}
     assert sum(pages.values()) > 10
@@ -56,6 +57,7 @@ def test_the_blocks_of_every_page_run_in_order(tmp_path: Path) -> None:
         assert f"{page}: ran {count} blocks" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", programs(), ids=lambda block: f"{block.page.stem}:{block.line}")
 def test_programs_run_as_files(block: Block, tmp_path: Path) -> None:
     if "import ray" in block.text and importlib.util.find_spec("ray") is None:

@@ -337,6 +337,7 @@ def test_compiled_blocks_equal_the_others_under_collectives():
         assert graphs > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch's own compiler for CPUs needs a C++ compiler")
 def test_blocks_compiled_to_cpp():
     for difference, reads, _ in run_ranks(partial(_compiles, auto_wrap_policy={Block}), "inductor", 1):

@@ -232,8 +232,15 @@ def _fit_weighted(rank: int, communication: str, precision: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("communication", ["on_demand", "collective"])
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "32-true"])
+@pytest.mark.parametrize(
+    ("precision", "communication"),
+    [
+        ("16-mixed", "on_demand"),
+        ("16-mixed", "collective"),
+        ("16-true", "on_demand"),
+        ("32-true", "collective"),
+    ],
+)
 def test_weights_do_not_count_against_the_range_of_fp16(precision, communication):
     start = full_parameters(Sgd(lr=LR))
     for found in run_ranks(_fit_weighted, communication, precision):

@@ -171,7 +171,7 @@ def _end_of(work: Callable[[], Any]) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(
     "stalls",
-    [False, pytest.param(True, marks=can_limit)],
+    [False, pytest.param(True, marks=[can_limit, pytest.mark.slow])],
     ids=["port shut", "link stalls"],
 )
 def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(stalls):

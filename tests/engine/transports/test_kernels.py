@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"
 )
