@@ -29,7 +29,7 @@ LINES = {
     "engine": 7600,
     "rl": 1140,
     "sharding": 1360,
-    "strategy": 5000,
+    "strategy": 4900,
 }
 
 

@@ -47,9 +47,9 @@ class Accumulation:
     @property
     def foldable(self) -> int:
         """How many batches of the loader can become one; 1 where their number changes while training."""
-        return (
-            1 if self.is_scheduled else int(self._before.get(_FACTOR, self._trainer.accumulate_grad_batches))
-        )
+        if self.is_scheduled:
+            return 1
+        return int(self._before.get(_FACTOR, self._trainer.accumulate_grad_batches))
 
     @property
     def is_scheduled(self) -> bool:

@@ -22,9 +22,8 @@ def brief(
     loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "", rule: Rule | None = None
 ) -> str:
     """The lines that describe balanced training before it begins."""
-    found = f"{_samples(loader)}; the collate_fn {_collation(loader)}; {model.source}"
     chosen = _choices(loader, batches, reason, rule)
-    return f"Found: {found}.\nChosen: {chosen}.\nExpected: {_expectation(loader, batches)}."
+    return f"Found: {_data(loader)}; {model.source}.\nChosen: {chosen}.\nExpected: {_expectation(loader, batches)}."
 
 
 def note_on_size(
@@ -47,26 +46,23 @@ def note_on_size(
     )
 
 
-def _samples(loader: BalancedDataLoader) -> str:
+def _data(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
-        return "a stream of samples"
+        return "a stream of samples; the collate_fn is tried with the first samples"
     values = loader.lengths.values
     tokens, *others = np.atleast_2d(values.T)
     further = [f"; number {place} of each {_spread(of)}" for place, of in enumerate(others, 2)]
-    return f"{len(values):,} samples {_spread(tokens, ' tokens')}{''.join(further)}"
+    collation = "could not be recognized, and its microbatches are taken for packed ones"
+    if loader.collation is not None:
+        collation = loader.collation.describe()
+    return (
+        f"{len(values):,} samples {_spread(tokens, ' tokens')}{''.join(further)}; the collate_fn {collation}"
+    )
 
 
 def _spread(values: LengthArray, unit: str = "") -> str:
     mean = float(values.mean())
     return f"from {values.min():,} to {values.max():,}{unit}, {mean:,.0f} on average"
-
-
-def _collation(loader: BalancedDataLoader) -> str:
-    if loader.is_stream:
-        return "is tried with the first samples"
-    if loader.collation is None:
-        return "could not be recognized, and its microbatches are taken for packed ones"
-    return loader.collation.describe()
 
 
 def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule | None) -> str:
@@ -77,9 +73,8 @@ def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule |
         level = "; ranks swap some of them, to be level" if batches > 1 and options.whole == "movable" else ""
         return f"your batches stay whole; {samples}{level}"
     because = f" ({reason})" if reason else ""
-    cost = (
-        f'cost="{options.cost}"' if isinstance(options.cost, str) else f"cost={type(options.cost).__name__}"
-    )
+    is_name = isinstance(options.cost, str)
+    cost = f'cost="{options.cost}"' if is_name else f"cost={type(options.cost).__name__}"
     if options.is_auto:
         cost += " from the model's size" + (", then from measured times" if loader.learns else "")
     most = "" if loader.max_tokens is None else f"; at most {_caps(loader.max_tokens)} in a microbatch"

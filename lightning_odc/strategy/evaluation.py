@@ -69,8 +69,16 @@ class Evaluation:
         if self._engine.world_size == 1:
             return
         self._changes.enter_context(_compat.before_epoch_values(self._module.trainer, self._complete))
-        if self._always:
-            self._log_locally()
+        if not self._always:
+            return
+        log = self._module.log
+
+        @wraps(log)
+        def log_locally(*args: Any, **options: Any) -> None:
+            with self._locally():
+                log(*args, **options)
+
+        self._changes.enter_context(replaced_log(self._module, log_locally))
 
     def end(self) -> None:
         """Leave no trace; idempotent."""
@@ -114,16 +122,6 @@ class Evaluation:
             flush(self._logbook.take(), self._module)
         return outputs
 
-    def _log_locally(self) -> None:
-        log = self._module.log
-
-        @wraps(log)
-        def log_locally(*args: Any, **options: Any) -> None:
-            with self._locally():
-                log(*args, **options)
-
-        self._changes.enter_context(replaced_log(self._module, log_locally))
-
     @contextmanager
     def _locally(self) -> Iterator[None]:
         before, self.logs_locally = self.logs_locally, True
@@ -144,20 +142,18 @@ class Evaluation:
         own = self._module.global_rank
         for total in logbook.merge([logbook.from_message(other["totals"]) for other in by_rank], own):
             mine = logged.get(total.identity)
-            if mine is None or mine.is_shared:
-                self._set(results, total, mine)
-
-    def _set(self, results: Any, total: Total, mine: Total | None) -> None:
-        metric = None
-        if total.reduction == METRIC:
-            total.metric = None if mine is None else mine.metric
-            metric = metric_of(total, self._module)
-        with warnings.catch_warnings():
-            # It is no mistake here that a rank without data computes a metric that it has not updated.
-            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-            added = set_value(results, total, metric, self._module.device)
-        if added is not None:
-            self._added.append((results, added))
+            if mine is not None and not mine.is_shared:
+                continue
+            metric = None
+            if total.reduction == METRIC:
+                total.metric = None if mine is None else mine.metric
+                metric = metric_of(total, self._module)
+            with warnings.catch_warnings():
+                # It is no mistake here that a rank without data computes a metric that it has not updated.
+                warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+                added = set_value(results, total, metric, self._module.device)
+            if added is not None:
+                self._added.append((results, added))
 
 
 _OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")

@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,9 @@ class ForkLauncher(_compat.Launcher):
             work = partial(self._work, Path(directory), function, args, kwargs, trainer)
             try:
                 self._start(work)
-                self._join()
+                while (alive := self._alive()) and not any(process.exitcode for process in self._processes):
+                    wait([process.sentinel for process in alive])
+                self._join_until(time.monotonic() + GRACE[0])  # one has failed: let the others notice
             finally:
                 self._end_all()
             self._raise_first_error(Path(directory))
@@ -118,9 +120,8 @@ class ForkLauncher(_compat.Launcher):
         """Fork every rank from a thread that has never computed; it becomes the main thread of the child."""
         sys.stdout.flush()  # else every rank would print again what waits here
         sys.stderr.flush()
-        # The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A
-        # child of a thread that has computed in parallel (any larger tensor in an earlier cell) hangs at its
-        # first parallel region.
+        # The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A child of
+        # a thread that has computed in parallel (any larger tensor in an earlier cell) hangs when it does the same.
         context = multiprocessing.get_context("fork")
         self._processes = [
             context.Process(target=work, args=(i,)) for i in range(self._strategy.num_processes)
@@ -129,12 +130,6 @@ class ForkLauncher(_compat.Launcher):
             thread = threading.Thread(target=process.start)
             thread.start()
             thread.join()
-
-    def _join(self) -> None:
-        """Until all ranks have ended, or one has failed and the others had time to notice."""
-        while (alive := self._alive()) and not any(process.exitcode for process in self._processes):
-            wait([process.sentinel for process in alive])
-        self._join_until(time.monotonic() + GRACE[0])
 
     def _end_all(self) -> None:
         self._ended = self._alive()
@@ -192,31 +187,22 @@ class ForkLauncher(_compat.Launcher):
         threading.Thread(target=_end_with_parent, daemon=True).start()
         os.environ["LOCAL_RANK"] = str(rank)
         try:
-            outcome = self._run(function, args, kwargs, trainer)
+            if trainer is None:
+                outcome = function(*args, **kwargs)
+            else:
+                self._strategy._launcher = None  # this is a rank now, where nothing is launched
+                result = _compat.call_and_clean_up(trainer, function, *args, **kwargs)
+                outcome = _outcome(trainer, result)
             if rank == 0:
                 torch.save(outcome, directory / "outcome")
-            _leave_together()
+            if dist.is_initialized():
+                dist.barrier()  # a rank that goes early can break what others still send
+                dist.destroy_process_group()
         except BaseException as error:
             if isinstance(error, PeerFailedError):
                 (directory / f"followed{rank}").touch()
             (directory / f"error{rank}").write_text("".join(traceback.format_exception(error)))
             sys.exit(1)
-
-    def _run(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], trainer: Any
-    ) -> Any:
-        if trainer is None:
-            return function(*args, **kwargs)
-        self._strategy._launcher = None  # this is a rank now, where nothing is launched
-        result = _compat.call_and_clean_up(trainer, function, *args, **kwargs)
-        return _outcome(trainer, result)
-
-
-def _leave_together() -> None:
-    """A rank that goes early can break what others still send."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _end_with_parent() -> None:
@@ -250,7 +236,12 @@ def _take_over(trainer: Trainer, outcome: dict[str, Any]) -> Any:
         _load_weights(trainer.lightning_module, outcome["weights"])
         trainer.fit_loop.load_state_dict(outcome["progress"])
         trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
-        _load_callbacks(trainer, outcome["callbacks"])
+        for callback in cast(Any, trainer).callbacks:
+            state = outcome["callbacks"].get(callback.state_key)
+            if state and isinstance(callback, ModelCheckpoint):
+                callback.dirpath = state["dirpath"]  # else it takes the state for that of another directory
+            if state:
+                callback.load_state_dict(state)
     return outcome["result"]
 
 
@@ -264,15 +255,6 @@ def _load_weights(module: LightningModule, weights: dict[str, Tensor]) -> None:
             "ModelCheckpoint has saved.",
             stacklevel=2,
         )
-
-
-def _load_callbacks(trainer: Any, states: dict[str, dict[str, Any]]) -> None:
-    for callback in trainer.callbacks:
-        state = states.get(callback.state_key)
-        if state and isinstance(callback, ModelCheckpoint):
-            callback.dirpath = state["dirpath"]  # else it takes the state for that of another directory
-        if state:
-            callback.load_state_dict(state)
 
 
 def end_scripts_at_exit(launcher: Any) -> None:

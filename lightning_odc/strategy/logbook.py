@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_odc import _compat
@@ -90,8 +90,11 @@ def to_message(totals: Iterable[Total]) -> Message:
     kinds: dict[Any, int] = {}
     entries = []
     for total in totals:
+        # Plain options: a reduction has its own place, and functions or groups mean nothing elsewhere.
         options = tuple(
-            (key, option) for key, option in sorted(total.options.items()) if _travels(key, option)
+            (key, option)
+            for key, option in sorted(total.options.items())
+            if key != "reduce_fx" and isinstance(option, bool | int | float | str | None)
         )
         kind = (total.reduction, options, total.ranks, total.fx, total.dataloader_idx, total.dtype)
         number = kinds.setdefault(kind, len(kinds))
@@ -145,11 +148,6 @@ def _how(total: Total) -> str:
     return f"as a value with reduce_fx={total.reduction!r}"
 
 
-def _travels(key: str, option: Any) -> bool:
-    """Plain options; a reduction has its own place, and functions or groups mean nothing elsewhere."""
-    return key != "reduce_fx" and (option is None or isinstance(option, bool | int | float | str))
-
-
 # -- torchmetrics objects ---------------------------------------------------------------------------------
 
 
@@ -165,7 +163,7 @@ def describe_lists(metric: Metric) -> list[Any]:
 
 def fit_lists(metric: Metric, described: list[Any]) -> None:
     """Make the lists of ``metric`` fit those of other ranks, without changing what they amount to."""
-    parts = dict(_parts(metric))
+    parts = dict(metrics_of(metric))
     for path, name, dtype, shape in described:
         held = getattr(parts[path], name)
         if not held:
@@ -174,28 +172,13 @@ def fit_lists(metric: Metric, described: list[Any]) -> None:
             held[0] = held[0].unsqueeze(0)
 
 
-def metrics_of(module: LightningModule) -> list[tuple[str, Metric]]:
-    """The metrics that are attributes of a module, with their names."""
+def metrics_of(module: nn.Module) -> list[tuple[str, Metric]]:
+    """The metrics in a module or a metric, itself included, with their paths."""
     return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric)]
 
 
-def metric_at(module: LightningModule, attribute: str, name: str) -> Metric:
-    """The metric that another rank has logged."""
-    found = dict(metrics_of(module)).get(attribute)
-    if found is None:
-        raise DisagreementError(
-            f"Another rank logged {name!r}, a torchmetrics object that is its `self.{attribute}`; this rank has no "
-            "such metric, so the ranks cannot synchronise it. Make it in `__init__`, on every rank."
-        )
-    return found
-
-
-def _parts(metric: Metric) -> Iterator[tuple[str, Metric]]:
-    return ((path, part) for path, part in metric.named_modules() if isinstance(part, Metric))
-
-
 def _lists(metric: Metric) -> Iterator[tuple[str, Metric, str]]:
-    for path, part in _parts(metric):
+    for path, part in metrics_of(metric):
         for name in _compat.concatenated_states(part):
             held = getattr(part, name)
             if isinstance(held, list) and all(isinstance(item, Tensor) for item in held):
@@ -228,7 +211,10 @@ class LogBook:
     def recording(self, module: LightningModule) -> Iterator[None]:
         """Record ``module.log`` (and so ``log_dict``) of this one module object."""
         log = module.log
-        signature = _signature(log)
+        signature = inspect.signature(log)
+        if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):  # an override
+            signature = inspect.signature(LightningModule.log)
+            signature = signature.replace(parameters=list(signature.parameters.values())[1:])
 
         def record(name: str, value: Any, *args: Any, **options: Any) -> None:
             is_value = isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -253,9 +239,8 @@ class LogBook:
         for entry, index in reversed(self._open):
             del entry.pairs[index]
         self._open.clear()
-        self._entries = {
-            name: one for name, one in self._entries.items() if one.pairs or one.metric is not None
-        }
+        entries = self._entries.items()
+        self._entries = {name: entry for name, entry in entries if entry.pairs or entry.metric is not None}
 
     def take(self) -> list[Total]:
         """The totals of this rank since the last call."""
@@ -289,7 +274,11 @@ class LogBook:
         options.pop("enable_graph", None)  # values travel as plain numbers
         if isinstance(value, Metric):
             if options.get("metric_attribute") is None:
-                options["metric_attribute"] = self._attribute(name, value, module)
+                known = self._attributes.get(name)
+                if known is None or known[0] is not value:
+                    paths = [path for path, part in metrics_of(module) if part is value]
+                    known = self._attributes[name] = (value, paths[0] if paths else None)
+                options["metric_attribute"] = known[1]
             self._entries[name] = _Entry(METRIC, options, value)
             return
         reduction = _reduction(options.get("reduce_fx", "mean"))
@@ -301,13 +290,6 @@ class LogBook:
             )
         entry.pairs.append((value.detach() if isinstance(value, Tensor) else value, weight))
         self._open.append((entry, len(entry.pairs) - 1))
-
-    def _attribute(self, name: str, metric: Metric, module: LightningModule) -> str | None:
-        known = self._attributes.get(name)
-        if known is None or known[0] is not metric:
-            names = [path for path, part in metrics_of(module) if part is metric]
-            known = self._attributes[name] = (metric, names[0] if names else None)
-        return known[1]
 
 
 class LoggedNames:
@@ -344,8 +326,14 @@ def flush(logged: Iterable[Total], module: LightningModule) -> None:
 def metric_of(total: Total, module: LightningModule) -> Metric:
     """The metric object of a total on this rank, ready to synchronise with those of the others."""
     metric = total.metric
+    if metric is None:  # another rank has logged it
+        attribute = total.options["metric_attribute"]
+        metric = dict(metrics_of(module)).get(attribute)
     if metric is None:
-        metric = metric_at(module, total.options["metric_attribute"], total.name)
+        raise DisagreementError(
+            f"Another rank logged {total.name!r}, a torchmetrics object that is its `self.{attribute}`; this rank has "
+            "no such metric, so the ranks cannot synchronise it. Make it in `__init__`, on every rank."
+        )
     fit_lists(metric, total.states)
     return metric
 
@@ -414,15 +402,6 @@ def _reduction(reduce_fx: Any) -> str:
             "use 'mean', 'sum', 'min' or 'max'."
         )
     return name
-
-
-def _signature(log: Callable[..., Any]) -> inspect.Signature:
-    """The signature of ``log``, or of Lightning's if an override takes any arguments."""
-    signature = inspect.signature(log)
-    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
-        signature = inspect.signature(LightningModule.log)
-        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-    return signature
 
 
 def _named(signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ Tables that are made of constants keep their dtype, because a step may keep them
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import sys
 from collections import deque
@@ -76,7 +75,10 @@ def try_loss(
         everything = range(len(tokens))
         rules = rules_of(batch_of(everything))
         chosen = _telling([counts(rules, batch_of([sample]), [sample]) for sample in everything])
-        groups = _groups(chosen)
+        # Ten of six samples: each alone, two pairs, all of them, and the first pair again.
+        pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) > 3 else [])]
+        every = [tuple(chosen)] * (len(chosen) > 2)
+        groups: list[Group] = [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
         try:
             found = tried(_Quiet(wide=True))
         except Exception:
@@ -114,13 +116,6 @@ def _telling(counts: list[dict[Rule, float]]) -> list[int]:
         chosen.append(max(others, key=parted.__getitem__))
         seen = views[chosen[-1]]
     return chosen
-
-
-def _groups(chosen: list[int]) -> list[Group]:
-    """Ten of six samples: each alone, two pairs, all of them, and the first pair again."""
-    pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) > 3 else [])]
-    every = [tuple(chosen)] * (len(chosen) > 2)
-    return [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
 
 
 def _loss_of(output: Any) -> tuple[Tensor, float | None]:
@@ -259,16 +254,21 @@ class _Quiet(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if type(func).__module__ == "torch._ops" or _caller().startswith(_UNTOUCHED_CODE):
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") in _DISPATCHING:
+            frame = frame.f_back
+        caller = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        if type(func).__module__ == "torch._ops" or caller.startswith(_UNTOUCHED_CODE):
             return func(*args, **kwargs)
         if func in _DROPOUTS:
             return self._widened(args[0] if args else kwargs["input"])
         if func in _CONSTANTS:
             return _CONSTANTS[func](self._called(func, args, kwargs), *args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            bound = inspect.signature(_attention).bind(*args, **kwargs)
-            bound.arguments["dropout_p"] = 0.0
-            args, kwargs = bound.args, bound.kwargs
+            if len(args) > 4:  # query, key, value, attn_mask, dropout_p
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
         elif func is F.multi_head_attention_forward:
             kwargs = {**kwargs, "training": False}
         elif func in _RECURRENT:
@@ -284,9 +284,10 @@ class _Quiet(TorchFunctionMode):
         if "out" in kwargs or name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             # What is written to keeps its dtype, and the rest takes it.
             if args and args[0].dtype in _NARROW:
-                return func(
-                    args[0], *apply_to_collection(args[1:], Tensor, _cast, to=args[0].dtype), **kwargs
+                rest = apply_to_collection(
+                    args[1:], Tensor, lambda t: t.to(args[0].dtype) if t.dtype is torch.float64 else t
                 )
+                return func(args[0], *rest, **kwargs)
             return func(*args[:1], *self._widened(args[1:]), **kwargs)
         return func(*self._widened(args), **self._widened(kwargs))
 
@@ -314,18 +315,6 @@ def _is_wide(value: Any) -> bool:
         return isinstance(value, nn.Parameter) or value.dtype is torch.float64
     parts = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
     return any(map(_is_wide, parts))
-
-
-def _cast(value: Tensor, to: torch.dtype) -> Tensor:
-    return value.to(to) if value.dtype is torch.float64 else value
-
-
-def _caller() -> str:
-    """The module that has called a function of torch, behind those in which torch dispatches it."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") in _DISPATCHING:
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 _DISPATCHING = (
@@ -358,12 +347,6 @@ _WRITES = (
     "__ior__",
     "__iand__",
 )
-
-
-def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
-) -> None:
-    """The beginning of the signature of ``scaled_dot_product_attention``, which is not written in Python."""
 
 
 class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]

@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +75,7 @@ def _is_configuration(config: Any) -> bool:
 
 def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
     """Why samples of this model must not be packed, on all ranks together; empty if it keeps them apart."""
-    module = strategy.lightning_module
-    assert module is not None
+    module: Any = strategy.lightning_module
     model = causal_model(module)
     if model is None:
         return (
@@ -84,11 +83,17 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
             "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
         )
     # Nothing of the three tiny batches stays: see Note [A leak is measured by a leak].
+    trouble: list[str] = []
     engine.refresh()
-    with undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
-        own = _run_inside(strategy, lambda: _trouble_of(model, strategy.root_device))
+    # Within the forward of the sharded module, parameters are gathered.
+    module.odc_check = lambda: trouble.append(_trouble_of(model, strategy.root_device))
+    try:
+        with undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
+            _compat.call_as_forward(strategy.model, module, "odc_check")
+    finally:
+        del module.odc_check
     engine.reshard()
-    return next(filter(None, engine.exchange("check of packing", own)), "")
+    return next(filter(None, engine.exchange("check of packing", trouble[0])), "")
 
 
 def keeps_apart(model: nn.Module, device: torch.device) -> bool:
@@ -117,33 +122,31 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
             part.training = mode
 
 
-def _run_inside(strategy: ShardedStrategy, act: Any) -> Any:
-    """Call ``act`` within the forward of the sharded module, where parameters are gathered."""
-    result: list[Any] = []
-    module: Any = strategy.lightning_module
-    module.odc_check = lambda: result.append(act())
-    try:
-        _compat.call_as_forward(strategy.model, module, "odc_check")
-    finally:
-        del module.odc_check
-    return result[0]
-
-
 def _trouble_of(model: nn.Module, device: torch.device) -> str:
     """What is wrong on this rank, see `packing_trouble`."""
     attention = _compat.attention_of(model.config)
     shown = _name(model) + ("" if attention is None else f" (attn_implementation={attention!r})")
     a, b, c = _samples(model)
+    second = slice(_LENGTH, 2 * _LENGTH)
     try:
-        packed = [_logits_of_second(model, PackingCollator()(row), device) for row in ([a, b, c], [c, b, a])]
+        packed = [_logits(model, PackingCollator()(row), device)[0, second] for row in ([a, b, c], [c, b, a])]
     except TypeError as error:
         return f"{shown} does not take what a packed batch has ({error}): write packing=False."
     plain = _logits(model, {"input_ids": torch.tensor([b + a + c, a + b + c, c + b + a])}, device)
-    alone, leaking = plain[0, :_LENGTH], plain[1:, _LENGTH : 2 * _LENGTH]
+    alone, leaking = plain[0, :_LENGTH], plain[1:, second]
     if not bool(_distance(leaking[0], leaking[1]) > 0):  # NaN, too: parameters may have no values yet
         return f"{shown} could not be checked, since its outputs do not depend on its inputs yet: write packing=False."
     if _distance(*packed) > _PART_OF_A_LEAK * _distance(leaking[0], leaking[1]):
-        return f"{shown} lets packed samples see each other: {_why_it_leaks(model)}."
+        inner = [part for part in model.modules() if _is_causal(part)][
+            -1
+        ]  # PEFT's outer one takes any argument
+        why = (
+            "the outputs of a sample change with its neighbours. Write packing=False, or load the model with another "
+            'attn_implementation, such as "sdpa" or "flash_attention_2"'
+        )
+        if "position_ids" not in inspect.signature(inner.forward).parameters:
+            why = "it has no position_ids, by which they are kept apart. Write packing=False"
+        return f"{shown} lets packed samples see each other: {why}."
     if _distance(packed[0], alone) > _PART_OF_A_LEAK * _distance(leaking[0], alone):
         return (
             f"{shown} gives packed samples other outputs than single ones: it does not number the tokens of each by "
@@ -158,19 +161,8 @@ def _name(module: nn.Module) -> str:
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
-def _why_it_leaks(model: nn.Module) -> str:
-    # in PEFT's, which takes whatever comes
-    inner = [part for part in model.modules() if _is_causal(part)][-1]
-    if "position_ids" not in inspect.signature(inner.forward).parameters:
-        return "it has no position_ids, by which they are kept apart. Write packing=False"
-    return (
-        "the outputs of a sample change with its neighbours. Write packing=False, or load the model with another "
-        'attn_implementation, such as "sdpa" or "flash_attention_2"'
-    )
-
-
 def _samples(model: nn.Module) -> list[list[int]]:
-    """Three samples of tokens from all over the vocabulary; of 140: 10, 20, 30 and so on, to 120."""
+    """Three samples of tokens from all over the vocabulary."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
@@ -180,16 +172,10 @@ def _samples(model: nn.Module) -> list[list[int]]:
     return [tokens[first : first + _LENGTH] for first in range(0, 3 * _LENGTH, _LENGTH)]
 
 
-def _logits_of_second(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Tensor:
-    return _logits(model, batch, device)[0, _LENGTH : 2 * _LENGTH]
-
-
 def _logits(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Tensor:
     """``[rows, tokens, vocabulary]``, fp32."""
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    output = model(**{"use_cache": False, **moved})
-    logits: Tensor = output.logits
-    return logits.float()
+    return cast(Tensor, model(**{"use_cache": False, **moved}).logits).float()
 
 
 def _distance(one: Tensor, other: Tensor) -> Tensor:
@@ -203,8 +189,7 @@ def watch_packed_calls(model: nn.Module) -> RemovableHandle:
         if not (model.training and torch.is_grad_enabled()):
             return
         handle.remove()
-        # A step that picks keys, `self.model(batch["input_ids"], labels=...)`, leaves out what keeps samples
-        # apart.
+        # A step that picks keys, `self.model(batch["input_ids"], labels=...)`, leaves out what keeps samples apart.
         is_whole = kwargs.get("position_ids") is not None and kwargs.get("use_cache") is False
         if not is_whole or kwargs.get("attention_mask") is not None:
             raise ValueError(
@@ -233,17 +218,12 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
             quadratic(constant=MICROBATCH, dense=True), None, "a model without a Hugging Face config"
         )
     attention = _compat.attention_of(config)
-    dense = _is_dense(attention, device_type)
+    dense = None
+    if attention is not None:
+        dense = device_type == "cpu" or not any(word in attention for word in ("flash", "flex", "varlen"))
     source = f"{type(config).__name__.removesuffix('Config')} with {attention or 'unknown'} attention"
     try:
         known: Any = transformer(config, dense=dense is not False)
-    # experts, an encoder, lists of sizes, or layers of a kind that is not known
-    except (ValueError, TypeError):
+    except (ValueError, TypeError):  # experts, an encoder, lists of sizes, or unknown layers
         return ModelCost(quadratic(constant=MICROBATCH, dense=dense is not False), dense, source)
     return ModelCost(replace(known, constant=MICROBATCH * known.per_token), dense, source)
-
-
-def _is_dense(attention: str | None, device_type: str) -> bool | None:
-    if attention is None:
-        return None
-    return device_type == "cpu" or not ("flash" in attention or "flex" in attention or "varlen" in attention)

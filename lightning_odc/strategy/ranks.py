@@ -20,8 +20,8 @@ import linecache
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning
@@ -82,37 +82,28 @@ def describe(trainer: pl.Trainer, folded: int = 1) -> list[str]:
         f"gradient_clip_val={trainer.gradient_clip_val}, algorithm {trainer.gradient_clip_algorithm}",
         f"precision={trainer.precision}",
     ]
-    lines += [
-        f"optimizer {number}: {type(optimizer).__name__}({_plain(group)})"
-        for number, optimizer in enumerate(trainer.optimizers)
-        for group in optimizer.param_groups
-    ]
+    for number, optimizer in enumerate(trainer.optimizers):
+        for group in optimizer.param_groups:
+            plain = [f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN)]
+            lines.append(f"optimizer {number}: {type(optimizer).__name__}({', '.join(plain)})")
     return lines + list(_sources(trainer.lightning_module))
-
-
-def _plain(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN))
 
 
 def _sources(module: nn.Module) -> Iterator[str]:
     """The classes that the model is made of, with a digest of the file they are from."""
     classes = {base: None for child in module.modules() for base in type(child).__mro__}
     digests: dict[str, str] = {}
-    for one in classes:
-        if one.__module__.partition(".")[0] in _LIBRARIES:
+    for kind in classes:
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
             continue
-        if one.__module__ not in digests:
-            digests[one.__module__] = _file_digest(one)
-        yield f"class {one.__module__}.{one.__qualname__} in a file with digest {digests[one.__module__]}"
-
-
-def _file_digest(one: type) -> str:
-    """Whole files, since to cut one class out of its file takes Python as long as some steps of training."""
-    try:
-        lines = linecache.getlines(inspect.getfile(one))
-    except (OSError, TypeError):  # made while running, or typed into a console
-        lines = []
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12] if lines else "unknown"
+        if kind.__module__ not in digests:
+            # Whole files, since to cut one class out of its file takes Python as long as some steps of training.
+            text = ""
+            with suppress(OSError, TypeError):  # made while running, or typed into a console
+                text = "".join(linecache.getlines(inspect.getfile(kind)))
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12] if text else "unknown"
+            digests[kind.__module__] = digest
+        yield f"class {kind.__module__}.{kind.__qualname__} in a file with digest {digests[kind.__module__]}"
 
 
 #: Seconds that SIGTERM waits for the end of a training batch. Launchers and schedulers often kill after 30.
@@ -137,29 +128,21 @@ class PendingSignals(Callback):
         """Take the place of the trainer's handlers, which exist only after the strategy's setup."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.append(self)
-        try:
-            if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
-                with self._before_handlers():
-                    yield
-            else:
-                yield
-        finally:
-            callbacks[:] = [callback for callback in callbacks if callback is not self]
-
-    @contextmanager
-    def _before_handlers(self) -> Iterator[None]:
-        for number, handler in _compat.handlers_of_lightning().items():
-            self._handlers[number] = handler
-            signal.signal(number, self._note)
         watch = threading.Thread(target=self._press, name="lightning-odc signals", daemon=True)
-        watch.start()
+        if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
+            self._handlers = dict(_compat.handlers_of_lightning())
+            for number in self._handlers:
+                signal.signal(number, self._note)
+            watch.start()
         try:
             yield
         finally:
             self._stop.set()
-            watch.join()
+            if watch.ident is not None:
+                watch.join()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
+            callbacks[:] = [callback for callback in callbacks if callback is not self]
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.deliver()
