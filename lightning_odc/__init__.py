@@ -9,19 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_odc._version import __version__
 
-
-def _is_command() -> bool:
-    """Whether this process is ``lightning-odc``, which answers before it imports torch, and where torch is broken."""
-    program = (getattr(sys, "argv", None) or [""])[0]
-    return program.endswith("/lightning-odc") or (
-        program == "-m" and sys.orig_argv[1:3] == ["-m", "lightning_odc"]
-    )
-
+# ``lightning-odc`` answers before it imports torch, and where torch is broken.
+_program = (getattr(sys, "argv", None) or [""])[0]
+_is_module = _program == "-m" and sys.orig_argv[1:3] == ["-m", "lightning_odc"]
+_is_command = _is_module or _program.endswith("/lightning-odc")
 
 if TYPE_CHECKING:
     from lightning_odc.advisor import advise
     from lightning_odc.attached import attach
-if TYPE_CHECKING or not _is_command():
+if TYPE_CHECKING or not _is_command:
     from lightning_odc._registration import register
     from lightning_odc.data.loader import BalancedDataLoader
     from lightning_odc.data.minibatch import Minibatch

@@ -13,11 +13,12 @@ import importlib.util
 import io
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from lightning_odc.files import check_directory
 
 PROGRAM = "lightning-odc"
 EXTRA_PACKAGES = ("transformers", "matplotlib", "rich")
@@ -47,48 +48,51 @@ def option(
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Add a flag for each field of a dataclass: a switch for a ``bool``, several values for a ``tuple``."""
     hints = get_type_hints(options)
-    for one in _fields(options):
-        inner = (hints[one.name], *get_args(hints[one.name]))
-        text = one.metadata["help"]
+    for entry in _fields(options):
+        inner = (hints[entry.name], *get_args(hints[entry.name]))
+        text = entry.metadata["help"]
         if bool in inner:
-            parser.add_argument(flag(one.name), action="store_true", help=text)
+            parser.add_argument(flag(entry.name), action="store_true", help=text)
             continue
-        if one.default not in (MISSING, None):
-            several = isinstance(one.default, tuple)
-            text += f" (default: {' '.join(map(str, one.default)) if several else one.default})"
+        if entry.default not in (MISSING, None):
+            several = isinstance(entry.default, tuple)
+            text += f" (default: {' '.join(map(str, entry.default)) if several else entry.default})"
         parser.add_argument(
-            flag(one.name),
+            flag(entry.name),
             type=next((kind for kind in (int, float, Path) if kind in inner), str),
             nargs="+" if any(get_origin(hint) is tuple for hint in inner) else None,
-            default=None if one.default is MISSING else one.default,
-            required=one.default is MISSING,
-            metavar=one.metadata["letter"],
+            default=None if entry.default is MISSING else entry.default,
+            required=entry.default is MISSING,
+            metavar=entry.metadata["letter"],
             help=text.replace("%", "%%"),
         )
 
 
 def read_options(options: type[Options], parsed: Mapping[str, Any]) -> Options:
     """The dataclass of a parsed command line, which may hold more."""
-    values = {one.name: parsed[one.name] for one in _fields(options)}
-    return options(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    )
+    values = {entry.name: parsed[entry.name] for entry in _fields(options)}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return options(**values | lists)
 
 
 def check_options(options: Any) -> None:
     """Refuse numbers that are too small, and names that are unknown."""
-    for one in _fields(options):
-        value, least, choices = getattr(options, one.name), one.metadata["least"], one.metadata["choices"]
+    for entry in _fields(options):
+        value, least, choices = (
+            getattr(options, entry.name),
+            entry.metadata["least"],
+            entry.metadata["choices"],
+        )
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
             if least is not None and item < least:
-                raise OptionError(f"{flag(one.name)} {item:g}: use {least:g} or more")
+                raise OptionError(f"{flag(entry.name)} {item:g}: use {least:g} or more")
             if choices and item not in choices:
-                raise OptionError(f"{flag(one.name)} {item!r} is unknown: choose from {', '.join(choices)}")
+                raise OptionError(f"{flag(entry.name)} {item!r} is unknown: choose from {', '.join(choices)}")
 
 
 def _fields(options: Any) -> list[Field[Any]]:
     """Those made by `option`; a dataclass may have others."""
-    return [one for one in fields(options) if "help" in one.metadata]
+    return [entry for entry in fields(options) if "help" in entry.metadata]
 
 
 def flag(name: str) -> str:
@@ -105,12 +109,8 @@ def check_extra_packages(command: str) -> None:
 
 def prepare_output(folder: Path) -> None:
     """Create the output folder and write to it once, so that a long run does not end in an error."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OptionError(f"--output {folder}: {error.strerror or error}") from error
+    if trouble := check_directory(folder):
+        raise OptionError(f"--output {folder}: {trouble}")
 
 
 @dataclass(frozen=True)

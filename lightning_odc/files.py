@@ -31,8 +31,7 @@ def check_directory(directory: Path) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that at every moment is either the old one or the new one. Several processes may write at once."""
-    temporary = _name_beside(path)
-    with _cleaning_up(path, temporary):
+    with _beside(path) as temporary:
         temporary.write_bytes(content)
         temporary.replace(path)
 
@@ -46,8 +45,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written; the file that was there before is unchanged.
     """
-    temporary = _name_beside(path)
-    with _cleaning_up(path, temporary), _open_nameless(path.parent) or temporary.open("xb") as file:
+    with _beside(path) as temporary, _open_nameless(path.parent) or temporary.open("xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -56,10 +54,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             handle = file.fileno()
             os.link(f"/proc/self/fd/{handle}", temporary, src_dir_fd=handle, follow_symlinks=True)
         temporary.replace(path)
-
-
-def _name_beside(path: Path) -> Path:
-    return path.parent / f".{path.name}.{secrets.token_hex(6)}"
 
 
 def _open_nameless(folder: Path) -> BinaryIO | None:
@@ -71,9 +65,11 @@ def _open_nameless(folder: Path) -> BinaryIO | None:
 
 
 @contextmanager
-def _cleaning_up(path: Path, temporary: Path) -> Iterator[None]:
+def _beside(path: Path) -> Iterator[Path]:
+    """A name in the folder of ``path``, for what is to take its place. After an error, no such file is left."""
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
     try:
-        yield
+        yield temporary
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -88,9 +84,9 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

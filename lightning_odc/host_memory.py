@@ -185,19 +185,17 @@ def _control_groups(root: Path) -> Iterator[_Group]:
         for mount, _, system in (line.partition(" - ") for line in mounts if own):
             if system.split()[0] == "cgroup2":
                 top, place = mount.split()[3:5]
-                yield from _groups_below(root / place.lstrip("/"), _below(own[0], top))
+                yield from _groups_below(root / place.lstrip("/"), own[0], top)
 
 
-def _groups_below(folder: Path, parts: tuple[str, ...]) -> Iterator[_Group]:
-    for depth in range(len(parts) + 1):
-        name = f"control group /{'/'.join(parts[:depth])}"
-        yield _Group(folder.joinpath(*parts[:depth]), name, is_own=depth == len(parts))
-
-
-def _below(path: str, top: str) -> tuple[str, ...]:
-    """The groups on the way from ``top`` down to ``path``; none if it lies elsewhere, as seen from a namespace."""
+def _groups_below(folder: Path, path: str, top: str) -> Iterator[_Group]:
+    """The groups on the way from ``top`` down to ``path``; ``top`` alone if that lies outside of a namespace."""
     try:
         parts = PurePosixPath(path).relative_to(top).parts
     except ValueError:
-        return ()
-    return () if ".." in parts else parts
+        parts = ()
+    if ".." in parts:
+        parts = ()
+    for depth in range(len(parts) + 1):
+        name = f"control group /{'/'.join(parts[:depth])}"
+        yield _Group(folder.joinpath(*parts[:depth]), name, is_own=depth == len(parts))

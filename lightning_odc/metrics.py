@@ -158,8 +158,8 @@ def idle_fraction(busy: float, idle: float) -> float:
 def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
     """Every rank's 1-D tensor, in rank order, filled with zeros up to the longest. All ranks together."""
     gathered = gather_all_tensors(values, group)
-    longest = max(len(one) for one in gathered)
-    return [pad(one, (0, longest - len(one))) for one in gathered]
+    longest = max(map(len, gathered))
+    return [pad(steps, (0, longest - len(steps))) for steps in gathered]
 
 
 def _seconds(name: str, value: Seconds) -> float:

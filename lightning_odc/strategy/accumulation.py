@@ -55,8 +55,8 @@ class Accumulation:
     def is_scheduled(self) -> bool:
         """Whether a ``GradientAccumulationScheduler`` decides how many batches are accumulated."""
         callbacks: list[Any] = cast(Any, self._trainer).callbacks
-        schedulers = (one for one in callbacks if isinstance(one, GradientAccumulationScheduler))
-        return any(one.going_to_accumulate_grad_batches() for one in schedulers)
+        schedulers = (part for part in callbacks if isinstance(part, GradientAccumulationScheduler))
+        return any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers)
 
     def fold(self, num_batches: float) -> None:
         """Step after every batch from now on."""

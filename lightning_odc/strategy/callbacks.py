@@ -86,11 +86,7 @@ class FirstCallback(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._engine.reshard()
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._engine.reshard()
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._engine.reshard()
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     # Callbacks that save when a rank has failed find its peers told: these come to save, too, instead of waiting
     # for that rank to take its step.
@@ -107,11 +103,7 @@ class LastCallback(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._engine.refresh()
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._engine.refresh()
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._engine.refresh()
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
 
 @contextmanager
@@ -120,12 +112,12 @@ def first_and_last(
 ) -> Iterator[None]:
     """Put `FirstCallback` before and `LastCallback` after the callbacks of a trainer, inside this context."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    own = (FirstCallback(engine, fail, end_epoch), LastCallback(engine))
-    callbacks[:] = [own[0], *callbacks, own[1]]
+    first, last = FirstCallback(engine, fail, end_epoch), LastCallback(engine)
+    callbacks[:] = [first, *callbacks, last]
     try:
         yield
     finally:
-        callbacks[:] = [callback for callback in callbacks if callback not in own]
+        callbacks[:] = [callback for callback in callbacks if callback not in (first, last)]
 
 
 @contextmanager

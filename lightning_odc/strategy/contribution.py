@@ -114,19 +114,23 @@ def contribution(
     """Read what ``training_step`` returned: a loss, a dict with a loss (and maybe ``num_items``), or ``None``."""
     if output is None:
         return None
-    if isinstance(output, Tensor):
-        return _of_mean(output, weight, {}, counting, labels, is_part, is_sum)
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-        extras = {key: value for key, value in output.items() if key != "loss"}
-        if "num_items" in output:
-            counts = float(is_part or weight > 0)  # a microbatch of weight zero only keeps ranks together
-            items = _checked(output["num_items"]) * counts
-            return Contribution(_wide(output["loss"]) * counts, items, extras, Counting.EXACT)
-        return _of_mean(output["loss"], weight, extras, counting, labels, is_part, is_sum)
-    raise TypeError(
-        "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
-        f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
-    )
+    named: Any = {"loss": output} if isinstance(output, Tensor) else output
+    if not isinstance(named, Mapping) or not isinstance(named.get("loss"), Tensor):
+        raise TypeError(
+            "training_step must return a loss tensor, a dict with a 'loss' tensor, or None; for exact weights return "
+            f'{{"loss": summed_loss, "num_items": n}}. It returned {type(output).__name__}.'
+        )
+    loss = named["loss"].to(torch.promote_types(named["loss"].dtype, torch.float32))
+    extras = {key: value for key, value in named.items() if key != "loss"}
+    counts = float(is_part or weight > 0)  # a microbatch of weight zero only keeps ranks together
+    if "num_items" in named:
+        return Contribution(loss * counts, _checked(named["num_items"]) * counts, extras, Counting.EXACT)
+    if labels is None:
+        weighted = loss * (1.0 if is_sum else weight) if weight else nothing_of(loss)
+        return Contribution(weighted, weight, extras, counting)
+    labels = labels.to(loss.device) * counts
+    mean = torch.where(labels > 0, loss, 0.0)  # over nothing it is NaN, see `nothing_of`
+    return Contribution(mean * labels.to(mean.dtype), labels, extras, Counting.LABELS)
 
 
 def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float | Tensor:
@@ -137,31 +141,9 @@ def counted_weight(output: Any, weight: float, labels: Tensor | None) -> float |
     return weight if labels is None else labels * counts
 
 
-def _of_mean(
-    loss: Tensor,
-    weight: float,
-    extras: dict[str, Any],
-    counting: Counting,
-    labels: Tensor | None,
-    is_part: bool,
-    is_sum: bool,
-) -> Contribution:
-    """The contribution of a mean loss, weighted by its labels where they are counted."""
-    if labels is None:
-        weighted = _wide(loss) * (1.0 if is_sum else weight) if weight else nothing_of(_wide(loss))
-        return Contribution(weighted, weight, extras, counting)
-    labels = labels.to(loss.device) * float(is_part or weight > 0)
-    mean = torch.where(labels > 0, _wide(loss), 0.0)  # over nothing it is NaN, see `nothing_of`
-    return Contribution(mean * labels.to(mean.dtype), labels, extras, Counting.LABELS)
-
-
 def nothing_of(loss: Tensor) -> Tensor:
     """Zero, with the graph of a loss that may be NaN: ``0 * NaN`` would be, too."""
     return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-
-
-def _wide(loss: Tensor) -> Tensor:
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _checked(num_items: Any) -> float | Tensor:

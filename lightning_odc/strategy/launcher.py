@@ -154,8 +154,8 @@ class ForkLauncher(_compat.Launcher):
         failed = [rank for rank, process in enumerate(self._processes) if process.exitcode != 0]
         if not failed:
             return
-        own = [rank for rank in failed if (directory / f"error{rank}").exists()]
-        died = [rank for rank in failed if rank not in own and self._processes[rank] not in self._ended]
+        raised = [rank for rank in failed if (directory / f"error{rank}").exists()]
+        died = [rank for rank in failed if rank not in raised and self._processes[rank] not in self._ended]
         if died:
             code = self._processes[died[0]].exitcode
             verdict = self._kills.verdict() if code == -signal.SIGKILL else ""
@@ -163,7 +163,7 @@ class ForkLauncher(_compat.Launcher):
                 f"Rank {died[0]} died with exit code {code} (a negative one is a signal; -9 often means that memory "
                 f"was used up). What was trained in this run is lost. {verdict}".rstrip()
             )
-        first = min(own, key=lambda rank: (directory / f"followed{rank}").exists())
+        first = min(raised, key=lambda rank: (directory / f"followed{rank}").exists())
         text = (directory / f"error{first}").read_text()
         advice = ""
         if "Autograd-and-Fork" in text:  # torch's own message names this page

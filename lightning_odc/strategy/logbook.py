@@ -230,8 +230,8 @@ class LogBook:
     def weigh(self, weight: float | Tensor) -> None:
         """Say how much the values recorded since the last call count."""
         for entry, index in self._open:
-            value, own = entry.pairs[index]
-            entry.pairs[index] = (value, weight if own is None else own)
+            value, given = entry.pairs[index]
+            entry.pairs[index] = (value, weight if given is None else given)
         self._open.clear()
 
     def drop(self) -> None:

@@ -54,22 +54,22 @@ def try_loss(
 
     def counts(rules: list[Rule], batch: Any, group: Sequence[int]) -> dict[Rule, float]:
         sizes = [tokens[sample] for sample in group]
-        found = [(r, planned_count(r, sizes) if r.counter is None else r.counter.of(batch)) for r in rules]
-        return {rule: float(number) for rule, number in found if number is not None}
+        numbers = [(r, planned_count(r, sizes) if r.counter is None else r.counter.of(batch)) for r in rules]
+        return {rule: float(number) for rule, number in numbers if number is not None}
 
     def tried(mode: _Quiet) -> tuple[list[Tried], float]:
-        found: list[Tried] = []
+        losses: list[Tried] = []
         dtypes = []
         for group in groups:
             batch = batch_of(group)
             counted = counts(rules, batch, group)  # before the step, which may take entries out of the batch
-            with mode, nullcontext() if found else listener:  # one sample tells whether a step communicates
+            with mode, nullcontext() if losses else listener:  # one sample tells whether a step communicates
                 loss, items = _loss_of(run(mode.entered(batch)))
             if items is not None:
                 counted = {Rule("num_items"): items}
-            found.append(Tried(group, float(loss) / (items or 1.0), counted))
+            losses.append(Tried(group, float(loss) / (items or 1.0), counted))
             dtypes.append(loss.dtype)
-        return found, _NOISE.get(dtypes[0], _NOISE_OF_16_BITS)
+        return losses, _NOISE.get(dtypes[0], _NOISE_OF_16_BITS)
 
     try:
         everything = range(len(tokens))
@@ -80,15 +80,15 @@ def try_loss(
         every = [tuple(chosen)] * (len(chosen) > 2)
         groups: list[Group] = [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
         try:
-            found = tried(_Quiet(wide=True))
+            losses, noise = tried(_Quiet(wide=True))
         except Exception:
-            found = tried(_Quiet(wide=False))
-        if all(abs(one.loss - found[0][0].loss) <= 1e-9 * abs(one.loss) for one in found[0]):
-            found = tried(_Quiet(wide=True, shakes=True))
+            losses, noise = tried(_Quiet(wide=False))
+        if all(abs(each.loss - losses[0].loss) <= 1e-9 * abs(each.loss) for each in losses):
+            losses, noise = tried(_Quiet(wide=True, shakes=True))
     except Exception as error:  # whatever it is, training will meet it, too
         text = next(iter(str(error).splitlines()), "")
         return Verdict(None, f"a trial of training_step failed ({type(error).__name__}: {text})")
-    return decide(*found)
+    return decide(losses, noise)
 
 
 def _telling(counts: list[dict[Rule, float]]) -> list[int]:
@@ -107,11 +107,11 @@ def _telling(counts: list[dict[Rule, float]]) -> list[int]:
         }
         parted = {
             sample: (
-                len({of for rule, of in found.items() if rule.is_usual}),
-                len(set(found.values())),
+                len({of for rule, of in view.items() if rule.is_usual}),
+                len(set(view.values())),
                 -sample,
             )
-            for sample, found in views.items()
+            for sample, view in views.items()
         }
         chosen.append(max(others, key=parted.__getitem__))
         seen = views[chosen[-1]]

@@ -49,10 +49,10 @@ _KNOWN = "_odc_keeps_apart"  # the attribute of a model that `keeps_apart` write
 
 def causal_model(module: nn.Module) -> nn.Module | None:
     """The outermost Hugging Face model that predicts the next token, in a module or the module itself; or ``None``."""
-    found = [part for part in module.modules() if _is_causal(part)]
+    models = [part for part in module.modules() if _is_causal(part)]
     # Of several, the first with parameters to train is meant, so that a frozen teacher is passed over.
-    trained = (part for part in found if any(parameter.requires_grad for parameter in part.parameters()))
-    return next(trained, found[0] if found else None)
+    trained = (model for model in models if any(parameter.requires_grad for parameter in model.parameters()))
+    return next(trained, models[0] if models else None)
 
 
 def _is_causal(part: nn.Module) -> bool:

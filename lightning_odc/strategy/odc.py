@@ -39,12 +39,7 @@ from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.launcher import end_scripts_at_exit
-from lightning_odc.strategy.options import (
-    Communication,
-    OnOutOfMemory,
-    Options,
-    check_unknown,
-)
+from lightning_odc.strategy.options import Communication, OnOutOfMemory, Options, check_unknown
 from lightning_odc.strategy.ranks import PendingSignals, compare_batches, compare_programs
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
@@ -465,10 +460,10 @@ class ODCStrategy(ShardedStrategy):
         if isinstance(trainer.train_dataloader, BalancedDataLoader):
             _compat.load_loader_states(trainer)
         self._hold_signals(meeting=self._on_demand)
-        accumulation = None if self._training_data is None else self._training_data.accumulation
-        if accumulation is not None:
-            accumulation.fold_schedulers(self.lr_scheduler_configs)
-        folded = 1 if accumulation is None else accumulation.batches
+        folded = 1
+        if self._training_data is not None:
+            self._training_data.accumulation.fold_schedulers(self.lr_scheduler_configs)
+            folded = self._training_data.accumulation.batches
         compare_programs(self.engine, trainer, folded)
         compare_batches(self.engine, trainer)
         self.publish_parameters()

@@ -85,12 +85,7 @@ class Part:
     """A microbatch, or a part of one: ``with part:`` run it. If memory runs out there, the error is kept."""
 
     def __init__(
-        self,
-        task: Task,
-        index: int,
-        retry: Retry,
-        of: Part | None = None,
-        is_last_try: bool = False,
+        self, task: Task, index: int, retry: Retry, of: Part | None = None, is_last_try: bool = False
     ) -> None:
         batch = task.microbatch
         self.run = task  # what the step gets, which may take items out of a mapping
@@ -101,7 +96,7 @@ class Part:
         self.item: Contribution | None = None  # until its forward pass has ended
         self.counts_nothing = CountsNothing(weight=task.weight)  # exact when its forward pass has ended
         self.added: Added = Added() if of is None else of.added  # by units, before it broke off
-        # then it logs nothing
+        # What the whole has logged stays, and its parts log nothing.
         self.is_logged: bool = of is not None and (of.is_logged or of.item is not None)
         self.error: Exception | None = None  # memory ran out
         self.buffers = [(buffer, buffer.clone()) for buffer in retry.buffers]
@@ -247,7 +242,8 @@ class Retry:
         self._cap.observe(by_rank)
         after = self._cap.value
         if after != before:
-            tokens, rank = max((max(one[1])[0], rank) for rank, one in enumerate(by_rank) if one is not None)
+            ran_out = [(max(report[1])[0], rank) for rank, report in enumerate(by_rank) if report is not None]
+            tokens, rank = max(ran_out)
             rank_zero_warn(
                 f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
                 f"tokens ran out of memory on rank {rank}. To start with it, write max_tokens={after}."
@@ -283,12 +279,12 @@ def described(task: Task) -> str:
 def release(error: BaseException) -> None:
     """Release all frames of an error, because they hold computed tensors. A note keeps their places."""
     error.add_note("It came from here:\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip())
-    found: list[BaseException] = [error]
-    for one in found:
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None  # a frame that is cleared still holds its function, with all it closes over
-        before = (one.__cause__, one.__context__)
-        found += [other for other in before if other is not None and other not in found]
+    errors: list[BaseException] = [error]
+    for each in errors:
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None  # a frame that is cleared still holds its function, with all it closes over
+        before = (each.__cause__, each.__context__)
+        errors += [other for other in before if other is not None and other not in errors]
 
 
 def cut_graph(value: Any) -> None:

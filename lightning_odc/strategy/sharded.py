@@ -105,12 +105,12 @@ class ShardedStrategy(FSDPStrategy):
     @property
     def checkpoint_io(self) -> Any:
         """What reads and writes full checkpoints: a plugin of the user's, or our own instead of Lightning's."""
-        found = super().checkpoint_io
-        if type(found) is TorchCheckpointIO:
-            found = self.checkpoint_io = WholeCheckpointIO()
-        elif isinstance(found, AsyncCheckpointIO):
-            found.checkpoint_io = WholeCheckpointIO()
-        return found
+        plugin = super().checkpoint_io
+        if type(plugin) is TorchCheckpointIO:
+            plugin = self.checkpoint_io = WholeCheckpointIO()
+        elif isinstance(plugin, AsyncCheckpointIO):
+            plugin.checkpoint_io = WholeCheckpointIO()
+        return plugin
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
@@ -216,17 +216,17 @@ class ShardedStrategy(FSDPStrategy):
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
         assert self.model is not None
-        found = averaging.averages(trainer)
-        averaging.check_kept_whole(found, self._full)
-        for average in found:
+        averages = averaging.averages(trainer)
+        averaging.check_kept_whole(averages, self._full)
+        for average in averages:
             self._shard(average, announce=False)
             materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
             averaging.copy_values(self.model, average)
 
     def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
         on_demand = self._on_demand
-        if (own := self.mixed_precision) is not None:
-            return precision_policy(own.param_dtype, own.reduce_dtype, on_demand)
+        if (given := self.mixed_precision) is not None:
+            return precision_policy(given.param_dtype, given.reduce_dtype, on_demand)
         return self.precision_plugin.policy(on_demand)
 
     @contextmanager

@@ -50,20 +50,13 @@ from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy.contribution import Contribution, CountsNothing, Sums, contribution, nothing_of
+from lightning_odc.strategy.contribution import CountsNothing, Sums, contribution, nothing_of
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
 from lightning_odc.strategy.loss_trial import CollectiveListener, try_loss, untouched
 from lightning_odc.strategy.model_facts import causal_model
 from lightning_odc.strategy.options import OnOutOfMemory
 from lightning_odc.strategy.precision import unit_of
-from lightning_odc.strategy.retry import (
-    MAKE_ROOM,
-    Part,
-    Retry,
-    cut_graph,
-    explained,
-    warn_of_drop,
-)
+from lightning_odc.strategy.retry import MAKE_ROOM, Part, Retry, cut_graph, explained, warn_of_drop
 from lightning_odc.strategy.sharded import ShardedStrategy
 
 #: Of a rank, in one record: it has 64 KiB, and so many lengths tell a cost all that it can learn in one step.
@@ -220,7 +213,8 @@ class Training:
         sums = Sums(self._strategy.root_device)
         with self._logbook.recording(self._module):
             self._run(parts, sums)
-        flush([one for one in self._logbook.take() if one.name not in self._logged.names], self._module)
+        totals = self._logbook.take()
+        flush((total for total in totals if total.name not in self._logged.names), self._module)
         return {"loss": sums.under(None), **sums.extras}
 
     def last_backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -305,20 +299,17 @@ class Training:
         if item is not None and item.counting is Counting.EXACT:
             part.counts_nothing = CountsNothing(weight=counts)
         if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
-            item = self._dropped(part, item)
+            # It counts nothing, but goes backward, since others may wait for it, and adds zeros.
+            warn_of_drop(part, "has a loss that is not finite")
+            part.counts_nothing = CountsNothing(weight=0.0)
+            self._leave_out(part)
+            item = replace(item, loss=nothing_of(item.loss), weight=0.0)
             output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
         self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
         if item is not None:
             part.item = item
             self._engine.ledger.add(item.weight / self._accumulated, item.counting)
         return output
-
-    def _dropped(self, part: Part, item: Contribution) -> Contribution:
-        """A contribution that counts nothing. It goes backward, since others may wait for it, and adds zeros."""
-        warn_of_drop(part, "has a loss that is not finite")
-        part.counts_nothing = CountsNothing(weight=0.0)
-        self._leave_out(part)
-        return replace(item, loss=nothing_of(item.loss), weight=0.0)
 
     def _leave_out(self, part: Part) -> None:
         """Let a plain batch, or a part of one, have no part in the mean."""
@@ -346,10 +337,10 @@ class Training:
 
     def _rule_of_parts(self, microbatch: Any) -> Verdict:
         """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
-        found = pieces_of(microbatch)
-        if found is None:
+        pieces = pieces_of(microbatch)
+        if pieces is None:
             return Verdict(None)  # a single sample, maybe
-        sizes, take = found
+        sizes, take = pieces
         shapes = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
         if shapes not in self._rules_of_parts:
             self._rules_of_parts[shapes] = self.try_loss(take, sizes[:12], *self._batch.args)

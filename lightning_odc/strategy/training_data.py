@@ -154,7 +154,7 @@ class TrainingData:
 
     def _settle_loss(self, loader: BalancedDataLoader) -> None:
         """Let microbatches count what the loss is a mean over; see Note [The loss is tried]. All ranks together."""
-        asked, is_own = loader.asked_weighting, self._converted is None
+        asked, is_users = loader.asked_weighting, self._converted is None
         is_tried = self._trainer.lightning_module.automatic_optimization and not loader.unroll
         # Training is `None` where setup() asked for a stream.
         if self._options.balance is None or not is_tried or self.training is None:
@@ -170,10 +170,8 @@ class TrainingData:
         elif verdict.rule is not None:
             loader.count_by(verdict.rule)
         else:
-            effect, owner = (
-                "BalancedDataLoader cuts batches, and",
-                "BalancedDataLoader(..., " if is_own else "ODCStrategy(",
-            )
+            effect = "BalancedDataLoader cuts batches, and"
+            owner = "BalancedDataLoader(..., " if is_users else "ODCStrategy("
             if loader.options.batch_size is not None:
                 loader.keep_whole(movable=not self.training.communicates)
                 effect = "Your batches stay whole, because"
@@ -197,26 +195,21 @@ class TrainingData:
             failure = f"reading samples to try it failed: {type(error).__name__}: {error}"
         if failures := [text for text in engine.exchange("samples of the trial", failure) if text]:
             return Verdict(None, failures[0])
-        takes_index = is_param_in_hook_signature(
-            self._trainer.lightning_module.training_step, "batch_idx", min_args=2
-        )
+        step = self._trainer.lightning_module.training_step
+        index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
         engine.refresh()
         engine.evaluating = True
         try:
-            verdict = training.try_loss(
-                lambda group: training.move(samples.batch_of(group)), tokens, *([0] if takes_index else [])
-            )
+            verdict = training.try_loss(lambda group: training.move(samples.batch_of(group)), tokens, *index)
         finally:
             engine.evaluating = False
             engine.reshard()
         if training.communicates:
-            verdict = Verdict(
-                None, "training_step talks to other ranks, so all must run equally many batches"
-            )
-        by_rank = engine.exchange(
-            "trial of the loss", None if verdict.rule is None else verdict.rule.to_json()
-        )
-        if by_rank[0] is not None and all(found == by_rank[0] for found in by_rank):
+            reason = "training_step talks to other ranks, so all must run equally many batches"
+            verdict = Verdict(None, reason)
+        rule = None if verdict.rule is None else verdict.rule.to_json()
+        by_rank = engine.exchange("trial of the loss", rule)
+        if by_rank[0] is not None and all(other == by_rank[0] for other in by_rank):
             return verdict
         return Verdict(None, (verdict.rule is None and verdict.reason) or "it is another one on another rank")
 
@@ -226,7 +219,7 @@ class TrainingData:
             return
         facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}; the collate_fn {loader.collation}"
         by_rank = self.engine.exchange("compare training data", facts)
-        other = next((rank for rank, found in enumerate(by_rank) if found != by_rank[0]), None)
+        other = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
         if other is not None:
             raise DisagreementError(
                 f"The ranks have different training data. Rank 0: {by_rank[0]}. Rank {other}: {by_rank[other]}. Every "
@@ -264,12 +257,8 @@ class TrainingData:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
         options, world_size = self._options, self._trainer.world_size
         indexed = not is_stream(getattr(dataloader, "dataset", ()))
-        if (
-            options.balance == "auto"
-            and self._converted
-            and self._converted[0] == self._trainer.current_epoch
-        ):
-            _, balanced, original = self._converted
+        epoch, balanced, original = self._converted or (None, None, None)
+        if options.balance == "auto" and balanced is not None and epoch == self._trainer.current_epoch:
             balanced.stand_aside(original)
             return self._left_alone(dataloader, "one plan cannot cover several loaders.")
         try:
@@ -334,20 +323,20 @@ class TrainingData:
 
     def _equally_long(self, dataloader: Any) -> int:
         """How many samples all ranks have looked at, if these are equally long; 0 if not, or if that takes time."""
-        found = 0
+        count = 0
         with suppress(Exception):  # what a data set raises here, it raises where lengths are looked up
             lengths, _ = glance(dataloader, _LOOKED_AT, measure)
             enough = max(min(_LOOKED_AT, len(dataloader.dataset)), 1)
-            found = len(lengths) if len(lengths) >= enough and (lengths == lengths[0]).all() else 0
-        return min(self.engine.exchange("a glance at lengths", found)) if self.engine else 0
+            count = len(lengths) if len(lengths) >= enough and (lengths == lengths[0]).all() else 0
+        return min(self.engine.exchange("a glance at lengths", count)) if self.engine else 0
 
     def _reads_one_stream(self, dataset: Any) -> bool:
         """Whether all ranks begin with the same samples; see Note [One stream on all ranks]."""
-        own = beginning(dataset, self._options.length_fn or measure)
+        digest = beginning(dataset, self._options.length_fn or measure)
         if self._trainer.world_size == 1:
-            return own is not None
-        others = self.engine.exchange("compare the streams of all ranks", own) if self.engine else [None]
-        return own is not None and set(others) == {own}
+            return digest is not None
+        digests = self.engine.exchange("compare the streams of all ranks", digest) if self.engine else [None]
+        return digest is not None and set(digests) == {digest}
 
     def _left_alone(self, dataloader: object, reason: str) -> object:
         rank_zero_warn(
@@ -375,15 +364,13 @@ def contradiction(asked: Any, verdict: Verdict) -> str:
     """What to say of a weighting that the user chose and that does not explain the loss; empty if it does."""
     if not isinstance(asked, str) or verdict.rule is None or verdict.rule.weighting == "num_items":
         return ""
-    if asked == "label":
-        meant = [
-            rule
-            for rule in verdict.misfits
-            if rule.counter is not None and rule.counter.path[-1:] == ("labels",)
-        ]
-    else:
-        meant = [rule for rule in verdict.misfits if rule == Rule(cast(Any, asked))]
-    least = min((verdict.misfits[rule] for rule in meant), default=1.0)
+
+    def is_meant(rule: Rule) -> bool:
+        if asked == "label":
+            return rule.counter is not None and rule.counter.path[-1:] == ("labels",)
+        return rule == Rule(cast(Any, asked))
+
+    least = min((misfit for rule, misfit in verdict.misfits.items() if is_meant(rule)), default=1.0)
     if least <= verdict.misfits[verdict.rule] + 1e-6:
         return ""
     return (
@@ -423,7 +410,7 @@ def beginning(dataset: Any, length_of: Callable[[Any], Any]) -> str | None:
         samples = iter(dataset)
         if samples is dataset or samples is iter(dataset):
             return None
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for sample in islice(samples, _COMPARED_SAMPLES):
-            found.update(f"{length_of(sample)} {digest_of(sample)}".encode())
-    return found.hexdigest()
+            digest.update(f"{length_of(sample)} {digest_of(sample)}".encode())
+    return digest.hexdigest()
