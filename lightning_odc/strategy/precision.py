@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -32,9 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc.sharding.wrapping import precision_policy
-
-if TYPE_CHECKING:
-    from lightning_odc.strategy.step import Training
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -97,6 +94,16 @@ _COMPUTE_DTYPE = {
 _WEIGHT_UNIT = "odc_weight_unit"
 
 
+class TrainingSteps(Protocol):
+    """What the plugin needs of `lightning_odc.strategy.step.Training`."""
+
+    def loss_divisor(self) -> float: ...
+
+    def around_backward(self) -> AbstractContextManager[None]: ...
+
+    def settle(self) -> None: ...
+
+
 class ODCPrecision(FSDPPrecision):
     """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm."""
 
@@ -110,7 +117,7 @@ class ODCPrecision(FSDPPrecision):
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
         self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
         self.device_type = device_type
-        self.training: Training | None = None  # while a fit runs
+        self.training: TrainingSteps | None = None  # while a fit runs
         self.weight_unit: float | None = None  # Note [Weights under fp16]; `None`: not agreed
         self.gradient_norm: Tensor | None = None  # over all ranks, before they were clipped last
 
