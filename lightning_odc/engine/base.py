@@ -218,6 +218,7 @@ class Engine(Traced, ABC):
 
     Attributes:
         ledger: the weights of the current optimizer step.
+        signals: what ranks were sent by the operating system, and tell each other when they settle weighted losses.
         weight_unit: the weighted losses that were backpropagated were divided by this, on all ranks.
         settled: the gradients of the step are complete in ``.grad``; what comes next is the optimizer step.
         backward_done: the backward pass of the microbatch at hand has come to its end, and what calls it has not.
@@ -230,6 +231,7 @@ class Engine(Traced, ABC):
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
+        self.signals = Signals()
         self.ledger = Ledger()
         self.weight_unit = 1.0
         self.settled = self._failed = self.backward_done = False
@@ -242,11 +244,6 @@ class Engine(Traced, ABC):
     @property
     @abstractmethod
     def world_size(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def signals(self) -> Signals:
-        """What ranks were sent by the operating system, and tell each other when they settle weighted losses."""
 
     @abstractmethod
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:

@@ -30,7 +30,6 @@ from lightning_odc.engine.comm import (
     set_comms,
 )
 from lightning_odc.engine.late_gradients import LateHooks
-from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import Unit, find_units
@@ -57,17 +56,12 @@ class CollectiveEngine(Engine):
         self._scalars = Scalars()
         self._reduce_scatter = StockReduceScatter()
         self._has_compared_kinds = world_size == 1
-        self._signals = Signals()
         self._is_retry = False  # the next backward pass is of a part of a microbatch
         self._in_place = False  # a backward pass adds to gradients of earlier batches
 
     @property
     def world_size(self) -> int:
         return self._world_size
-
-    @property
-    def signals(self) -> Signals:
-        return self._signals
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         self._model = model
@@ -185,7 +179,9 @@ class CollectiveEngine(Engine):
             self.notes = []
             records, scale = [record] * self._world_size, 1.0
             if ledger.is_weighted:
-                records = self._exchange_record(record)
+                heard = self.exchange("optimizer step", [record.as_list(), sorted(self.signals.raised)])
+                self.signals.agreed.update(*(signals for _, signals in heard))
+                records = [SettleRecord(*fields) for fields, _ in heard]
                 self.notes = [record.note for record in records]
                 # fully_shard has divided by the world size already.
                 check_records(records)
@@ -202,12 +198,6 @@ class CollectiveEngine(Engine):
             self._sums.clear()
             self._scalars.give(scalars, scale / self._world_size)
         return records
-
-    def _exchange_record(self, record: SettleRecord) -> list[SettleRecord]:
-        """Every rank's record; the signals that ranks were sent go with it."""
-        heard = self.exchange("optimizer step", [record.as_list(), sorted(self._signals.raised)])
-        self._signals.agreed.update(*(signals for _, signals in heard))
-        return [SettleRecord(*fields) for fields, _ in heard]
 
     def publish(self) -> None:
         """Collectives read the parameters themselves."""

@@ -58,9 +58,8 @@ class GatherComm(_Allocating):
     def __init__(self, gather: Callable[[GatherComm, Tensor, Tensor], None]) -> None:
         self._gather = gather
         self._buffer: Tensor | None = None
-        self.keeps_buffer = (
-            False  # ``output`` is the same at every call: what it holds need not be read again
-        )
+        # ``output`` is the same at every call: what it holds need not be read again.
+        self.keeps_buffer = False
         self.gathered_in = 0  # the version of which it holds all, or 0; the callback sets it and looks at it
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -159,9 +158,8 @@ def reset_units(model: nn.Module, failed: bool = False) -> None:
 
 def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
     """Forget a pass that broke off, and give memory back to the device. Needs torch 2.13, and whole parameters."""
-    for (
-        parameter
-    ) in parameters:  # `reset_iter_state` frees them, but the next pass would add to their ``.grad``
+    # `reset_iter_state` frees them, but the next pass would add to their ``.grad``.
+    for parameter in parameters:
         parameter.grad = None
     reset_units(model, failed=True)
     with torch.enable_grad():
@@ -190,8 +188,18 @@ def probe(
     accumulator_dtype: torch.dtype | None,
 ) -> None:
     """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way."""
+    shown: list[Tensor] = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
+    watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))
     with _numbered(unit):
-        own = _shown_shard(unit, while_gathered)
+        set_comms(unit.modules, watching, StockReduceScatter())
+        unit.modules[
+            0
+        ].unshard()  # what the peers' slices hold does not matter: the unit is resharded at once
+        for slot in unit.slots:
+            slot.compute_dtype = slot.current.dtype
+            while_gathered(slot)
+        unit.modules[0].reshard()
+        (own,) = shown
         for slot in unit.slots:
             slot.has_gradient = slot.hooked or slot.name in keep
         _lay_out_like(unit, own, accumulator_dtype)
@@ -211,21 +219,6 @@ def _numbered(unit: Unit) -> Iterator[None]:
     finally:
         for slot, content in kept:
             _write(slot, content)
-
-
-def _shown_shard(unit: Unit, while_gathered: Callable[[ParamSlot], None]) -> Tensor:
-    """This rank's shard as ``fully_shard`` passes it to be gathered: 1-D, in the compute dtype."""
-    shown: list[Tensor] = []
-    set_comms(
-        unit.modules, GatherComm(lambda _comm, _output, own: shown.append(own.clone())), StockReduceScatter()
-    )
-    unit.modules[0].unshard()  # what the peers' slices hold does not matter: the unit is resharded at once
-    for slot in unit.slots:
-        slot.compute_dtype = slot.current.dtype
-        while_gathered(slot)
-    unit.modules[0].reshard()
-    (own,) = shown
-    return own
 
 
 def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:

@@ -43,7 +43,6 @@ from lightning_odc.engine.comm import (
 from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.keeping import HostMemory, Keeping, generating
 from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders
-from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
@@ -115,10 +114,6 @@ class OnDemandEngine(Engine):
     def world_size(self) -> int:
         return self.protocol.transport.world_size
 
-    @property
-    def signals(self) -> Signals:
-        return self.protocol.signals
-
     def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
         return Protocol(transport, units, **options)
 
@@ -154,6 +149,7 @@ class OnDemandEngine(Engine):
             deterministic=self._deterministic,
             lockstep=self._lockstep,
             hang_report=self._hang_report,
+            signals=self.signals,
         )
         if self._protocol is not None:
             protocol.go_on_from(self._protocol)
@@ -163,12 +159,13 @@ class OnDemandEngine(Engine):
         self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
         # 4. Sums, then shards: a peer may add as soon as it can read what is published. `fully_shard` gathers through
         #    this engine only after that: before, there is nothing to read.
-        for unit, window in zip(self._units, protocol.windows, strict=True):
+        pairs = list(zip(self._units, protocol.windows, strict=True))
+        for unit, window in pairs:
             unit.carry(window.by_node(window.own_accumulator), carried)
         self._publish_units()
-        comms = [
-            self._connect(unit, window) for unit, window in zip(self._units, protocol.windows, strict=True)
-        ]
+        comms = [GatherComm(partial(self._gather, unit, window)) for unit, window in pairs]
+        for (unit, window), comm in zip(pairs, comms, strict=True):
+            set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
         # 5. What looks at passes of the model, with hooks on it: last, so that they find everything in its place.
         self._keeping.attach(self._units, comms)
         self._root = RootUnit(self._units, model)
@@ -224,12 +221,6 @@ class OnDemandEngine(Engine):
             )
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
-
-    def _connect(self, unit: Unit, window: UnitWindow) -> GatherComm:
-        """Let ``fully_shard`` gather and reduce a unit through this engine."""
-        comm = GatherComm(partial(self._gather, unit, window))
-        set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
-        return comm
 
     def _gather(self, unit: Unit, window: UnitWindow, comm: GatherComm, output: Tensor, own: Tensor) -> None:
         """Fill ``output`` (``[owners * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
@@ -376,21 +367,16 @@ class OnDemandEngine(Engine):
             self.reshard()
             self._staleness.before_settle(self.protocol.finish)
             self._placeholders.emptied()  # raises while all ranks can still be told
-            records = self._end_version(logs, measured)
+            used = flags_to_hex([flag for unit in self._units for flag in unit.take_used()])
+            own = self._take_ledger().record(logs, measured, self.note, used, self._scalars.take())
+            heard = self.protocol.end_version("optimizer step", own.as_list())
+            records = [SettleRecord(*fields) for fields in heard]
+            self.notes = [record.note for record in records]
             emptied = self._placeholders.emptied()  # less, where others had them dropped at this meeting
             self._placeholders.lift()
             self._take_gradients(records, emptied)
             self.settled = True
             self._keeping.settled()
-        return records
-
-    def _end_version(self, logs: Any, measured: Any) -> list[SettleRecord]:
-        """Every rank's record of the step, in rank order."""
-        used = [flag for unit in self._units for flag in unit.take_used()]
-        own = self._take_ledger().record(logs, measured, self.note, flags_to_hex(used), self._scalars.take())
-        heard = self.protocol.end_version("optimizer step", own.as_list())
-        records = [SettleRecord(*fields) for fields in heard]
-        self.notes = [record.note for record in records]
         return records
 
     def _take_gradients(self, records: Sequence[SettleRecord], emptied: set[ParamSlot]) -> None:
@@ -424,7 +410,15 @@ class OnDemandEngine(Engine):
             self.settled = False
             self.protocol.next_version()
             self._publish_units()
-            self._choose_kept()
+            # Which units stay gathered in this version; in lockstep, where ranks meet at every read, together.
+            windows = self.protocol.windows
+            chosen = self._keeping.choose([window.gathers for window in windows])
+            if self._lockstep:
+                by_rank = self.exchange("choose what stays gathered", chosen)
+                chosen = sorted(set(chosen).intersection(*by_rank))
+            self._keeping.keep(chosen)
+            for window in windows:
+                window.gathers = 0
 
     def refresh(self) -> None:
         self.exchange("publish parameters", None)
@@ -513,17 +507,6 @@ class OnDemandEngine(Engine):
                 unit.write_shard(window.own_shard)
             window.publish(unit.index in edited)
         self._staleness.published()
-
-    def _choose_kept(self) -> None:
-        """Decide which units stay gathered in this version; in lockstep, where ranks meet at every read, together."""
-        windows = self.protocol.windows
-        chosen = self._keeping.choose([window.gathers for window in windows])
-        if self._lockstep:
-            by_rank = self.exchange("choose what stays gathered", chosen)
-            chosen = sorted(set(chosen).intersection(*by_rank))
-        self._keeping.keep(chosen)
-        for window in windows:
-            window.gathers = 0
 
     def _relieve(self) -> None:
         if not self._lockstep:

@@ -57,8 +57,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +95,7 @@ class Protocol(RankState):
         lockstep: put a barrier at every gather and every accumulate: the control experiment that has this
             transport's cheap bytes and a collective's waits.
         hang_report: says where this rank is when ranks have waited for long.
+        signals: see the attribute.
         column: the ranks whose shards this rank's window holds; by default this rank alone.
 
     Attributes:
@@ -120,13 +120,14 @@ class Protocol(RankState):
         deterministic: bool = False,
         lockstep: bool = False,
         hang_report: HangReport | None = None,
+        signals: Signals | None = None,
         column: Column = ALONE,
     ) -> None:
         peers = Peers(transport, units)
         waiter = Waiter(timeout, peers.check, peers.report, hang_report)
         super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter, column)
         self.device_waits = 0
-        self.signals = Signals()
+        self.signals = Signals() if signals is None else signals
         self.deterministic = deterministic
         self.windows: list[UnitWindow] = []
         self.drop_together: Callable[[list[str], str], None] = lambda *_: None
@@ -135,8 +136,6 @@ class Protocol(RankState):
         self._meetings = 0
         self.queues = 0
         self._ends = 0
-        world = transport.world_size
-        self._peers_order = [(transport.rank + i) % world for i in range(1, world)]
         self._spec = WindowSpec(
             units=tuple(  # the shards and the sums of the whole column, one after the other
                 replace(
@@ -147,7 +146,7 @@ class Protocol(RankState):
             words=Word.COUNT + 2 * len(self._units),
             mailboxes=MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
-            sources=world if self._is_staged() else 1,
+            sources=transport.world_size if self._is_staged() else 1,
         )
 
     @property
@@ -165,28 +164,23 @@ class Protocol(RankState):
 
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
-        with self._reporting_while_opening():
+        report, begin = self._hang_report, time.monotonic()
+        if report is not None:
+            # There are no control words yet to compare, so a rank counts the time that it takes itself.
+            where = f"  This is rank {self._job_rank}{report.place()}; it {_OPENING}"
+            report.start(lambda: time.monotonic() - begin, lambda: where)
+        try:
             self.transport.open(self._spec)
+        finally:
+            if report is not None:
+                report.stop()
         self.peers.begin(Activity.COMPUTE)
         self.windows = [
             UnitWindow(self, index, spec, self._spec.sources, Word.COUNT + len(self._units) + index)
             for index, spec in enumerate(self._units)
         ]
-        if self._hang_report is not None:
-            self._hang_report.start(self.peers.longest_wait, self._describe)
-
-    @contextmanager
-    def _reporting_while_opening(self) -> Iterator[None]:
-        """There are no control words yet to compare, so a rank counts the time that it takes itself."""
-        report, begin = self._hang_report, time.monotonic()
         if report is not None:
-            where = f"  This is rank {self._job_rank}{report.place()}; it {_OPENING}"
-            report.start(lambda: time.monotonic() - begin, lambda: where)
-        try:
-            yield
-        finally:
-            if report is not None:
-                report.stop()
+            report.start(self.peers.longest_wait, self._describe)
 
     def close(self) -> None:
         """Leave for good. Peers that still wait for this rank get an error."""
@@ -216,7 +210,7 @@ class Protocol(RankState):
 
     def go_on_from(self, other: Protocol) -> None:
         """Take over the counts and the tracer of a protocol that was closed. Call it before `open`."""
-        self.traffic, self.signals, self.device_waits = other.traffic, other.signals, other.device_waits
+        self.traffic, self.device_waits = other.traffic, other.device_waits
         self.waiter.seconds = other.waiter.seconds
         self.listen(other.tracer)
 
@@ -248,8 +242,15 @@ class Protocol(RankState):
             if kind == DISCARD:
                 return items
             kinds, items = self._hear(kind, item)
-        self._check_same_kind(dict(zip(self._ranks, kinds, strict=True)))
-        items[self._ranks.index(self._job_rank)] = item
+        ranks, own = self._ranks, self._job_rank
+        for peer, other in zip(ranks, kinds, strict=True):
+            if other != kind:
+                raise DisagreementError(
+                    f"Rank {own} is at {kind!r} of meeting {self._meetings}, rank {peer} at {other!r}. Every rank "
+                    "needs the same number of Lightning batches and optimizer steps; unequal work belongs inside a "
+                    "Minibatch (0 to k microbatches)."
+                )
+        items[ranks.index(own)] = item
         return items
 
     def _hear(self, kind: str, item: Any) -> tuple[list[str], list[Any]]:
@@ -317,31 +318,15 @@ class Protocol(RankState):
         self.peers.begin(Activity.MEET)
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
-        for peer in self._peers_order:
-            self._await_meeting(peer, kind)
+        self._await_all(
+            Word.MEETING,
+            self._meetings,
+            Cause.SETTLE,
+            lambda peer: f"waiting for {peer} at meeting {self._meetings} ({kind})",
+        )
         messages = [
             message if peer == self.transport.rank else self.transport.fetch(peer, box)
             for peer in range(self.transport.world_size)
         ]
         self.peers.begin(Activity.COMPUTE)
         return messages
-
-    def _await_meeting(self, peer: int, kind: str) -> None:
-        self.waiter.until(
-            lambda: self.transport.load(peer, Word.MEETING) >= self._meetings,
-            Cause.SETTLE,
-            lambda: f"waiting for {self.transport.describe(peer)} at meeting {self._meetings} ({kind})",
-            self.transport.job_rank(peer),
-            self.peers.check_not_past,
-        )
-
-    def _check_same_kind(self, kinds: dict[int, str]) -> None:
-        """Compare for what ranks (of the job) have come to this meeting."""
-        mine = kinds[self._job_rank]
-        for peer, kind in kinds.items():
-            if kind != mine:
-                raise DisagreementError(
-                    f"Rank {self._job_rank} is at {mine!r} of meeting {self._meetings}, rank {peer} at {kind!r}. "
-                    "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
-                    "inside a Minibatch (0 to k microbatches)."
-                )

@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_odc.data.minibatch import AllRanks, Minibatch, Task
 from lightning_odc.engine.peers import Word
@@ -54,9 +54,6 @@ class Queue:
     back: int
 
 
-_Change = Callable[[Queue], tuple[int | None, Queue]]
-
-
 class WorkQueues:
     """All ranks' queues of the current minibatch, or of the prompts to be sampled."""
 
@@ -75,21 +72,25 @@ class WorkQueues:
 
     def take(self) -> int | None:
         """The next microbatch of this rank's own, if one is left."""
-
-        def first(queue: Queue) -> tuple[int | None, Queue]:
+        with self._locked(self._rank) as queue:
             if queue.front >= queue.back:
-                return None, queue
-            return queue.front, Queue(queue.front + 1, queue.back)
-
-        return self._change(self._rank, first)
+                return None
+            self._write(self._rank, Queue(queue.front + 1, queue.back))
+            return queue.front
 
     def steal(self) -> tuple[int, int] | None:
         """Rank and number of a microbatch that is better run here, if there is one."""
         self._await_all_open()
-        while (victim := self._most_loaded()) is not None:
-            stolen = self._change(victim, self._last_if_it_pays(victim))
-            if stolen is not None:
-                return victim, stolen
+        while loaded := [
+            (self._remaining(peer, queue), peer)
+            for peer in range(len(self._costs))
+            if peer != self._rank and self._pays(peer, queue := self._read(peer))
+        ]:
+            victim = max(loaded)[1]
+            with self._locked(victim) as queue:
+                if self._pays(victim, queue):  # still
+                    self._write(victim, Queue(queue.front, queue.back - 1))
+                    return victim, queue.back - 1
         return None
 
     def report_rate(self, seconds_per_cost: float) -> None:
@@ -105,14 +106,6 @@ class WorkQueues:
             yield found
 
     # -- whether it pays ----------------------------------------------------------------------------------
-
-    def _most_loaded(self) -> int | None:
-        candidates = [
-            (self._remaining(peer, queue), peer)
-            for peer in range(len(self._costs))
-            if peer != self._rank and self._pays(peer, queue := self._read(peer))
-        ]
-        return max(candidates)[1] if candidates else None
 
     def _pays(self, victim: int, queue: Queue) -> bool:
         """Whether this rank would finish the victim's last microbatch before the victim finished everything."""
@@ -138,16 +131,9 @@ class WorkQueues:
 
     # -- the queues ---------------------------------------------------------------------------------------
 
-    def _last_if_it_pays(self, victim: int) -> _Change:
-        def last(queue: Queue) -> tuple[int | None, Queue]:
-            if not self._pays(victim, queue):
-                return None, queue
-            return queue.back - 1, Queue(queue.front, queue.back - 1)
-
-        return last
-
-    def _change(self, owner: int, change: _Change) -> int | None:
-        """Change a queue under its lock; ``change`` returns what was taken and the new queue."""
+    @contextmanager
+    def _locked(self, owner: int) -> Iterator[Queue]:
+        """A queue, which changes by this rank alone in this context. One of another minibatch is empty here."""
         transport, lock = self._transport, self._transport.claim_lock(owner)
         self._protocol.waiter.until(
             lock.take,
@@ -156,12 +142,9 @@ class WorkQueues:
             transport.job_rank(owner),
         )
         try:
-            taken, queue = change(self._read(owner))
-            if taken is not None:  # else it may be the queue of another minibatch, which is not ours to touch
-                self._write(owner, queue)
+            yield self._read(owner)
         finally:
             lock.give()
-        return taken
 
     def _read(self, owner: int) -> Queue:
         word = self._transport.load_claim(owner)  # number of the minibatch, 12 bits of front, 12 bits of back
@@ -227,27 +210,24 @@ class Stealing:
         self._rank = protocol.transport.rank
         self._queues = _next_queues(protocol, everybody.costs)
         self._protocol = protocol
-        self._seconds = self._cost = 0.0  # own work in this minibatch, and its planned cost
 
     def __iter__(self) -> Iterator[Task]:
+        everybody = self._everybody
+        seconds = cost = 0.0  # own work in this minibatch, and its planned cost
         for rank, number in self._queues.claims():
             if rank == self._rank:
                 microbatch = self._own[number]
             else:
-                microbatch = self._everybody.fetch(rank, number)
+                microbatch = everybody.fetch(rank, number)
                 self.stolen += 1
-            yield from self._timed(rank, number, microbatch)
-
-    def _timed(self, rank: int, number: int, microbatch: Any) -> Iterator[Task]:
-        """Hand out a microbatch, and learn from the time until the next one is requested."""
-        everybody = self._everybody
-        detail = None if everybody.details is None else everybody.details[rank][number]
-        begin = self._now()
-        yield Task(microbatch, everybody.weights[rank][number], detail)
-        self._protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
-        self._seconds += self._now() - begin
-        self._cost += everybody.costs[rank][number]
-        self._queues.report_rate(self._seconds / self._cost if self._cost else 0.0)
+            detail = None if everybody.details is None else everybody.details[rank][number]
+            begin = self._now()
+            yield Task(microbatch, everybody.weights[rank][number], detail)
+            # The next one is requested: learn from the time until now.
+            self._protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
+            seconds += self._now() - begin
+            cost += everybody.costs[rank][number]
+            self._queues.report_rate(seconds / cost if cost else 0.0)
 
     def _now(self) -> float:
         """Seconds of a clock that stands still while this rank waits."""

@@ -76,14 +76,20 @@ class RankState(Traced):
         self.finish()
         self.peers.begin(Activity.MEET)
         self._barriers += 1
+        self.transport.store(Word.LOCKSTEP, self._barriers)
+        self._await_all(
+            Word.LOCKSTEP, self._barriers, Cause.LOCKSTEP, lambda peer: f"waiting in lockstep for {peer}"
+        )
+
+    def _await_all(self, word: Word, count: int, cause: Cause, what: Callable[[str], str]) -> None:
+        """Wait until a control word of every rank has come so far. The ranks behind this one first."""
         transport = self.transport
-        transport.store(Word.LOCKSTEP, self._barriers)
         for step in range(1, transport.world_size):
             peer = (transport.rank + step) % transport.world_size
             self.waiter.until(
-                lambda peer=peer: transport.load(peer, Word.LOCKSTEP) >= self._barriers,  # type: ignore[misc]
-                Cause.LOCKSTEP,
-                lambda peer=peer: f"waiting in lockstep for {transport.describe(peer)}",  # type: ignore[misc]
+                lambda peer=peer: transport.load(peer, word) >= count,  # type: ignore[misc]
+                cause,
+                lambda peer=peer: what(transport.describe(peer)),  # type: ignore[misc]
                 transport.job_rank(peer),
                 self.peers.check_not_past,
             )
@@ -219,7 +225,12 @@ class UnitWindow:
         self.check_not_ended()
         begin = time.monotonic_ns()
         if self._transport.needs_locks:
-            self._add_under_locks(chunks, segments)
+            rows = chunks.split_with_sizes([chunks.numel() // self.owners] * self.owners)
+            # It starts with its own window and goes round, and comes back later to windows whose locks are taken.
+            waiting = self._add_where_free(self._accumulators, rows, segments)
+            while waiting:
+                self._await_any_lock(waiting)
+                waiting = self._add_where_free(waiting, rows, segments)
         else:
             self._add_at_once(chunks, segments)
         state.traffic.adds += self.owners - 1
@@ -267,48 +278,31 @@ class UnitWindow:
             state.tracer.record(done, begin, unit=self.spec.name)
 
     def _await_version(self, window: _Published) -> None:
-        state, name, owner = self._state, self.spec.name, window.owner
-        rank, own = self._transport.job_rank, self._transport.rank
+        state, owner = self._state, window.owner
+        rank, describe = self._transport.job_rank, self._transport.describe
+        unit = f"unit {self.spec.name!r} (version {state.version})"
+
+        def until(ready: Callable[[], bool], cause: Cause, what: str, peer: int | None = None) -> None:
+            state.peers.begin(Activity.GATHER if cause == Cause.READ else Activity.NETWORK, self.index)
+            state.waiter.until(ready, cause, lambda: what, peer, lambda: state.peers.check_not_left(owner))
+
+        read = f"waiting to read {unit} from {describe(owner)}"
         if state.column.size == 1:
-            self._await_owner(owner, lambda: window.version() >= state.version)
+            until(lambda: window.version() >= state.version, Cause.READ, read, rank(owner))
         else:
             # The owner publishes its own shard, then the shards of other nodes come. Words begin at 0, versions at 1.
             version = self._transport.watch(owner, Word.VERSION)
-            self._await_owner(owner, lambda: max(version(), 1) >= state.version)
-            self._await_nodes(owner, lambda: window.version() >= state.version)
+            until(lambda: max(version(), 1) >= state.version, Cause.READ, read, rank(owner))
+            through = "" if owner == self._transport.rank else f" through {describe(owner)}"
+            shared = f"waiting for {unit} from other nodes{through}"
+            until(lambda: window.version() >= state.version, Cause.NETWORK, shared)
         found = window.version()
         if found != state.version:
             raise DisagreementError(
-                f"Rank {rank(owner)} has published version {found} of unit {name!r} while rank "
-                f"{rank(own)} still works on version {state.version}: the ranks took different "
+                f"Rank {rank(owner)} has published version {found} of unit {self.spec.name!r} while rank "
+                f"{rank(self._transport.rank)} still works on version {state.version}: the ranks took different "
                 "numbers of optimizer steps. Every rank must call the same optimizer steps in the same order."
             )
-
-    def _await_owner(self, owner: int, ready: Callable[[], bool]) -> None:
-        state, transport = self._state, self._transport
-        state.peers.begin(Activity.GATHER, self.index)
-        state.waiter.until(
-            ready,
-            Cause.READ,
-            lambda: (
-                f"waiting to read unit {self.spec.name!r} (version {state.version}) from {transport.describe(owner)}"
-            ),
-            transport.job_rank(owner),
-            lambda: state.peers.check_not_left(owner),
-        )
-
-    def _await_nodes(self, owner: int, ready: Callable[[], bool]) -> None:
-        state, transport = self._state, self._transport
-        through = "" if owner == transport.rank else f" through {transport.describe(owner)}"
-        state.peers.begin(Activity.NETWORK, self.index)
-        state.waiter.until(
-            ready,
-            Cause.NETWORK,
-            lambda: (
-                f"waiting for unit {self.spec.name!r} (version {state.version}) from other nodes{through}"
-            ),
-            check=lambda: state.peers.check_not_left(owner),
-        )
 
     def _add_at_once(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         by_node = chunks.view(self._state.column.size, self._world_size, -1)
@@ -318,14 +312,6 @@ class UnitWindow:
                 self._transport.add_rows(
                     self.index, self._source, start, rows.narrow(1, part.source, part.numel)
                 )
-
-    def _add_under_locks(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
-        rows = chunks.split_with_sizes([chunks.numel() // self.owners] * self.owners)
-        # It starts with its own window and goes round, and comes back later to windows whose locks are taken.
-        waiting = self._add_where_free(self._accumulators, rows, segments)
-        while waiting:
-            self._await_any_lock(waiting)
-            waiting = self._add_where_free(waiting, rows, segments)
 
     def _add_where_free(
         self, targets: Sequence[_Accumulator], rows: Sequence[Tensor], segments: Sequence[Segment]

@@ -129,20 +129,16 @@ class Waiter(Traced):
                 self._check_on_peers(ready, check)
                 next_check = now + _CHECK_EVERY
             if now - begin > self.timeout:
-                self._give_up(what())
+                message = f"Gave up after {self.timeout:g} s of {what()}.\n{self._report()}"
+                message += f"\n{_HINT}" * ("computing" in message)
+                if self._hang_report is not None:
+                    self._hang_report.tell(message)
+                raise WaitTimeoutError(message)
             if spins > 0:
                 spins -= 1
                 time.sleep(0)
             else:
                 time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION)))
-
-    def _give_up(self, what: str) -> None:
-        message = f"Gave up after {self.timeout:g} s of {what}.\n{self._report()}"
-        if "computing" in message:
-            message += f"\n{_HINT}"
-        if self._hang_report is not None:
-            self._hang_report.tell(message)
-        raise WaitTimeoutError(message)
 
     def _check_on_peers(self, ready: Callable[[], bool], check: Callable[[], None] | None) -> None:
         # A peer may finish its part and leave between the two looks: only a wait that still fails is pointless.

@@ -142,7 +142,7 @@ class WithoutVersions(Protocol):
 class WithoutMeeting(Protocol):
     """Takes its sums without waiting for the others to be done."""
 
-    def _await_meeting(self, peer: int, kind: str) -> None:
+    def _await_all(self, *_: Any) -> None:
         pass
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -100,24 +100,27 @@ class ColumnGroup:
         # Half of a reduce-scatter; the sum over what was heard is the other half. That of gloo is an all-reduce, which
         # sends twice the bytes. ``sums`` (1-D, a part per rank) must not change until the end; ``[nodes, part]`` comes.
         heard = torch.empty_like(sums)
-        work = self._checked(
-            lambda: dist.all_to_all_single(
-                _as_bytes(heard), _as_bytes(sums), group=self._group, async_op=True
-            )
+        parts = _as_bytes(heard), _as_bytes(sums)
+        return self._begin(
+            lambda: dist.all_to_all_single(*parts, group=self._group, async_op=True),
+            heard.view(len(self._layout.column), -1),
         )
-
-        def wait() -> Tensor:
-            assert work is not None
-            self._checked(work.wait)
-            return heard.view(len(self._layout.column), -1)
-
-        return wait
 
     def blame(self, what: str, trouble: str, error: BaseException) -> str:
         """The message of a collective that broke."""
         others = [rank for rank in self._layout.column if rank != self._layout.rank]
         trouble = trouble or f"The reason is not known; ranks {others} took part in it."
         return f"{what} over nodes broke on rank {self._layout.rank}. {trouble}\n{error}"
+
+    def _begin(self, collective: Callable[[], Any], arrived: Tensor) -> Callable[[], Tensor]:
+        """Begin a collective; returns what waits for its end and gives the tensor that it fills."""
+        work = self._checked(collective)
+
+        def wait() -> Tensor:
+            self._checked(work.wait)
+            return arrived
+
+        return wait
 
     def _checked(self, collective: Callable[[], _Answer]) -> _Answer:
         """A collective whose failure says which rank is to blame, as far as that is known."""

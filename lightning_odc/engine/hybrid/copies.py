@@ -230,7 +230,6 @@ class CopiesProtocol(SpanningProtocol):
         super().__init__(transport, units, layout=layout, group=group, column=column, **options)
         self._spec = replace(self._spec, holds=_HOLDS)
         self.peers.beyond = self._trouble
-        self._group = group
         self._sharing = sharing
         self._trained = trained
         self._edited: list[int] = []
@@ -262,11 +261,7 @@ class CopiesProtocol(SpanningProtocol):
             self._sharing.begin(self.version, edited_units)
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
-        self._await_shards()
-        return super().meet(kind, item)
-
-    def _await_shards(self) -> None:
-        """Wait until this rank's window holds the shards of its column. The last unit is announced last."""
+        # This rank's window is to hold the shards of its column. The last unit is announced last.
         last = len(self._units) - 1
         version = self.transport.watch(self.transport.rank, Word.COUNT + last)
         if version() != self.version:
@@ -276,6 +271,7 @@ class CopiesProtocol(SpanningProtocol):
                 Cause.NETWORK,
                 lambda: f"waiting for the parameters of other nodes (version {self.version})",
             )
+        return super().meet(kind, item)
 
     def end_version(self, kind: str, item: Any = None) -> list[Any]:
         items = super().end_version(kind, item)

@@ -105,7 +105,11 @@ class Connection:
                 while self._outgoing:
                     gone = self._socket.send(self._outgoing[:_CHUNK])
                     del self._outgoing[:gone]
-            self._pull()
+            with contextlib.suppress(BlockingIOError):
+                while data := self._socket.recv(_CHUNK):
+                    self._incoming += data
+                    self._parse()
+                self.broken = "ended without a word (killed, out of memory, or crashed)"
         except OSError as error:
             self.broken = self._describe(error)
 
@@ -122,16 +126,6 @@ class Connection:
     def close(self) -> None:
         self.broken = self.broken or "closed"
         self._socket.close()
-
-    def _pull(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                data = self._socket.recv(_CHUNK)
-                if not data:
-                    self.broken = "ended without a word (killed, out of memory, or crashed)"
-                    return
-                self._incoming += data
-                self._parse()
 
     def _parse(self) -> None:
         while len(self._incoming) >= _HEAD:

@@ -38,14 +38,7 @@ class Replicas(ColumnGroup):
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to sum a tensor over the column, in place; returns what waits for the end of it."""
-        work = self._checked(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
-
-        def wait() -> Tensor:
-            assert work is not None
-            self._checked(work.wait)
-            return tensor
-
-        return wait
+        return self._begin(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
 
     def level(self, shards: Mapping[str, Tensor]) -> None:
         """Give this rank's shards (by parameter name) the values that they have on the first node."""
@@ -83,11 +76,10 @@ def checksums(shards: Mapping[str, Tensor]) -> dict[str, int]:
 class HybridProtocol(SpanningProtocol):
     """`SpanningProtocol` that sums gradients over replicas."""
 
-    def __init__(
-        self, transport: Transport, units: Sequence[UnitSpec], *, group: Replicas, **options: Any
-    ) -> None:
-        super().__init__(transport, units, group=group, **options)
-        self._replicas = group
+    _group: Replicas
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._sums: dict[int, Callable[[], Tensor]] = {}
 
     def end_version(self, kind: str, item: Any = None) -> list[Any]:
@@ -95,7 +87,7 @@ class HybridProtocol(SpanningProtocol):
         with self.traced("begin_sum_over_nodes"):
             for index, spec in enumerate(self._units):
                 if spec.grad_numel:  # a 1-D tensor of so many numbers; [1, 1] on rank 0 of the example
-                    self._sums[index] = self._replicas.begin_sum(self.windows[index].summed())
+                    self._sums[index] = self._group.begin_sum(self.windows[index].summed())
                     self.traffic.bytes_reduced += spec.grad_bytes
         return items
 
@@ -109,28 +101,23 @@ class HybridProtocol(SpanningProtocol):
 class HybridEngine(SpanningEngine):
     """`SpanningEngine` of nodes with a replica of the model each."""
 
-    @property
-    def _replicas(self) -> Replicas:
-        assert isinstance(self._group, Replicas)
-        return self._group
+    _group: Replicas
 
     def refresh(self) -> None:
         self.reshard()
         shards = self._shards()
         sums = self.exchange("publish parameters", checksums(shards))
-        self._replicas.level_where_different(shards, sums)
+        self._group.level_where_different(shards, sums)
         self.publish()
 
     def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
         link = self._make_link()
-        return HybridProtocol(
-            transport, units, layout=self._layout, link=link, group=self._replicas, **options
-        )
+        return HybridProtocol(transport, units, layout=self._layout, link=link, group=self._group, **options)
 
     @torch.no_grad()
     def _before_publishing(self) -> None:
         super()._before_publishing()
-        self._replicas.level(self._shards())
+        self._group.level(self._shards())
 
     def _shards(self) -> dict[str, Tensor]:
         return {slot.name: slot.local for unit in self._units for slot in unit.slots}

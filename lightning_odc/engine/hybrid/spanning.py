@@ -52,6 +52,7 @@ class SpanningProtocol(Protocol):
         super().__init__(transport, units, **options)
         self._layout = layout
         self._link = link
+        self._group = group
         self.peers.beyond = group.trouble = link.trouble
 
     def open(self) -> None:
@@ -75,12 +76,6 @@ class SpanningProtocol(Protocol):
         return range(self._layout.world_size)
 
     def _exchange(self, kind: str, record: Any) -> list[Any]:
-        column = self._meet_column(kind, record)  # on ranks 0 and 2 of the example [R0, R2]
-        by_column = super()._exchange(kind, column)  # [[R0, R2], [R1, R3]], from the ranks of this row
-        return self._layout.by_rank(by_column)  # [R0, R1, R2, R3]
-
-    def _meet_column(self, kind: str, record: Any) -> list[Any]:
-        """The records of this rank's column, in its order."""
         self.peers.begin(Activity.MEET)
         self._link.begin(record)
         self.waiter.until(
@@ -91,7 +86,9 @@ class SpanningProtocol(Protocol):
             ),
             check=self.peers.check_not_past,
         )
-        return self._link.records()
+        column = self._link.records()  # on ranks 0 and 2 of the example [R0, R2]
+        by_column = super()._exchange(kind, column)  # [[R0, R2], [R1, R3]], from the ranks of this row
+        return self._layout.by_rank(by_column)  # [R0, R1, R2, R3]
 
     def await_nodes(self, unit: int, end: Callable[[], Tensor]) -> Tensor:
         """What a collective over the column comes to. On GPUs the host only asks, and does not wait."""

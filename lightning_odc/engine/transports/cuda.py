@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.transports.window import RangeLock
 from lightning_odc.errors import WindowError
 
+_Answer = TypeVar("_Answer")
 _PATIENCE = 10.0  # seconds that the end waits for a device that hangs
 #: Additions by which every opening sees that none is lost, and the bytes of every window that they go to.
 _TRIES, _TRIED_BYTES = 16, 4096
@@ -83,26 +85,23 @@ class CudaTransport(SharedMemoryTransport):
         self._first_sums = [sums - spec.control_bytes for _, sums in spec.offsets()]
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts, spec))
-        self._together(lambda: self._create_on_device(spec.data_bytes + _TRIED_BYTES))
+        self._together(lambda: self._explained(lambda: self._device.create(spec.data_bytes + _TRIED_BYTES)))
         self._together(self._attach_on_device)
         if spec.sources == 1 and any(unit.grad_numel for unit in spec.units):
             self._together(self._add_ones)
             self._together(self._check_ones)
         self._announcer = Announcer(self.store, self._device.enter_thread)
 
-    def _create_on_device(self, size: int) -> None:
+    def _explained(self, stage: Callable[[], _Answer]) -> _Answer:
         try:
-            self._device.create(size)
-        except RuntimeError as error:
-            raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
-
-    def _attach_on_device(self) -> None:
-        try:
-            windows = self._device.attach()
+            return stage()
         except WindowError:
             raise
         except RuntimeError as error:
             raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
+
+    def _attach_on_device(self) -> None:
+        windows = self._explained(self._device.attach)
         for window in windows:  # without the control plane
             shards, accumulators = self._layout.views(window, begin=self._layout.control_bytes)
             self._shards.append(shards)

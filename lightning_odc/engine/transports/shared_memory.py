@@ -72,11 +72,7 @@ class SharedMemoryTransport(Transport):
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
         host.check_platform()
         self._fence = host.make_fence()
-        self._check_memory(size)
-        return secrets.token_bytes(_SECRET_BYTES)
-
-    def _check_memory(self, size: int) -> None:
-        """Refuse before the kernel kills: memory that is promised here is used for sure."""
+        # Refuse before the kernel kills: memory that is promised here is used for sure.
         each = f"{self.world_size} ranks of {gib(size)} GiB: {self._spec.holds}"
         short = host_memory.shortage(
             f"the windows ({each})",
@@ -86,6 +82,7 @@ class SharedMemoryTransport(Transport):
         )
         if short:
             raise WindowError(short)
+        return secrets.token_bytes(_SECRET_BYTES)
 
     def _create(self, size: int, secret: bytes) -> Address:
         own = self._regions[self.rank] = Region.create(size)
