@@ -293,11 +293,9 @@ class RootUnit:
             left = [slot for slot in unit.slots if slot.current.grad is not None]
             if left:
                 layers = [slot.module for slot in left if not isinstance(slot.module, FSDPModule)]
-                make = (
-                    f"Make units of layers, auto_wrap_policy={class_names(layers)}, and call"
-                    if layers
-                    else "Call"
-                )
+                make = "Call"
+                if layers:
+                    make = f"Make units of layers, auto_wrap_policy={class_names(layers)}, and call"
                 names = ", ".join(repr(slot.name) for slot in left[:3]) + ", ..." * (len(left) > 3)
                 raise ODCError(
                     "With manual optimization a model needs at least two units, and the loss must depend on what one "

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.engine import stealing
 from lightning_odc.engine.additions import Added, Additions
 from lightning_odc.engine.advice import PENALTY, refuse_all_reduce_hooks, unexpected_gradient
 from lightning_odc.engine.base import (
@@ -46,7 +47,6 @@ from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholder
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
-from lightning_odc.engine.stealing import Stealing, claims
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import AlreadyGathered, Traffic, UnitWindow
@@ -293,15 +293,15 @@ class OnDemandEngine(Engine):
         if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
             yield from super().tasks(minibatch)
             return
-        work = Stealing(self.protocol, minibatch, minibatch.all_ranks)
-        for index, task in enumerate(work):
+        work = stealing.tasks(self.protocol, minibatch, minibatch.all_ranks)
+        for index, (is_stolen, task) in enumerate(work):
             self.begin_microbatch(index)
+            self.stolen += is_stolen
             yield task
-        self.stolen += work.stolen
 
     def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
         alone = self._lockstep or self.world_size == 1
-        return super().claims(rank, costs) if alone else claims(self.protocol, costs)
+        return super().claims(rank, costs) if alone else stealing.claims(self.protocol, costs)
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:

@@ -216,25 +216,20 @@ class Peers:
 
     def report(self) -> str:
         """A report on every rank: version, microbatch, activity, and its time."""
-        return "\n".join(self._report_line(rank) for rank in range(self._transport.world_size))
-
-    def _report_line(self, rank: int) -> str:
-        def load(word: Word) -> int:
-            return self._transport.load(rank, word)
-
-        is_other = rank in self._others
-        name = (
-            self._transport.describe(rank)
-            if is_other
-            else f"rank {self._transport.job_rank(rank)} (this one)"
-        )
-        state = self._state(rank)
-        if state != State.RUNNING:
-            return f"  {name}: {'has left' if state == State.LEFT else 'has failed'}"
-        doing = Doing.of(load(Word.DOING))
-        text = _ACTIVITY_TEXT[doing.activity].format(unit=self._units[doing.unit].name)
-        step = f"version {max(load(Word.VERSION), 1)}, microbatch {load(Word.MICROBATCH)}"
-        return f"  {name}: {step}, {text} for {doing.seconds:.1f} s"
+        transport, lines = self._transport, []
+        for rank in range(transport.world_size):
+            name = transport.describe(rank)
+            if rank == transport.rank:
+                name = f"rank {transport.job_rank(rank)} (this one)"
+            if (state := self._state(rank)) != State.RUNNING:
+                lines.append(f"  {name}: {'has left' if state == State.LEFT else 'has failed'}")
+                continue
+            version, microbatch = (transport.load(rank, word) for word in (Word.VERSION, Word.MICROBATCH))
+            doing = Doing.of(transport.load(rank, Word.DOING))
+            text = _ACTIVITY_TEXT[doing.activity].format(unit=self._units[doing.unit].name)
+            step = f"version {max(version, 1)}, microbatch {microbatch}"
+            lines.append(f"  {name}: {step}, {text} for {doing.seconds:.1f} s")
+        return "\n".join(lines)
 
     def _state(self, rank: int) -> int:
         return self._transport.load(rank, Word.STATE)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -71,13 +72,11 @@ class StalenessGuard:
         for unit in self._units:
             if unit.index not in self._compared:
                 self._compare_shard(unit, self._shard_now(unit))
-        answers = (
-            torch.stack(list(self._differ.values())).to("cpu", non_blocking=True) if self._differ else None
-        )
+        differ, errors = list(self._differ.values()), list(self._errors.values())
+        self._differ, self._errors = {}, {}
+        answers = torch.stack(differ).to("cpu", non_blocking=True) if differ else torch.empty(0)
         wait_for_device()
-        errors, self._errors, self._differ = list(self._errors.values()), {}, {}
-        differs = [] if answers is None else answers.tolist()
-        for error in (error for differ, error in zip(differs, errors, strict=True) if differ):
+        for error in compress(errors, answers.tolist()):
             raise error()
 
     @torch.no_grad()

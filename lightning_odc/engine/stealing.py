@@ -194,41 +194,32 @@ def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tup
     return taken()
 
 
-class Stealing:
-    """Iterates over the microbatches that this rank runs: its own, then those of loaded peers."""
+def tasks(protocol: Protocol, own: Minibatch, everybody: AllRanks) -> Iterator[tuple[bool, Task]]:
+    """The microbatches that this rank runs, its own, then those of loaded peers; and whether each one is stolen."""
+    if protocol.deterministic:
+        raise ValueError(
+            "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "
+            'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
+            "ODCStrategy(deterministic=False)."
+        )
+    queues = _next_queues(protocol, everybody.costs)
 
-    def __init__(self, protocol: Protocol, own: Minibatch, everybody: AllRanks) -> None:
-        if protocol.deterministic:
-            raise ValueError(
-                "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "
-                'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
-                "ODCStrategy(deterministic=False)."
-            )
-        self.stolen = 0  # microbatches of peers that were handed out so far
-        self._own = own
-        self._everybody = everybody
-        self._rank = protocol.transport.rank
-        self._queues = _next_queues(protocol, everybody.costs)
-        self._protocol = protocol
-
-    def __iter__(self) -> Iterator[Task]:
-        everybody = self._everybody
-        seconds = cost = 0.0  # own work in this minibatch, and its planned cost
-        for rank, number in self._queues.claims():
-            if rank == self._rank:
-                microbatch = self._own[number]
-            else:
-                microbatch = everybody.fetch(rank, number)
-                self.stolen += 1
-            detail = None if everybody.details is None else everybody.details[rank][number]
-            begin = self._now()
-            yield Task(microbatch, everybody.weights[rank][number], detail)
-            # The next one is requested: learn from the time until now.
-            self._protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
-            seconds += self._now() - begin
-            cost += everybody.costs[rank][number]
-            self._queues.report_rate(seconds / cost if cost else 0.0)
-
-    def _now(self) -> float:
+    def now() -> float:
         """Seconds of a clock that stands still while this rank waits."""
-        return time.monotonic() - sum(self._protocol.waiter.seconds.values())
+        return time.monotonic() - sum(protocol.waiter.seconds.values())
+
+    def taken() -> Iterator[tuple[bool, Task]]:
+        seconds = cost = 0.0  # own work in this minibatch, and its planned cost
+        for rank, number in queues.claims():
+            is_stolen = rank != protocol.transport.rank
+            microbatch = everybody.fetch(rank, number) if is_stolen else own[number]
+            detail = None if everybody.details is None else everybody.details[rank][number]
+            begin = now()
+            yield is_stolen, Task(microbatch, everybody.weights[rank][number], detail)
+            # The next one is requested: learn from the time until now.
+            protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
+            seconds += now() - begin
+            cost += everybody.costs[rank][number]
+            queues.report_rate(seconds / cost if cost else 0.0)
+
+    return taken()

@@ -22,6 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_odc import _compat
 
+_LATER = "Load it from a sharded checkpoint, after the model is sharded."
+
 
 class ParameterNames:
     """The names of parameters that ``fully_shard`` has replaced."""
@@ -51,25 +53,25 @@ class ParameterNames:
         for optimizer in optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             shards = {p: self._shard(p, current) for p in held if p not in own}
-            _warn_of_strangers(optimizer, [p for p, shard in shards.items() if shard is p])
+            strangers = sum(p.requires_grad for p, shard in shards.items() if shard is p)
+            if strangers:
+                rank_zero_warn(
+                    f"{type(optimizer).__name__} has {strangers} parameters that are not the model's. They are not "
+                    "sharded, and every rank steps on them with its own gradients. Make the optimizer of the model's "
+                    "parameters, in `configure_optimizers`: `torch.optim.AdamW(self.parameters())`. An optimizer from "
+                    "before an earlier run may hold parameters that the model had before it was sharded: make a new "
+                    "one."
+                )
             for group in optimizer.param_groups:
                 group["params"][:] = [shards.get(p, p) for p in group["params"]]
             for parameter, shard in shards.items():
                 if parameter in optimizer.state and shard is not parameter:
-                    optimizer.state[shard] = _sharded(optimizer.state.pop(parameter), shard)
+                    part = partial(part_of, parameter=shard, advice=_LATER)
+                    optimizer.state[shard] = apply_to_collection(optimizer.state.pop(parameter), Tensor, part)
 
     def _shard(self, parameter: Tensor, current: dict[str, nn.Parameter]) -> Tensor:
         shard = current.get(self._names.get(parameter))
         return parameter if shard is None or shard.shape != parameter.shape else shard
-
-
-def _sharded(state: Any, parameter: Tensor) -> Any:
-    part = partial(
-        part_of,
-        parameter=parameter,
-        advice="Load it from a sharded checkpoint, after the model is sharded.",
-    )
-    return apply_to_collection(state, Tensor, part)
 
 
 def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
@@ -84,17 +86,6 @@ def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
     mesh, placements = parameter.device_mesh, parameter.placements
     part = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
     return part.to(parameter.device)  # which is the CPU where shards are offloaded
-
-
-def _warn_of_strangers(optimizer: Optimizer, strangers: list[Tensor]) -> None:
-    count = sum(parameter.requires_grad for parameter in strangers)
-    if count:
-        rank_zero_warn(
-            f"{type(optimizer).__name__} has {count} parameters that are not the model's. They are not sharded, and "
-            "every rank steps on them with its own gradients. Make the optimizer of the model's parameters, in "
-            "`configure_optimizers`: `torch.optim.AdamW(self.parameters())`. An optimizer from before an earlier run "
-            "may hold parameters that the model had before it was sharded: make a new one."
-        )
 
 
 def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -41,7 +41,12 @@ def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
     _compat.save_sharded(state, unfinished)
     if rank == 0:
         torch.save(checkpoint, unfinished / _compat.METADATA_FILENAME)
-        _put_in_place(unfinished, path)
+        # Directories cannot be replaced in one go: for a moment the old one has another name, and is then removed.
+        before = _before(path)
+        if path.exists():
+            path.rename(before)
+        unfinished.rename(path)
+        _discard(before, path)
 
 
 def discard_unfinished(path: Path) -> None:
@@ -52,15 +57,6 @@ def discard_unfinished(path: Path) -> None:
         _discard(before, path)
     elif before.exists():
         before.rename(path)
-
-
-def _put_in_place(unfinished: Path, path: Path) -> None:
-    """Directories cannot be replaced in one go: for a moment the old one has another name, and is then removed."""
-    before = _before(path)
-    if path.exists():
-        path.rename(before)
-    unfinished.rename(path)
-    _discard(before, path)
 
 
 def _discard(before: Path, path: Path) -> None:
@@ -106,9 +102,7 @@ class OptimizerShards:
 
     def load(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Read this rank's part; all ranks together."""
-        frozen = [
-            parameter for parameter in self._with_state(optimizer, model) if not parameter.requires_grad
-        ]
+        frozen = [p for p in self._with_state(optimizer, model) if not p.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)  # torch leaves out the state of those that are not trained now
         try:

@@ -132,7 +132,10 @@ def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
         targets = _compat.selected_by(policy, model)
     chosen = {id(module) for module in targets}
     in_order = [module for module in reversed(list(model.modules())) if id(module) in chosen]
-    return _with_checkpoint_wrappers(model, in_order)
+    # Of activation checkpointing the wrapper is the unit, not the module inside it, so that recomputation is inside.
+    wrappers = [module for module in model.modules() if isinstance(module, _compat.CheckpointWrapper)]
+    outer = {id(child): wrapper for wrapper in wrappers for child in wrapper.children()}
+    return [outer.get(id(module), module) for module in in_order]
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
@@ -197,32 +200,29 @@ def _elements_of(module: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
             yield element
 
 
-def _announce(model: nn.Module, policy: Any, targets: list[nn.Module]) -> None:
+def _announce(model: nn.Module, policy: Any, chosen: list[nn.Module]) -> None:
     """Say what the default policy has chosen, and that the user's has chosen nothing."""
-    if policy is None:
-        rank_zero_info(choice_of_units(model, targets))
-    elif not targets:
+    if policy is None and chosen:
+        kinds = Counter(type(module).__name__ for module in chosen)
+        listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        rank_zero_info(
+            f"ODCStrategy shards these modules one by one ({listed}) and the rest as one unit. To choose otherwise, "
+            f"name the classes: ODCStrategy(auto_wrap_policy={class_names(chosen)})."
+        )
+    elif policy is None:
+        layers = [layer for part in model.children() for layer in _layers(part, set())]
+        advice = (
+            f" To read it layer by layer, name classes: ODCStrategy(auto_wrap_policy={class_names(layers)})."
+        )
+        rank_zero_info(
+            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once."
+            + advice * bool(layers)
+        )
+    elif not chosen:
         rank_zero_warn(
             f"auto_wrap_policy={policy!r} selects no module, so the whole model is one unit, which every rank reads at "
             "once. Name classes that the model has, or leave the policy out: then its repeated blocks become units."
         )
-
-
-def choice_of_units(model: nn.Module, chosen: list[nn.Module]) -> str:
-    """What the default policy says about its choice."""
-    if not chosen:
-        layers = [layer for part in model.children() for layer in _layers(part, set())]
-        return (
-            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once."
-            + f" To read it layer by layer, name classes: ODCStrategy(auto_wrap_policy={class_names(layers)})."
-            * bool(layers)
-        )
-    kinds = Counter(type(module).__name__ for module in chosen)
-    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    return (
-        f"ODCStrategy shards these modules one by one ({listed}) and the rest as one unit. To choose otherwise, name "
-        f"the classes: ODCStrategy(auto_wrap_policy={class_names(chosen)})."
-    )
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -341,17 +341,6 @@ def _by_callable(root: nn.Module, policy: Callable[..., bool]) -> list[nn.Module
 
     visit(root)
     return chosen
-
-
-def _with_checkpoint_wrappers(model: nn.Module, targets: list[nn.Module]) -> list[nn.Module]:
-    """Shard the activation-checkpointing wrapper instead of the module inside it, so that recomputation is inside."""
-    outer = {
-        id(child): module
-        for module in model.modules()
-        if isinstance(module, _compat.CheckpointWrapper)
-        for child in module.children()
-    }
-    return [outer.get(id(module), module) for module in targets]
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:

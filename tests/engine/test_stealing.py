@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import AllRanks
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.stealing import Stealing, WorkQueues
+from lightning_odc.engine.stealing import WorkQueues, tasks
 from lightning_odc.engine.transports.base import Lock
 from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS
@@ -112,7 +112,7 @@ def test_stealing_under_a_fixed_order_of_sums_is_refused():
     with pytest.raises(
         ValueError, match=r'Use BalancedDataLoader\(policy="lb_mini"\), the same plan without'
     ):
-        Stealing(
+        tasks(
             Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True),
             Minibatch([]),
             AllRanks([[], []], [[], []], lambda *_: None),

@@ -341,18 +341,15 @@ class ReplicaLink:
 
     def fail(self, message: str) -> None:
         """Tell the others that this rank has failed, and why."""
-        self._say_last(Kind.FAILURE, message.encode())
+        for peer in self._peers.values():
+            peer.say_last(Kind.FAILURE, message.encode())
 
     def close(self) -> None:
         """Leave for good. Idempotent."""
-        self._say_last(Kind.LEAVE)
         for peer in self._peers.values():
+            peer.say_last(Kind.LEAVE)
             peer.close()
         self._peers.clear()
-
-    def _say_last(self, kind: Kind, message: bytes = b"") -> None:
-        for peer in self._peers.values():
-            peer.say_last(kind, message)
 
 
 def _proof(secret: bytes, word: str, rank: int) -> bytes:

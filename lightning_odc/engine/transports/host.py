@@ -100,9 +100,8 @@ def make_fence(machine: str = "") -> Fence | None:
 def thread_fence() -> Fence | None:
     """A full barrier of the thread that calls it; ``None`` where there is no libatomic."""
     try:
-        fence = ctypes.PyDLL(
-            "libatomic.so.1"
-        ).atomic_thread_fence  # so short that it keeps the interpreter's lock
+        # So short that it keeps the interpreter's lock: ``PyDLL``.
+        fence = ctypes.PyDLL("libatomic.so.1").atomic_thread_fence
     except (OSError, AttributeError):
         return None
     fence.argtypes, fence.restype = [ctypes.c_int], None

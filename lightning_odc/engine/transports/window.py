@@ -38,9 +38,8 @@ class Region:
     """One mapped window."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self.fd = (
-            fd  # carries the locks: nothing else in this process may keep a copy; forked processes have one
-        )
+        # It carries the locks: nothing else in this process may keep a copy; forked processes have one.
+        self.fd = fd
         self.memory = _map(fd, size)  # 1-D, ``uint8``; the mapping lasts as long as any view of it
         self.bytes = self.memory.numpy().data  # all of it, for headers and mailboxes
         self.words = self.bytes[:0]  # the control words and the claim word, once `map_units` was called
