@@ -188,22 +188,18 @@ class Peers:
         first = [peer for peer, message in failures.items() if not message.startswith(FOLLOWED)]
         dead = [peer for peer in ended if self._state(peer) != State.LEFT and peer not in failures]
         if dead and not first:
-            return f"{self._deaths(dead)}\n{self.report()}"
+            names = ", ".join(self._transport.describe(peer) for peer in dead)
+            endings = [self._transport.how_ended(peer) for peer in dead]
+            parts = [f"{names} ended without a word (killed, out of memory, or crashed)."]
+            if any(endings):
+                parts.append(f"How it ended: {', '.join(ending or 'unknown' for ending in endings)}.")
+            if not all(endings) or "SIGKILL" in endings:
+                parts.append(self._kills.verdict())  # see Note [Whom the kernel ended]
+            return f"{' '.join(filter(None, parts))}\n{self.report()}"
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
             return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"
         return self.beyond()
-
-    def _deaths(self, dead: Sequence[int]) -> str:
-        """The ranks that died, and the cause if it is known: see Note [Whom the kernel ended]."""
-        names = ", ".join(self._transport.describe(peer) for peer in dead)
-        endings = [self._transport.how_ended(peer) for peer in dead]
-        parts = [f"{names} ended without a word (killed, out of memory, or crashed)."]
-        if any(endings):
-            parts.append(f"How it ended: {', '.join(ending or 'unknown' for ending in endings)}.")
-        if not all(endings) or "SIGKILL" in endings:
-            parts.append(self._kills.verdict())
-        return " ".join(filter(None, parts))
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""

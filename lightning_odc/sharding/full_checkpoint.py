@@ -123,7 +123,16 @@ def load(
             raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
         rest = sharded_checkpoint.load(path, model, strict, trusted_as_asked)
     else:
-        rest = _load_full(_read(path, checkpoint_io, trusted_as_asked), model, strict)
+        rest = _read(path, checkpoint_io, trusted_as_asked)
+        saved_model = rest.pop("state_dict")
+        if strict:
+            check_names(saved_model.keys(), get_model_state_dict(model).keys())
+        # Every rank takes its part of what it read.
+        set_model_state_dict(
+            model, saved_model, options=StateDictOptions(full_state_dict=True, strict=strict)
+        )
+        if "current_model_state" in rest:  # a WeightAveraging callback will load both models itself
+            rest["state_dict"] = saved_model
     check_optimizers(len(rest.setdefault("optimizer_states", [])), len(optimizers))
     # The loss scale of other strategies, by the name of their class.
     for other in ("FSDPPrecision", "MixedPrecision"):
@@ -142,18 +151,6 @@ def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> 
         )
     with get_filesystem(path).open(path, "rb") as file:
         return cast(dict[str, Any], torch.load(file, map_location="cpu", weights_only=weights_only))
-
-
-def _load_full(checkpoint: dict[str, Any], model: nn.Module, strict: bool) -> dict[str, Any]:
-    """Every rank takes its part of what it read."""
-    options = StateDictOptions(full_state_dict=True, strict=strict)
-    saved_model = checkpoint.pop("state_dict")
-    if strict:
-        check_names(saved_model.keys(), get_model_state_dict(model).keys())
-    set_model_state_dict(model, saved_model, options=options)
-    if "current_model_state" in checkpoint:  # a WeightAveraging callback will load both models itself
-        checkpoint["state_dict"] = saved_model
-    return checkpoint
 
 
 def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:

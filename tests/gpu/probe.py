@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning_odc import host_memory
 from lightning_odc.engine.transports import host
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
-from lightning_odc.engine.transports.window import HEADER_BYTES, RangeLock, Region
+from lightning_odc.engine.transports.window import HEADER_BYTES, MappedWindow, RangeLock
 
 MIB = 2**20
 PATIENCE = 60  # seconds for one wait; after twice as long every rank prints where its threads are
@@ -115,7 +115,7 @@ def _get_descriptor() -> None:
 
 
 def _share_memory() -> None:
-    region = Region.create(HEADER_BYTES)
+    region = MappedWindow.create(HEADER_BYTES)
     try:
         os.close(os.open(f"/proc/{os.getpid()}/fd/{region.fd}", os.O_RDWR | os.O_CLOEXEC))
         lock = RangeLock(region.fd, 0, None)

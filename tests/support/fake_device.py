@@ -23,7 +23,7 @@ from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
 from lightning_odc.engine.transports.host import boot_id
-from lightning_odc.engine.transports.window import HEADER_BYTES, Address, RangeLock, Region
+from lightning_odc.engine.transports.window import HEADER_BYTES, Address, MappedWindow, RangeLock
 
 _SECRET = bytes(32)
 _LONGEST_DELAY = 300e-6
@@ -84,7 +84,7 @@ class FakeDevice(Device):
         self._facts = replace(
             DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank, atomics=linked), **facts
         )
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, MappedWindow] = {}
         self._here = threading.local()
         self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]
         self.adds_plainly = False
@@ -174,14 +174,14 @@ class FakeDevice(Device):
         self.adds_plainly = True
 
     def create(self, size: int) -> None:
-        self._regions[self._rank] = own = Region.create(HEADER_BYTES + size)
+        self._regions[self._rank] = own = MappedWindow.create(HEADER_BYTES + size)
         own.write_header(_SECRET, self._rank)
 
     def attach(self) -> list[Tensor]:
         own = self._regions[self._rank]
         for peer, address in enumerate(self._rendezvous(Address(boot_id(), os.getpid(), own.fd))):
             if peer != self._rank:
-                self._regions[peer] = Region.attach(peer, address, _SECRET, len(own.bytes))
+                self._regions[peer] = MappedWindow.attach(peer, address, _SECRET, len(own.bytes))
         self._rendezvous(None)
         return [region.memory[HEADER_BYTES:] for _, region in sorted(self._regions.items())]
 

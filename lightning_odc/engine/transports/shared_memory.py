@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_odc import host_memory
 from lightning_odc.engine.transports import host
 from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message, together
-from lightning_odc.engine.transports.window import HEADER_BYTES, Address, RangeLock, Region
+from lightning_odc.engine.transports.window import HEADER_BYTES, Address, MappedWindow, RangeLock
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import gib
 
@@ -50,7 +50,7 @@ class SharedMemoryTransport(Transport):
         self._rendezvous = rendezvous
         self._job_ranks = job_ranks or range(world_size)
         self._spec = WindowSpec(units=(), words=0)
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, MappedWindow] = {}
         self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
         self._fence: host.Fence | None = None  # see Note [What orders memory]
@@ -85,14 +85,14 @@ class SharedMemoryTransport(Transport):
         return secrets.token_bytes(_SECRET_BYTES)
 
     def _create(self, size: int, secret: bytes) -> Address:
-        own = self._regions[self.rank] = Region.create(size)
+        own = self._regions[self.rank] = MappedWindow.create(size)
         own.write_header(secret, self.job_rank(self.rank))
         return Address(host.boot_id(), os.getpid(), own.fd)
 
     def _attach(self, size: int, secret: bytes) -> None:
         for peer, address in enumerate(self._addresses):
             if peer != self.rank:
-                self._regions[peer] = Region.attach(self.job_rank(peer), address, secret, size)
+                self._regions[peer] = MappedWindow.attach(self.job_rank(peer), address, secret, size)
                 self._pidfds[peer] = os.pidfd_open(address.pid)
             self._regions[peer].map_units(self._spec)
 

@@ -34,7 +34,7 @@ class Address:
     fd: int
 
 
-class Region:
+class MappedWindow:
     """One mapped window."""
 
     def __init__(self, fd: int, size: int) -> None:
@@ -47,7 +47,7 @@ class Region:
         self.accumulators: list[list[Tensor]] = []
 
     @classmethod
-    def create(cls, size: int) -> Region:
+    def create(cls, size: int) -> MappedWindow:
         """A zeroed window whose memory is claimed and whose size is final."""
         fd = os.memfd_create("lightning-odc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -60,7 +60,7 @@ class Region:
             raise
 
     @classmethod
-    def attach(cls, peer: int, address: Address, secret: bytes, size: int) -> Region:
+    def attach(cls, peer: int, address: Address, secret: bytes, size: int) -> MappedWindow:
         """A peer's window, trusting nothing it said until it was checked."""
         fd = _open(peer, address)
         try:

@@ -213,18 +213,18 @@ def test_a_rank_that_looks_late_does_not_count_windows_twice():
 
 
 def sign_with_another_secret() -> None:
-    real = region.Region.write_header
-    region.Region.write_header = lambda self, _, rank: real(self, bytes(32), rank)  # type: ignore[method-assign]
+    real = region.MappedWindow.write_header
+    region.MappedWindow.write_header = lambda self, _, rank: real(self, bytes(32), rank)  # type: ignore[method-assign]
 
 
 def sign_as_another_rank() -> None:
-    real = region.Region.write_header
-    region.Region.write_header = lambda self, secret, _: real(self, secret, 0)  # type: ignore[method-assign]
+    real = region.MappedWindow.write_header
+    region.MappedWindow.write_header = lambda self, secret, _: real(self, secret, 0)  # type: ignore[method-assign]
 
 
 def make_it_larger() -> None:
-    real = region.Region.create.__func__  # type: ignore[attr-defined]
-    region.Region.create = classmethod(lambda cls, size: real(cls, size + 4096))  # type: ignore[method-assign, assignment]
+    real = region.MappedWindow.create.__func__  # type: ignore[attr-defined]
+    region.MappedWindow.create = classmethod(lambda cls, size: real(cls, size + 4096))  # type: ignore[method-assign, assignment]
 
 
 def leave_it_unsealed() -> None:
