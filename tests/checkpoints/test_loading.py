@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_odc import _compat
 from tests.support.models import Block
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_cases, run_ranks, try_ranks
 
 
 class Grouped(TokenModule):
@@ -57,15 +57,30 @@ def _save_and_resume(rank: int, directory: str, name: str, wrapped: bool, kind: 
     return [full_parameters(straight), full_parameters(second)]
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["", "activation checkpointing"])
-@pytest.mark.parametrize("name", MODULES)
-def test_a_resumed_run_is_bit_equal(tmp_path, name, wrapped, kind):
-    straight, resumed = run_ranks(_save_and_resume, str(tmp_path), name, wrapped, kind)[0]
+RESUMED = {
+    f"{name}, {kind}{', activation checkpointing' * wrapped}": (name, wrapped, kind)
+    for name in MODULES
+    for kind in ("full", "sharded")
+    for wrapped in (False, True)
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    places = {case: tmp_path_factory.mktemp("resumed") for case in RESUMED}
+    found = run_cases(_save_and_resume, {case: (str(places[case]), *RESUMED[case]) for case in RESUMED})
+    return places, found
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_bit_equal(case, runs):
+    places, found = runs
+    straight, resumed = found[case][0]
+    name, _, kind = RESUMED[case]
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[key], resumed[key]) for key in straight)
     if kind == "full":
-        _goes_on_in_one_process(tmp_path, name, resumed)
+        _goes_on_in_one_process(places[case], name, resumed)
 
 
 def _goes_on_in_one_process(directory: pathlib.Path, name: str, resumed: dict[str, Tensor]) -> None:
