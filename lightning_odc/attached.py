@@ -103,6 +103,34 @@ def make_engine(
     return OnDemandEngine(transport, rendezvous, **options)
 
 
+def engine_of(
+    strategy: Any,
+    layout: Layout | None,
+    replicas: DeviceMesh | None = None,
+    hang_report: HangReport | None = None,
+) -> Engine:
+    """The engine of a strategy, of the Trainer's or of Fabric's: both have the same attributes. All ranks together."""
+    environment = strategy.cluster_environment
+    place = Place(
+        strategy.root_device,
+        strategy.global_rank,
+        strategy.world_size,
+        strategy.num_processes,
+        environment.main_address if environment else "",
+        layout,
+        replicas,
+    )
+    return make_engine(
+        place,
+        communication=strategy.communication,
+        keep_gathered=strategy.keep_gathered,
+        deterministic=strategy.deterministic,
+        accumulator_dtype=strategy.accumulator_dtype,
+        timeout=strategy.timeout,
+        hang_report=hang_report,
+    )
+
+
 def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
     """The memory of a rank's device, of which every rank may plan its part."""
     if place.device.type != "cuda":

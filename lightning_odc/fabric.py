@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc.attached import Attached, Place, make_engine, memory_size
+from lightning_odc.attached import Attached, engine_of, memory_size
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.hybrid.column import Layout
@@ -140,23 +140,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self._check_setup()
         with self._names.recorded(module):
             self.model = super().setup_module(module)
-        place = Place(
-            self.root_device,
-            self.global_rank,
-            self.world_size,
-            self.num_processes,
-            self.cluster_environment.main_address if self.cluster_environment else "",
-            self._layout,
-        )
-        engine = make_engine(
-            place,
-            communication=self.communication,
-            keep_gathered=self.keep_gathered,
-            deterministic=self.deterministic,
-            accumulator_dtype=self.accumulator_dtype,
-            timeout=self.timeout,
-        )
-        self._attached = Attached(self.model, engine)
+        self._attached = Attached(self.model, engine_of(self, self._layout))
         return self.model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -18,7 +18,7 @@ FILES = {
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
-    "": 2310,
+    "": 2320,
     "benchmarks": 11280,
     "advisor": 760,
     "balance": 3200,
@@ -29,7 +29,7 @@ LINES = {
     "engine": 7470,
     "rl": 1140,
     "sharding": 1340,
-    "strategy": 4830,
+    "strategy": 4800,
 }
 
 

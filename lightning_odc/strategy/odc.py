@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat
-from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, Place, make_engine, tell_peers
+from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, engine_of, tell_peers
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.checks import check_single, whole_minibatches
 from lightning_odc.data.loader import BalancedDataLoader, Packing
@@ -252,15 +252,8 @@ class ODCStrategy(ShardedStrategy):
             self.model = self._layer_sync.apply(self.model)
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
-            self._engine = make_engine(
-                self._place,
-                communication=self.communication,
-                keep_gathered=self.keep_gathered,
-                deterministic=self.deterministic,
-                accumulator_dtype=self.accumulator_dtype,
-                timeout=self.timeout,
-                hang_report=self._hang_report(trainer),
-            )
+            replicas = self.shard_mesh if self._replicates and self._layout is not None else None
+            self._engine = engine_of(self, self._layout, replicas, self._hang_report(trainer))
             self._engine.attach(self.model, gradients=fitting)
         if fitting:
             self._setup_averages(trainer)
@@ -283,19 +276,6 @@ class ODCStrategy(ShardedStrategy):
         self.setup_precision_plugin()
         if fitting:
             self.precision_plugin.training = self._training
-
-    @property
-    def _place(self) -> Place:
-        assert self.cluster_environment is not None
-        return Place(
-            self.root_device,
-            self.global_rank,
-            self.world_size,
-            self.num_processes,
-            self.cluster_environment.main_address,
-            self._layout,
-            self.shard_mesh if self._replicates and self._layout is not None else None,
-        )
 
     def _hang_report(self, trainer: pl.Trainer) -> HangReport | None:
         """What says where this rank is, after so long a wait: on stderr and in the trainer's directory."""

@@ -213,7 +213,13 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
     check_choice("sharding_strategy", name, _SHARDING_STRATEGIES)
     if device_mesh is None:
         return
-    _check_mesh(device_mesh)
+    sizes = device_mesh.shape if isinstance(device_mesh, DeviceMesh) else device_mesh
+    sizes = list(sizes) if isinstance(sizes, Iterable) else []
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(
+            f"ODCStrategy(device_mesh={device_mesh!r}) is not a mesh of nodes: write device_mesh=(nodes, ranks per "
+            "node), or pass a 2-D DeviceMesh."
+        )
     if name not in nodes.WITHIN_NODE:
         raise ValueError(
             f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
@@ -221,32 +227,14 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
         )
 
 
-def _check_mesh(device_mesh: Any) -> None:
-    if isinstance(device_mesh, DeviceMesh):
-        is_right = device_mesh.ndim == 2
-    else:
-        is_right = (
-            isinstance(device_mesh, Iterable)
-            and len(sizes := list(device_mesh)) == 2
-            and all(isinstance(size, int) and size > 0 for size in sizes)
-        )
-    if not is_right:
-        raise ValueError(
-            f"ODCStrategy(device_mesh={device_mesh!r}) is not a mesh of nodes: write device_mesh=(nodes, ranks per "
-            "node), or pass a 2-D DeviceMesh."
-        )
-
-
 def check_wrapping(argument: str, policy: Any) -> None:
     """Refuse what does not say which modules are meant."""
-    if policy is None or callable(policy) or _compat.is_policy(policy):
-        return
-    if isinstance(policy, set) and all(isinstance(kind, type) for kind in policy):
-        return
-    raise TypeError(
-        f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
-        f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
-    )
+    is_set = isinstance(policy, set) and all(isinstance(kind, type) for kind in policy)
+    if not (policy is None or is_set or callable(policy) or _compat.is_policy(policy)):
+        raise TypeError(
+            f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
+            f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
+        )
 
 
 def check_time(argument: str, value: Any, example: str) -> None:
