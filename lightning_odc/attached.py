@@ -327,6 +327,12 @@ class Attached:
     def settle(self) -> None:
         """Complete the gradients in ``.grad``, all ranks together. `step` does it by itself."""
         if not self.engine.settled:
+            if self.engine.ran_outside:
+                raise ODCError(
+                    "A backward pass ran without its weight. Write\n"
+                    "    with odc.backward(weight=n):  # the loss is a sum over n items; or without a weight\n"
+                    "        loss.backward()"
+                )
             self.engine.ledger.is_idle = not self._ran
             self.engine.settle(None)
             self._ran = 0

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from transformers import AutoModelForCausalLM
 
 from lightning_odc import attach
-from lightning_odc.errors import PeerFailedError, StaleShardError
+from lightning_odc.errors import ODCError, PeerFailedError, StaleShardError
 from lightning_odc.pretrained import save_pretrained
 from tests.docs.blocks import ROOT, fragments
 from tests.strategy.test_models import CausalLM, causal_lm
@@ -295,6 +295,9 @@ def _refused(rank: int) -> dict[str, str]:
             said[words] = str(error.value)
         with pytest.raises(ValueError, match="LBFGS"):
             odc.step(torch.optim.LBFGS(attached.parameters()))
+        summed_loss(attached, token_batches([5])[0]).backward()
+        with pytest.raises(ODCError, match=r"with odc\.backward\(weight=n\)"):
+            odc.settle()
     return said
 
 
@@ -325,7 +328,8 @@ def _save_while_the_trainer_trains(rank: int, directory: str, tied: bool) -> dic
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_from_pretrained_reads_what_one_rank_wrote(tmp_path, tied):
+def test_from_pretrained_reads_what_one_rank_wrote(tmp_path, tied, monkeypatch):
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads outlive the call
     trained = run_ranks(_save_while_the_trainer_trains, str(tmp_path), tied)[0]
     files = sorted(path.name for path in tmp_path.glob("*model*"))
     assert len(files) > 3

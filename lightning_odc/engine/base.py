@@ -222,6 +222,7 @@ class Engine(Traced, ABC):
         weight_unit: the weighted losses that were backpropagated were divided by this, on all ranks.
         settled: the gradients of the step are complete in ``.grad``; what comes next is the optimizer step.
         backward_done: the backward pass of the microbatch at hand has come to its end, and what calls it has not.
+        ran_outside: a backward pass has run outside of `backward` since the last optimizer step.
         evaluating: ranks may have different numbers of batches now.
         note: something JSON-serialisable to tell the other ranks at the next settle, at no cost of its own.
         notes: what all ranks told at the last settle, in rank order; empty where settling does not communicate.
@@ -235,6 +236,7 @@ class Engine(Traced, ABC):
         self.ledger = Ledger()
         self.weight_unit = 1.0
         self.settled = self._failed = self.backward_done = False
+        self.ran_outside = False
         self.note: Any = None
         self.notes: list[Any] = []
         self._batches = 0
@@ -459,6 +461,7 @@ class Engine(Traced, ABC):
 
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
+        self.ran_outside = False
         self._batches = 0
         return ledger
 

@@ -241,6 +241,7 @@ class OnDemandEngine(Engine):
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of the fresh parameters]``."""
         if not self._in_backward:  # a pass of the user's own: was a gradient emptied?
+            self.ran_outside = True
             self._placeholders.check_not_laid(unit.fresh)
         for slot in unit.fresh:  # their hooks are called when the step settles
             self._late_hooks.hold(slot.home)
