@@ -8,7 +8,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 from lightning_odc.strategy.odc import ODCStrategy
 
 NAMES = ("odc", "odc_plain", "odc_balanced")
@@ -18,7 +18,7 @@ def register() -> None:
     """Register the strategies with Lightning's Trainer and Fabric. Safe to call again."""
     if ODCStrategy.strategy_name not in StrategyRegistry:
         ODCStrategy.register_strategies(StrategyRegistry)
-    other = _compat.other_strategy_registry()
+    other = _compat_lightning.other_strategy_registry()
     for name in NAMES:
         if name not in STRATEGY_REGISTRY:
             describe = "On-demand communication in Fabric"

@@ -33,17 +33,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_odc import _compat
+from lightning_odc import _compat, _compat_lightning
 from lightning_odc.strategy import evaluation
 from tests.support.models import Net, init_gloo
 from tests.support.ranks import run_ranks
 
 
 def test_names_exist_with_the_expected_arguments():
-    assert callable(_compat._lightning_fsdp._setup_activation_checkpointing)
-    assert callable(_compat._lightning_fsdp._distributed_checkpoint_save)
-    assert callable(_compat._lightning_fsdp._is_sharded_checkpoint)
-    assert isinstance(_compat.METADATA_FILENAME, str)
+    assert callable(_compat_lightning._lightning_fsdp._setup_activation_checkpointing)
+    assert callable(_compat_lightning._lightning_fsdp._distributed_checkpoint_save)
+    assert callable(_compat_lightning._lightning_fsdp._is_sharded_checkpoint)
+    assert isinstance(_compat_lightning.METADATA_FILENAME, str)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
@@ -60,10 +60,10 @@ def test_the_attention_of_a_configuration_is_the_one_it_was_given(name):
 def test_logging_as_sets_and_restores_the_hook():
     module = LightningModule()
     module._current_fx_name = "optimizer_step"
-    with _compat.logging_as(module, "training_step"):
+    with _compat_lightning.logging_as(module, "training_step"):
         assert module._current_fx_name == "training_step"
     assert module._current_fx_name == "optimizer_step"
-    with contextlib.suppress(KeyError), _compat.logging_as(module, "training_step"):
+    with contextlib.suppress(KeyError), _compat_lightning.logging_as(module, "training_step"):
         raise KeyError
     assert module._current_fx_name == "optimizer_step"
 
@@ -75,7 +75,7 @@ class Transferred(LightningModule):
 
 def test_a_kind_of_batch_is_left_to_the_strategy():
     module = Transferred()
-    with _compat.before_transfer(module, tuple) as call:
+    with _compat_lightning.before_transfer(module, tuple) as call:
         pickle.dumps(module)
         assert module._on_before_batch_transfer((1,)) == (1,)
         assert module._on_before_batch_transfer([1]) == call((1,), 0) == [1, 0]
@@ -138,13 +138,13 @@ def test_layers_of_torch_have_a_method_that_resets_them():
 
 def test_averages_are_found_in_lightnings_callback():
     if not hasattr(callbacks, "WeightAveraging"):
-        assert _compat.averaged_models([]) == []  # lightning < 2.6
+        assert _compat_lightning.averaged_models([]) == []  # lightning < 2.6
         return
     average = callbacks.WeightAveraging()
-    assert _compat.averaged_models([average, callbacks.Timer()]) == []
+    assert _compat_lightning.averaged_models([average, callbacks.Timer()]) == []
     module = BoringModel()
     average.setup(Trainer(logger=False, enable_checkpointing=False), module, "fit")
-    (copied,) = _compat.averaged_models([average])
+    (copied,) = _compat_lightning.averaged_models([average])
     assert isinstance(copied, BoringModel) and copied is not module
 
 
@@ -152,7 +152,7 @@ def test_checkpoint_wrapping_by_policy():
     model = Net()
     chosen = lambda module, recurse, **_: recurse or module is model.blocks[1]  # noqa: E731
     strategy = FSDPStrategy(activation_checkpointing_policy=chosen)
-    _compat.wrap_checkpointed(model, strategy)
+    _compat_lightning.wrap_checkpointed(model, strategy)
     assert [isinstance(block, _compat.CheckpointWrapper) for block in model.blocks] == [False, True, False]
 
 
@@ -167,7 +167,7 @@ def test_a_method_runs_inside_the_call_of_its_wrapper():
     called = []
     wrapper = module = Module()
     wrapper.register_forward_pre_hook(lambda *_: called.append("hook"))
-    assert _compat.call_as_forward(wrapper, module, "training_step", 1, y=2) == 3
+    assert _compat_lightning.call_as_forward(wrapper, module, "training_step", 1, y=2) == 3
     assert called == ["hook"]
     with pytest.raises(AssertionError, match="not this one"):
         module(1)
@@ -200,7 +200,7 @@ def test_importing_is_light_and_patches_nothing():
 
 def test_the_training_loop_still_profiles_the_fetching_of_batches():
     source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
-    assert f'{_compat.FETCH_ACTION}")' in source
+    assert f'{_compat_lightning.FETCH_ACTION}")' in source
 
 
 def test_hooks_of_a_parameter_are_found_and_move_with_their_handles():
@@ -335,9 +335,9 @@ def test_comms_of_a_module_are_those_that_were_set():
 def test_what_the_launcher_of_notebooks_relies_on():
     from lightning.fabric.strategies.launchers.launcher import _Launcher as FabricLauncher
 
-    assert issubclass(_compat.Launcher, FabricLauncher)
-    assert _compat.Launcher.__abstractmethods__ == {"is_interactive_compatible", "launch", "kill"}
-    assert callable(_compat._lightning_call._call_and_handle_interrupt)
+    assert issubclass(_compat_lightning.Launcher, FabricLauncher)
+    assert _compat_lightning.Launcher.__abstractmethods__ == {"is_interactive_compatible", "launch", "kill"}
+    assert callable(_compat_lightning._lightning_call._call_and_handle_interrupt)
     assert hasattr(FSDPStrategy, "_configure_launcher")
     assert hasattr(FSDPStrategy(), "_launcher")
     assert hasattr(ModelParallelStrategy, "_configure_launcher")
@@ -372,8 +372,8 @@ def test_states_of_loaders_that_were_made_early_can_be_loaded(tmp_path):
         class Late(callbacks.Callback):
             def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
                 seen.extend(loader.loaded)
-                _compat.load_loader_states(trainer)
-                _compat.load_loader_states(trainer)
+                _compat_lightning.load_loader_states(trainer)
+                _compat_lightning.load_loader_states(trainer)
 
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         save = callbacks.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
@@ -389,7 +389,7 @@ class Handled(BoringModel):
     """Looks for the trainer's handlers while it trains."""
 
     def on_train_start(self) -> None:
-        self.found = set(_compat.handlers_of_lightning())
+        self.found = set(_compat_lightning.handlers_of_lightning())
 
 
 def test_the_trainers_signal_handlers_are_known():
@@ -397,7 +397,7 @@ def test_the_trainers_signal_handlers_are_known():
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 1}
     Trainer(accelerator="cpu", devices=1, barebones=False, enable_model_summary=False, **options).fit(module)
     assert module.found == {signal.SIGTERM}
-    assert _compat.handlers_of_lightning() == {}
+    assert _compat_lightning.handlers_of_lightning() == {}
 
 
 def test_a_running_profiler_is_known():
@@ -445,4 +445,4 @@ def test_gpus_are_asked_for_their_facts_by_public_names():
 
 def test_it_is_known_whether_batches_begin_with_a_broadcast():
     version = tuple(map(int, lightning.__version__.split(".")[:2]))
-    assert (version >= (2, 6)) == _compat.BROADCASTS_BEFORE_BATCHES
+    assert (version >= (2, 6)) == _compat_lightning.BROADCASTS_BEFORE_BATCHES

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 
 
 def averages(trainer: pl.Trainer) -> list[nn.Module]:
     """The averaged copies of the model that callbacks hold, if it is being fitted."""
-    return _compat.averaged_models(list(trainer.callbacks))  # type: ignore[attr-defined]
+    return _compat_lightning.averaged_models(list(trainer.callbacks))  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

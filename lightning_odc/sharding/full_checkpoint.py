@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc import _compat
+from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import replacing
 from lightning_odc.sharding import sharded_checkpoint
 from lightning_odc.sharding.optimizers import part_of
@@ -96,7 +96,7 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
                 'ODCStrategy(state_dict_type="full"), or a directory that is mounted.'
             )
         return
-    if full and path.is_dir() and not _compat.is_sharded_checkpoint(path):
+    if full and path.is_dir() and not _compat_lightning.is_sharded_checkpoint(path):
         raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
     barrier()  # so that no rank looks while something is being removed
     if is_first and full and path.is_dir():
@@ -119,7 +119,7 @@ def load(
     """Load the model in place; returns the rest of the checkpoint. All ranks together."""
     trusted_as_asked = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
     if isinstance(path, Path) and not path.is_file():
-        if not _compat.is_sharded_checkpoint(path):
+        if not _compat_lightning.is_sharded_checkpoint(path):
             raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
         rest = sharded_checkpoint.load(path, model, strict, trusted_as_asked)
     else:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.optim import Optimizer
 
-from lightning_odc import _compat
+from lightning_odc import _compat, _compat_lightning
 
 #: What the model's part is called by Lightning's ``FSDPStrategy`` (and here), and by its ``ModelParallelStrategy``.
 _MODEL_KEYS = ("model", "state_dict")
@@ -38,9 +38,9 @@ def save(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
     state = {_MODEL_KEYS[0]: checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
     state.update({f"{OptimizerShards.prefix}{index}": state for index, state in enumerate(states)})
-    _compat.save_sharded(state, unfinished)
+    _compat_lightning.save_sharded(state, unfinished)
     if rank == 0:
-        torch.save(checkpoint, unfinished / _compat.METADATA_FILENAME)
+        torch.save(checkpoint, unfinished / _compat_lightning.METADATA_FILENAME)
         # Directories cannot be replaced in one go: for a moment the old one has another name, and is then removed.
         before = _before(path)
         if path.exists():
@@ -62,7 +62,7 @@ def discard_unfinished(path: Path) -> None:
 def _discard(before: Path, path: Path) -> None:
     """Remove a checkpoint that ``path`` has replaced, but keep other files in its directory."""
     for entry in before.iterdir() if before.exists() else ():
-        is_part = entry.suffix == ".distcp" or entry.name in (_METADATA, _compat.METADATA_FILENAME)
+        is_part = entry.suffix == ".distcp" or entry.name in (_METADATA, _compat_lightning.METADATA_FILENAME)
         if not is_part and not (path / entry.name).exists():
             entry.rename(path / entry.name)
     shutil.rmtree(before, ignore_errors=True)
@@ -86,7 +86,7 @@ def load(path: Path, model: nn.Module, strict: bool, weights_only: bool) -> dict
         check_names([n.removeprefix(f"{key}.") for n in names if n.startswith(f"{key}.")], state[key].keys())
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     set_model_state_dict(model, state[key], options=StateDictOptions(strict=strict))
-    rest: dict[str, Any] = torch.load(path / _compat.METADATA_FILENAME, weights_only=weights_only)
+    rest: dict[str, Any] = torch.load(path / _compat_lightning.METADATA_FILENAME, weights_only=weights_only)
     count = sum(part.startswith(OptimizerShards.prefix) for part in parts)
     rest["optimizer_states"] = [OptimizerShards(path, index) for index in range(count)]
     return rest

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -70,7 +70,7 @@ class FirstCallback(Callback):
         if not isinstance(self._engine, OnDemandEngine):
             return
         self._engine.protocol.announce_end()
-        if not _compat.BROADCASTS_BEFORE_BATCHES:
+        if not _compat_lightning.BROADCASTS_BEFORE_BATCHES:
             return
         heard = torch.tensor([end], device=trainer.strategy.root_device)
         dist.broadcast(heard, src=0)

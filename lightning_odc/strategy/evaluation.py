@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from lightning_odc import _compat
+from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Counter, Rule
@@ -68,7 +68,9 @@ class Evaluation:
         """Take over logging before the first batch. Not for predictions, which log nothing."""
         if self._engine.world_size == 1:
             return
-        self._changes.enter_context(_compat.before_epoch_values(self._module.trainer, self._complete))
+        self._changes.enter_context(
+            _compat_lightning.before_epoch_values(self._module.trainer, self._complete)
+        )
         if not self._always:
             return
         log = self._module.log
@@ -101,10 +103,10 @@ class Evaluation:
         self, run: Callable[..., Any], minibatch: Minibatch, *args: Any, **kwargs: Any
     ) -> list[Any]:
         trainer = self._module.trainer
-        if not self._had_minibatches and _compat.deals_out(trainer):
+        if not self._had_minibatches and _compat_lightning.deals_out(trainer):
             check_samplers(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
         self._had_minibatches = True
-        _compat.count_batch_once(trainer)
+        _compat_lightning.count_batch_once(trainer)
         outputs, origin = [], minibatch.origin
         counter = None if origin is None else origin.counter or (self._labels if origin.by_labels else None)
         rule = self._rule if origin is not None and origin.by_labels else None  # what training has found out

@@ -29,7 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_odc import _compat, host_memory
+from lightning_odc import _compat_lightning, host_memory
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.sharding.full_checkpoint import model_state
 
@@ -63,7 +63,7 @@ def interactive_launcher(strategy: Any) -> ForkLauncher | None:
     return ForkLauncher(strategy) if forks else None
 
 
-class ForkLauncher(_compat.Launcher):
+class ForkLauncher(_compat_lightning.Launcher):
     """Runs a function on all ranks of this machine, in processes forked from this one."""
 
     def __init__(self, strategy: Any) -> None:
@@ -191,7 +191,7 @@ class ForkLauncher(_compat.Launcher):
                 outcome = function(*args, **kwargs)
             else:
                 self._strategy._launcher = None  # this is a rank now, where nothing is launched
-                result = _compat.call_and_clean_up(trainer, function, *args, **kwargs)
+                result = _compat_lightning.call_and_clean_up(trainer, function, *args, **kwargs)
                 outcome = _outcome(trainer, result)
             if rank == 0:
                 torch.save(outcome, directory / "outcome")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc import _compat
+from lightning_odc import _compat, _compat_lightning
 from lightning_odc.balance import Cost, quadratic, transformer
 from lightning_odc.balance.costs import MICROBATCH
 from lightning_odc.data.packing import PackingCollator
@@ -89,7 +89,7 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
     module.odc_check = lambda: trouble.append(_trouble_of(model, strategy.root_device))
     try:
         with undisturbed(module, strategy.root_device), strategy.precision_plugin.forward_context():
-            _compat.call_as_forward(strategy.model, module, "odc_check")
+            _compat_lightning.call_as_forward(strategy.model, module, "odc_check")
     finally:
         del module.odc_check
     engine.reshard()

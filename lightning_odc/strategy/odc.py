@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, engine_of, tell_peers
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.checks import check_single, whole_minibatches
@@ -242,7 +242,7 @@ class ODCStrategy(ShardedStrategy):
         assert self.model is not None
         self._failed = False
         self._before_transfer = self._on_teardown.enter_context(
-            _compat.before_transfer(trainer.lightning_module, Minibatch)
+            _compat_lightning.before_transfer(trainer.lightning_module, Minibatch)
         )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -438,7 +438,7 @@ class ODCStrategy(ShardedStrategy):
         trainer = self.lightning_module.trainer
         check_single(trainer.train_dataloader, self.balance)
         if isinstance(trainer.train_dataloader, BalancedDataLoader):
-            _compat.load_loader_states(trainer)
+            _compat_lightning.load_loader_states(trainer)
         self._hold_signals(meeting=self._on_demand)
         folded = 1
         if self._training_data is not None:
@@ -566,7 +566,7 @@ class ODCStrategy(ShardedStrategy):
             self._training_data.accumulation.show_interval()
         if isinstance(batch, Minibatch):
             assert self.lightning_module is not None
-            _compat.count_batch_once(self.lightning_module.trainer)
+            _compat_lightning.count_batch_once(self.lightning_module.trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is not None and not self._failed:

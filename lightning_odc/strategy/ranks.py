@@ -31,7 +31,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 from lightning_odc._version import __version__
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.peers import Signals
@@ -130,7 +130,7 @@ class PendingSignals(Callback):
         callbacks.append(self)
         watch = threading.Thread(target=self._press, name="lightning-odc signals", daemon=True)
         if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
-            self._handlers = dict(_compat.handlers_of_lightning())
+            self._handlers = dict(_compat_lightning.handlers_of_lightning())
             for number in self._handlers:
                 signal.signal(number, self._note)
             watch.start()

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT
 from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.sharding import averaging, nodes, sharded_checkpoint
@@ -138,7 +138,7 @@ class ShardedStrategy(FSDPStrategy):
         self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
         if self.cpu_offload.offload_params and self._device_type() != "cpu":
             there = dist.get_backend_config() if dist.is_initialized() else self.process_group_backend
-            _compat.set_process_group_backend(self, options.offloading_backend(there))
+            _compat_lightning.set_process_group_backend(self, options.offloading_backend(there))
         with nodes.gloo_checked(self):
             super().setup_environment()
         self._mesh = None
@@ -147,8 +147,8 @@ class ShardedStrategy(FSDPStrategy):
             whole = nodes.mesh_for_modules(self.shard_mesh)
             assert whole.mesh_dim_names is not None
             self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
-            _compat.set_device_mesh(module, whole)
-            self._on_teardown.callback(_compat.set_device_mesh, module, None)
+            _compat_lightning.set_device_mesh(module, whole)
+            self._on_teardown.callback(_compat_lightning.set_device_mesh, module, None)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -189,7 +189,7 @@ class ShardedStrategy(FSDPStrategy):
         """Shard the model and give values to what was made on the meta device."""
         with self._names.recorded(model):
             if not isinstance(model, FSDPModule):
-                _compat.wrap_checkpointed(model, self)
+                _compat_lightning.wrap_checkpointed(model, self)
             self._shard(model, announce=True)
             nodes.check_shards(model, self.shard_mesh)
             self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_odc import _compat
+from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.batch_size import sample_count
 from lightning_odc.data.checks import check_samplers
 from lightning_odc.data.learning import DelayedCost, Measurement
@@ -85,7 +85,7 @@ def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, 
     forward = module.forward
     try:
         with strategy.precision_plugin.forward_context(), engine.traced("forward", step=name):
-            return _compat.call_as_forward(strategy.model, module, name, *args, **kwargs)
+            return _compat_lightning.call_as_forward(strategy.model, module, name, *args, **kwargs)
     except BaseException:
         # Lightning has put the step in its place, and takes it back when the step begins. A hook may fail before.
         module.forward = forward  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ class Training:
         is_minibatch = bool(args) and isinstance(args[0], Minibatch)
         if is_minibatch and self._loaders_unchecked:
             self._loaders_unchecked = False  # until now it was not known what they yield
-            if _compat.deals_out(self._module.trainer):
+            if _compat_lightning.deals_out(self._module.trainer):
                 check_samplers(self._module.trainer.train_dataloader)
         self._begin_batch("Minibatch" if is_minibatch else "plain batch")
         is_automatic = self._module.automatic_optimization
@@ -450,7 +450,7 @@ class Training:
         self._has_said_weight = False
         totals, self._totals = self._totals, []
         if totals:
-            with _compat.logging_as(self._module, "training_step"):
+            with _compat_lightning.logging_as(self._module, "training_step"):
                 flush(totals, self._module)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 from lightning_odc.bench.devices import place
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
@@ -34,5 +34,5 @@ def ranks_on(device: str, strategy: Any, ranks: int = 2) -> dict[str, Any]:
     if isinstance(strategy, str):
         strategy = StrategyRegistry.get(strategy)
     strategy.parallel_devices = placement.devices
-    _compat.set_process_group_backend(strategy, placement.backend)
+    _compat_lightning.set_process_group_backend(strategy, placement.backend)
     return {"accelerator": placement.accelerator, "strategy": strategy}

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_odc import _compat
+from lightning_odc import _compat_lightning
 from tests.support.models import Block
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_cases, run_ranks, try_ranks
@@ -146,13 +146,13 @@ def _save(rank: int, path: str, kind: str) -> Tensor:
 
 def _save_in_turn(rank: int, path: str) -> list[bool]:
     """Save both kinds in turn to one path; rank 1 is slow to find out what lies there."""
-    is_sharded = _compat.is_sharded_checkpoint
+    is_sharded = _compat_lightning.is_sharded_checkpoint
 
     def slowly(at: pathlib.Path) -> bool:
         time.sleep(0.2 * rank)
         return is_sharded(at)
 
-    _compat.is_sharded_checkpoint = slowly
+    _compat_lightning.is_sharded_checkpoint = slowly
     t, found = trainer(2), []
     t.fit(TokenModule(), _batches(rank))
     for t.strategy.state_dict_type in ("sharded", "full", "sharded"):  # type: ignore[attr-defined]

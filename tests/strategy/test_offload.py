@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_odc import ODCStrategy, _compat
+from lightning_odc import ODCStrategy, _compat_lightning
 from lightning_odc.sharding.full_checkpoint import optimizer_state
 from lightning_odc.strategy.options import offloading_backend
 from lightning_odc.strategy.precision import ODCPrecision
@@ -65,7 +65,9 @@ def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None
     monkeypatch.setattr(
         FSDPStrategy, "setup_environment", lambda self: found.append(self.process_group_backend)
     )
-    monkeypatch.setattr("lightning_odc._compat.atexit.register", lambda function: found.append("ended"))
+    monkeypatch.setattr(
+        "lightning_odc._compat_lightning.atexit.register", lambda function: found.append("ended")
+    )
     ODCStrategy(**options).setup_environment()
     assert found[:-1] == (["ended"] if "nccl" in (found[-1] or "") and options.get("cpu_offload") else [])
     return found[-1]
@@ -81,7 +83,7 @@ def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
         assert _started_with(monkeypatch, **options) == own
     with pytest.raises(ValueError, match=r'Write process_group_backend="cpu:gloo,cuda:nccl"'):
         ODCStrategy(parallel_devices=GPUS, cpu_offload=True, process_group_backend="nccl").setup_environment()
-    assert callable(_compat._lightning_distributed._destroy_dist_connection)
+    assert callable(_compat_lightning._lightning_distributed._destroy_dist_connection)
 
 
 def _finds_a_group(rank: int, backend: str) -> str:

@@ -15,7 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_odc._compat import FETCH_ACTION, comms_of
+from lightning_odc._compat import comms_of
+from lightning_odc._compat_lightning import FETCH_ACTION
 from lightning_odc.callbacks.idle.sampling import sampled_watch
 from lightning_odc.callbacks.idle.stream_waits import StreamWaits, StreamWatch
 from lightning_odc.callbacks.idle.summary import IdleCause

@@ -1,0 +1,213 @@
+"""Every private name of Lightning that this package uses, in one place.
+
+Tested with lightning 2.5.0 to 2.6.6.
+``tests/test_compat.py`` fails when a name moves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning_utilities.core import rank_zero
+from torch import nn
+
+# Typed as Any: Lightning does not export these names, which is why they are here.
+_lightning_distributed: Any = importlib.import_module("lightning.fabric.utilities.distributed")
+_lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
+_lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
+_lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
+_lightning_training: Any = importlib.import_module("lightning.pytorch.loops.training_epoch_loop")
+_lightning_signals: Any = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")
+
+#: What a strategy's launcher must be, for the Trainer and for Fabric.
+Launcher = _Launcher
+
+#: Calls a method of a module as if it were ``forward``: ``call_as_forward(wrapper, module, name, *args, **kwargs)``.
+#: Why: ``fully_shard`` has its hooks on ``__call__``, and a strategy runs ``training_step`` and its like.
+call_as_forward: Callable[..., Any] = _lightning_redirection._ForwardRedirection()
+METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
+
+#: How the name of the action ends under which Lightning's training loop profiles the fetching of a batch.
+FETCH_ACTION = ".train_dataloader_next"
+
+#: Whether Lightning's training loop broadcasts one number from rank 0 before every batch (2.6 does, 2.5 does not).
+BROADCASTS_BEFORE_BATCHES = hasattr(_lightning_training._TrainingEpochLoop, "_broadcast_sigterm_tensor")
+
+
+@contextmanager
+def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
+    """Let ``module.log`` take values as if it were called from ``hook``.
+
+    Why: the value of a minibatch is known only when it ends, inside Lightning's ``optimizer_step`` hook, where
+    logging is not allowed; it belongs to ``training_step``.
+    """
+    before = module._current_fx_name
+    module._current_fx_name = hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+@contextmanager
+def before_transfer(module: LightningModule, kind: type) -> Iterator[Callable[[Any, int], Any]]:
+    """Let Lightning's loops leave out ``on_before_batch_transfer`` for batches of a kind; yields what calls the hook.
+
+    Why: the loops (lightning 2.5.0 to 2.6.6) call the hook, of the module or of its data module, with a whole batch
+    before the strategy sees it. What takes its place can be pickled, since data workers may hold the module.
+    """
+    held: Any = module
+    call = held._on_before_batch_transfer
+    held._on_before_batch_transfer = partial(_unless, kind, call)
+    try:
+        yield call
+    finally:
+        vars(module).pop("_on_before_batch_transfer", None)
+
+
+def _unless(kind: type, call: Callable[..., Any], batch: Any, dataloader_idx: int = 0) -> Any:
+    return batch if isinstance(batch, kind) else call(batch, dataloader_idx)
+
+
+def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function for the trainer. If it fails, callbacks are informed and the run is torn down as in a script.
+
+    Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
+    """
+    return _lightning_call._call_and_handle_interrupt(trainer, function, *args, **kwargs)
+
+
+def load_loader_states(trainer: Trainer) -> None:
+    """Load the saved states of training loaders that were made before the checkpoint was read; else nothing.
+
+    Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning
+    (2.5.0 to 2.6.6) loads their states only while it makes them. The epoch would begin again.
+    """
+    cast(Any, trainer.fit_loop)._load_combined_loader_states()
+
+
+def set_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """Set what ``self.device_mesh`` is in ``configure_model``.
+
+    Why: the property of Lightning (2.4 to 2.6.6) cannot be set; its ``ModelParallelStrategy`` writes this, too.
+    """
+    module._device_mesh = mesh
+
+
+def deals_out(trainer: Trainer) -> bool:
+    """Whether Lightning puts a ``DistributedSampler`` into loaders: ``Trainer(use_distributed_sampler=...)``."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def averaged_models(callbacks: list[Any]) -> list[nn.Module]:
+    """The averages that Lightning's ``WeightAveraging`` callbacks (lightning >= 2.6) hold while fitting.
+
+    Why: the callback copies the whole model before the strategy shards it, and has no door to shard the copy.
+    """
+    kind = getattr(importlib.import_module("lightning.pytorch.callbacks"), "WeightAveraging", None)
+    if kind is None:
+        return []
+    held = [callback._average_model for callback in callbacks if isinstance(callback, kind)]
+    return [average.module for average in held if average is not None]
+
+
+def wrap_checkpointed(module: nn.Module, strategy: FSDPStrategy) -> None:
+    """Wrap the modules that Lightning's ``activation_checkpointing_policy`` selects."""
+    _lightning_fsdp._setup_activation_checkpointing(module, strategy._activation_checkpointing_kwargs)
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    return bool(_lightning_fsdp._is_sharded_checkpoint(path))
+
+
+def save_sharded(state: dict[str, Any], path: Path) -> None:
+    """Write a ``torch.distributed.checkpoint`` directory, all ranks together."""
+    _lightning_fsdp._distributed_checkpoint_save(state, path)
+
+
+def set_process_group_backend(strategy: Any, backend: str) -> None:
+    """Let one of Lightning's strategies (2.5.0 to 2.6.6) start its process group with this backend.
+
+    Why: ``process_group_backend`` is an argument of the constructor, and which devices the strategy gets is known
+    later. Lightning destroys groups of NCCL when the program ends, and knows them by the name ``"nccl"`` alone.
+    """
+    strategy._process_group_backend = backend
+    if "nccl" in backend:
+        atexit.register(_lightning_distributed._destroy_dist_connection)
+
+
+def other_strategy_registry() -> Any | None:
+    """The registry of the separate ``pytorch_lightning`` package, if that is installed.
+
+    Why: ``pytorch_lightning.Trainer`` looks names up in a registry of its own, so ``"odc"`` must be there to explain
+    itself. Importing the package after ``lightning`` costs less than 0.1 s.
+    """
+    if importlib.util.find_spec("pytorch_lightning") is None:
+        return None
+    log = rank_zero.log  # the import would turn it to its own logger in the whole process
+    try:
+        from pytorch_lightning.strategies import StrategyRegistry
+    except Exception:
+        return None  # a broken or foreign installation is none of our business
+    finally:
+        rank_zero.log = log
+    return StrategyRegistry
+
+
+def count_batch_once(trainer: Trainer) -> None:
+    """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``.
+
+    Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.
+    """
+    results: Any = trainer._results
+    if results is not None:
+        results.batch_size = 1
+
+
+@contextmanager
+def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``act`` with the results of the current evaluation after its last batch, on every rank.
+
+    Why: Lightning computes the epoch's values loader by loader, and name by name as this rank logged them, each by a
+    collective. There is no hook before that. In this context it computes all of them together, after ``act``.
+    """
+    loop: Any = trainer._evaluation_loop
+    connector: Any = trainer._logger_connector
+
+    def on_run_end() -> Any:
+        connector.epoch_end_reached()
+        act(loop._results)
+        is_several = loop._is_sequential and loop.num_dataloaders > 1
+        for index in range(loop.num_dataloaders) if is_several else [None]:
+            loop._results.dataloader_idx = index
+            loop._logged_outputs.append(connector.update_eval_epoch_metrics())
+        return type(loop).on_run_end(loop)
+
+    loop._store_dataloader_outputs = lambda: None
+    loop.on_run_end = on_run_end
+    try:
+        yield
+    finally:
+        del loop._store_dataloader_outputs, loop.on_run_end
+
+
+def handlers_of_lightning() -> dict[int, Callable[[int, Any], Any]]:
+    """The handlers that a running trainer has set, by signal.
+
+    Why: they call collectives wherever the signal finds a rank. Handlers of the user's own are not to be touched, and
+    nothing public tells them apart.
+    """
+    found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    ours = _lightning_signals._HandlersCompose
+    return {number: handler for number, handler in found.items() if isinstance(handler, ours)}
