@@ -100,6 +100,8 @@ class ParamSlot:
         shape, dim = list(self.home.shape), _sharded_dim(self.home)
         if not shape:
             return rows[0].clone().view(())
+        if dim == 0:  # the ranks' rows follow each other; a unit of one parameter is not copied
+            return rows.reshape(-1, *shape[1:])[: shape[0]]
         padded = [*shape[:dim], math.ceil(shape[dim] / len(rows)), *shape[dim + 1 :]]
         joined = torch.cat([row.view(padded) for row in rows], dim)
         return joined.narrow(dim, 0, shape[dim]).contiguous()

@@ -5,7 +5,6 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from lightning_odc.strategy.training_data import yields_minibatches
 from tests.strategy.test_parity import assert_same
 from tests.support.models import summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 LR = 0.01
 LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
@@ -99,30 +98,50 @@ def test_loaders_that_yield_minibatches_are_recognised():
     assert not yields_minibatches(DataLoader([1, 2], batch_size=2))
 
 
-@pytest.mark.parametrize("counts", [(6,), (3, 3), (5, 1), (6, 0), (1, 0, 2, 3)], ids=str)
-@pytest.mark.parametrize("returns", ["items", "weights", "microbatches"])
-def test_the_gradient_does_not_depend_on_who_ran_what(counts, returns):
-    if returns == "items":
-        results = run_ranks(fit, counts, "items", world_size=len(counts))
-    else:
-        weights = "tokens" if returns == "weights" else None
-        results = run_ranks(fit, counts, "mean", weights, world_size=len(counts))
-    expected = reference("microbatches" if returns == "microbatches" else "tokens")
-    for rank, result in enumerate(results):
-        assert_same(result["parameters"], expected)
-        assert len(result["seen"]) == counts[rank] * len(LENGTHS)
-        assert (result["spy"][1] > 0) == (len(counts) > 1 and counts[rank] > 0)
+#: What users return, as arguments of `fit`, and what the reference then takes the mean over.
+RETURNS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "items": (("items", None), "tokens"),
+    "weights": (("mean", "tokens"), "tokens"),
+    "microbatches": (("mean", None), "microbatches"),
+}
+COUNTS = [(6,), (3, 3), (5, 1), (6, 0), (1, 0, 2, 3)]
 
 
-@pytest.mark.parametrize("communication", ["collective", "lockstep"])
-@pytest.mark.parametrize("returns", ["items", "mean"])
-def test_other_communications_end_in_the_same_parameters(communication, returns):
-    results = run_ranks(_fit_with, communication, returns)
-    assert_same(results[0]["parameters"], reference("tokens" if returns == "items" else "microbatches"))
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def ranks(request):
+    """Every way to return a loss, with every division of the microbatches over so many ranks."""
+    cases = {
+        (counts, name): (counts, *options)
+        for counts in COUNTS
+        for name, (options, _) in RETURNS.items()
+        if len(counts) == request.param
+    }
+    return cases, run_cases(fit, cases, world_size=request.param)
+
+
+def test_the_gradient_does_not_depend_on_who_ran_what(ranks):
+    cases, found = ranks
+    for counts, name in cases:
+        for rank, result in enumerate(found[counts, name]):
+            assert_same(result["parameters"], reference(RETURNS[name][1]))
+            assert len(result["seen"]) == counts[rank] * len(LENGTHS)
+            assert (result["spy"][1] > 0) == (len(counts) > 1 and counts[rank] > 0)
 
 
 def _fit_with(rank: int, communication: str, returns: str) -> dict[str, Any]:
     return fit(rank, (3, 3), returns, communication=communication)
+
+
+def test_other_communications_end_in_the_same_parameters():
+    cases = {
+        (kind, returns): (kind, returns)
+        for kind in ("collective", "lockstep")
+        for returns in ("items", "mean")
+    }
+    found = run_cases(_fit_with, cases)
+    for kind, returns in cases:
+        expected = reference("tokens" if returns == "items" else "microbatches")
+        assert_same(found[kind, returns][0]["parameters"], expected)
 
 
 def test_the_loss_of_a_step_is_that_of_the_minibatch_not_of_its_last_microbatch():
@@ -167,12 +186,13 @@ def _fit_plain(rank: int, communication: str, accumulate: int) -> dict[str, Tens
     return full_parameters(module)
 
 
-@pytest.mark.parametrize("communication", ["on_demand", "collective", "lockstep"])
-@pytest.mark.parametrize(
-    ("accumulate", "windows"), [(1, [[0], [1], [2], [3], [4]]), (2, [[0, 1], [2, 3], [4]])], ids=["1", "2"]
-)
-def test_plain_batches_follow_fsdps_rule(communication, accumulate, windows):
-    assert_same(run_ranks(_fit_plain, communication, accumulate)[0], plain_reference(windows, accumulate))
+def test_plain_batches_follow_fsdps_rule():
+    windows = {1: [[0], [1], [2], [3], [4]], 2: [[0, 1], [2, 3], [4]]}
+    kinds = ("on_demand", "collective", "lockstep")
+    found = run_cases(_fit_plain, {(kind, number): (kind, number) for kind in kinds for number in windows})
+    for kind, accumulate in found:
+        expected = plain_reference(windows[accumulate], accumulate)
+        assert_same(found[kind, accumulate][0], expected)
 
 
 def _fit_shares_accumulated(rank: int) -> dict[str, Tensor]:
@@ -207,7 +227,8 @@ def _fit_precision(rank: int, communication: str) -> list[Any]:
 
 
 def test_bf16_mixed_computes_in_bf16_and_keeps_fp32():
-    stock, ours = run_ranks(_fit_precision, "collective")[0], run_ranks(_fit_precision, "on_demand")[0]
+    found = run_cases(_fit_precision, {"collective": ("collective",), "on_demand": ("on_demand",)})
+    stock, ours = found["collective"][0], found["on_demand"][0]
     assert stock[1] == ours[1] == {torch.bfloat16}
     assert all(value.dtype == torch.float32 for value in ours[0].values())
     assert_same(ours[0], stock[0])
@@ -422,31 +443,17 @@ def _fit_editing_alone(rank: int) -> Any:
     return full_parameters(module)
 
 
-def _save_and_resume(rank: int, directory: str, kind: str) -> list[dict[str, Tensor]]:
-    options = {"state_dict_type": kind, "deterministic": True}
-    straight = TokenModule("items", lr=LR)
-    trainer(2, max_epochs=2, **options).fit(straight, loader(minibatches(rank, (4, 2))))
-    first, path = TokenModule("items", lr=LR), str(Path(directory) / "one.ckpt")
-    t = trainer(2, **options)
-    t.fit(first, loader(minibatches(rank, (4, 2))))
-    t.save_checkpoint(path)
-    second = TokenModule("items", lr=LR, depth=3)
-    with torch.no_grad():
-        second.net.head.weight.zero_()
-    trainer(2, max_epochs=2, **options).fit(second, loader(minibatches(rank, (4, 2))), ckpt_path=path)
-    return [full_parameters(straight), full_parameters(second)]
-
-
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_resumed_run_is_bit_equal(tmp_path, kind):
-    straight, resumed = run_ranks(_save_and_resume, str(tmp_path), kind)[0]
-    assert_same(resumed, straight, tolerance=0)
+def _save(rank: int, directory: str) -> dict[str, Tensor]:
+    module, t = TokenModule("items", lr=LR), trainer(2)
+    t.fit(module, loader(minibatches(rank, (4, 2))))
+    t.save_checkpoint(f"{directory}/one.ckpt")
+    return full_parameters(module)
 
 
 def test_a_full_checkpoint_is_an_ordinary_one(tmp_path):
-    straight, _ = run_ranks(_save_and_resume, str(tmp_path), "full")[0]
+    saved = run_ranks(_save, str(tmp_path))[0]
     module = TokenModule.load_from_checkpoint(tmp_path / "one.ckpt", returns="items")
-    assert set(full_parameters(module)) == set(straight)
+    assert_same(full_parameters(module), saved, tolerance=0)
 
 
 def _evaluate_in_lockstep(rank: int) -> list[float]:

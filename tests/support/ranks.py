@@ -70,10 +70,10 @@ def run_ranks(
     return [outcome.result for outcome in outcomes]
 
 
-class Cases(dict[str, Any]):
+class Cases(dict[Any, Any]):
     """What `run_cases` returns. A case that broke off, or came after one, fails the test that asks for it."""
 
-    def __getitem__(self, name: str) -> list[Any]:
+    def __getitem__(self, name: Any) -> list[Any]:
         results, errors = super().__getitem__(name)
         assert not errors, "\n".join(errors)
         return list(results)
@@ -81,7 +81,7 @@ class Cases(dict[str, Any]):
 
 def run_cases(
     function: Callable[..., Any],
-    cases: Mapping[str, Sequence[Any]],
+    cases: Mapping[Any, Sequence[Any]],
     world_size: int = 2,
     timeout: float = 150,
 ) -> Cases:
@@ -99,12 +99,12 @@ def run_cases(
 
 
 def _one_after_another(
-    rank: int, function: Callable[..., Any], cases: dict[str, Sequence[Any]]
+    rank: int, function: Callable[..., Any], cases: dict[Any, Sequence[Any]]
 ) -> list[tuple[Any, str]]:
     done: list[tuple[Any, str]] = []
-    broken = ""
+    broken: Any = None
     for name, case in cases.items():
-        if broken:  # its ranks may be at different places now
+        if broken is not None:  # its ranks may be at different places now
             done.append((None, f"{name} did not run, since {broken} broke off before it"))
             continue
         try:
