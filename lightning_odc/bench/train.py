@@ -33,8 +33,8 @@ def run_train(outcome: Outcome, watch: Watch | None = None) -> int:
     check(outcome.workload)
     if outcome.options.output is not None:
         prepare_output(outcome.options.output)
-    outcome.introduce()
     with outcome.cut:
+        outcome.introduce()
         train_all(outcome, watch)
     outcome.show()
     outcome.write_files()
