@@ -33,7 +33,7 @@ from tests.strategy.test_models import CausalLM, causal_lm
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.modules import loader, trainer
-from tests.support.ranks import forked, run_ranks, try_ranks
+from tests.support.ranks import Cases, forked, run_calls, run_ranks, try_ranks
 
 LENGTHS = [[5, 9, 4, 7, 12], [8, 3, 15, 6, 2], [30, 2, 2, 3, 9]]
 EPOCHS = 2
@@ -101,17 +101,41 @@ def train(
     return {"parameters": full_parameters(model), "norms": norms, "reads": reads}
 
 
-@pytest.mark.parametrize(
-    ("counts", "clip", "options"),
-    [
-        ((3, 2), None, {}),
-        ((5, 0), 0.1, {}),
-        ((0, 0, 2, 3), 0.1, {"deterministic": True}),
-    ],
-    ids=str,
-)
-def test_the_gradient_does_not_depend_on_who_ran_what(counts, clip, options):
-    results = run_ranks(_train_with, counts, clip, options, world_size=len(counts))
+#: Microbatches by rank, where gradients are clipped, and options of `attach`.
+TRAINED: list[tuple[tuple[int, ...], float | None, dict[str, Any]]] = [
+    ((3, 2), None, {}),
+    ((5, 0), 0.1, {}),
+    ((0, 0, 2, 3), 0.1, {"deterministic": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attached")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Cases:
+    """All that ends well on two ranks, in one launch; every test looks at its part."""
+    calls: dict[Any, tuple[Any, ...]] = {case[0]: (_train_with, *case) for case in TRAINED[:2]}
+    calls |= {"bf16": (_compute_in_bf16,), "stream": (_stream_on_rank_0,)}
+    calls |= {"across a step": (_stream_across_a_step,)}
+    for tied in (False, True):
+        calls[f"tied {tied}"] = (_save_while_the_trainer_trains, str(folder / str(tied)), tied)
+    return run_calls(calls | {"refused": (_refused,)})
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Cases:
+    calls: dict[Any, tuple[Any, ...]] = {TRAINED[2][0]: (_train_with, *TRAINED[2])}
+    for replicates in (False, True):
+        calls[replicates] = (_train_on_two_nodes, (0, 1, 3, 1), replicates)
+    return run_calls(calls, world_size=4)
+
+
+@pytest.mark.parametrize(("counts", "clip", "options"), TRAINED, ids=str)
+def test_the_gradient_does_not_depend_on_who_ran_what(ranks, four_ranks, counts, clip, options):
+    results = (ranks if len(counts) == 2 else four_ranks)[counts]
     parameters, norms = one_process(clip)
     for result, count in zip(results, counts, strict=True):
         assert_same(result["parameters"], parameters)
@@ -154,10 +178,10 @@ def _train_on_two_nodes(rank: int, counts: tuple[int, ...], replicates: bool) ->
 
 
 @pytest.mark.parametrize("replicates", [False, True], ids=["one model", "a model per node"])
-def test_two_nodes(replicates):
-    results = run_ranks(_train_on_two_nodes, (0, 1, 3, 1), replicates, world_size=4)
-    for result in results:
-        assert_same(result["parameters"], one_process()[0])
+def test_two_nodes(four_ranks, replicates):
+    expected = one_process()[0]
+    for result in four_ranks[replicates]:
+        assert_same(result["parameters"], expected)
 
 
 def _compute_in_bf16(rank: int) -> Any:
@@ -186,8 +210,8 @@ def _compute_in_bf16(rank: int) -> Any:
     return *found, streamed
 
 
-def test_bf16_without_weights_is_that_of_fully_shard():
-    for on_demand, collective, streamed in run_ranks(_compute_in_bf16):
+def test_bf16_without_weights_is_that_of_fully_shard(ranks):
+    for on_demand, collective, streamed in ranks["bf16"]:
         assert_same(on_demand, collective)
         assert {name: value.dtype for name, value in streamed.items()} == dict.fromkeys(
             on_demand, torch.bfloat16
@@ -222,8 +246,8 @@ def _stream_on_rank_0(rank: int) -> Any:
     return checked
 
 
-def test_one_rank_streams_what_a_full_checkpoint_holds():
-    checked, nothing = run_ranks(_stream_on_rank_0)
+def test_one_rank_streams_what_a_full_checkpoint_holds(ranks):
+    checked, nothing = ranks["stream"]
     assert checked == [6] * len(LENGTHS) * EPOCHS
     assert nothing == []
 
@@ -247,8 +271,8 @@ def _stream_across_a_step(rank: int) -> str:
     return "ended"
 
 
-def test_no_two_versions_are_mixed():
-    assert run_ranks(_stream_across_a_step) == ["ended"] * 2
+def test_no_two_versions_are_mixed(ranks):
+    assert ranks["across a step"] == ["ended"] * 2
 
 
 def _serve(address: str) -> None:
@@ -348,8 +372,8 @@ def _refused(rank: int) -> dict[str, str]:
     return said
 
 
-def test_what_cannot_be_attached_is_refused_with_the_line_to_write():
-    for said in run_ranks(_refused):
+def test_what_cannot_be_attached_is_refused_with_the_line_to_write(ranks):
+    for said in ranks["refused"]:
         assert [words for words, message in said.items() if words not in message] == []
 
 
@@ -375,12 +399,12 @@ def _save_while_the_trainer_trains(rank: int, directory: str, tied: bool) -> dic
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_from_pretrained_reads_what_one_rank_wrote(tmp_path, tied, monkeypatch):
+def test_from_pretrained_reads_what_one_rank_wrote(ranks, folder, tied, monkeypatch):
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads outlive the call
-    trained = run_ranks(_save_while_the_trainer_trains, str(tmp_path), tied)[0]
-    files = sorted(path.name for path in tmp_path.glob("*model*"))
+    trained, saved = ranks[f"tied {tied}"][0], folder / str(tied)
+    files = sorted(path.name for path in saved.glob("*model*"))
     assert len(files) > 3
     assert "model.safetensors.index.json" in files
-    assert all(path.stat().st_size < 8_000 for path in tmp_path.glob("*.safetensors"))
-    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(path.stat().st_size < 8_000 for path in saved.glob("*.safetensors"))
+    read = AutoModelForCausalLM.from_pretrained(saved)
     assert all(torch.equal(value, trained[name]) for name, value in full_parameters(read).items())

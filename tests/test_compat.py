@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.strategy import evaluation
 from tests.support.models import Net, init_gloo
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks
 
 
 def test_names_exist_with_the_expected_arguments():
@@ -217,6 +217,12 @@ def test_hooks_of_a_parameter_are_found_and_move_with_their_handles():
     assert called == ["first", "second", "first"]
 
 
+@pytest.fixture(scope="module")
+def alone() -> Cases:
+    """What one rank finds, in one launch."""
+    return run_calls({f: (f,) for f in (_what_was_set, _ran, _reduce_dtypes, _generates)}, world_size=1)
+
+
 def _what_was_set(rank: int) -> list[bool]:
     init_gloo(rank)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
@@ -232,8 +238,8 @@ def _what_was_set(rank: int) -> list[bool]:
     return found
 
 
-def test_groups_and_settings_of_fully_shard():
-    assert run_ranks(_what_was_set, world_size=1) == [[True, True, True, False, False, True]]
+def test_groups_and_settings_of_fully_shard(alone):
+    assert alone[_what_was_set] == [[True, True, True, False, False, True]]
 
 
 def _ran(rank: int) -> list[list[int]]:
@@ -249,8 +255,8 @@ def _ran(rank: int) -> list[list[int]]:
     return [*found, _compat.forward_order(model)[:]]
 
 
-def test_fully_shard_knows_which_groups_have_run():
-    assert run_ranks(_ran, world_size=1) == [[[], [1, 0, 1, 0], []]]
+def test_fully_shard_knows_which_groups_have_run(alone):
+    assert alone[_ran] == [[[], [1, 0, 1, 0], []]]
 
 
 def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
@@ -259,8 +265,8 @@ def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
     return [_compat.reduce_dtype_of(fully_shard(nn.Linear(2, 2), mp_policy=policy)) for policy in policies]
 
 
-def test_reduce_dtype_of_a_module():
-    assert run_ranks(_reduce_dtypes, world_size=1) == [[None, torch.bfloat16]]
+def test_reduce_dtype_of_a_module(alone):
+    assert alone[_reduce_dtypes] == [[None, torch.bfloat16]]
 
 
 class Generates(nn.Linear):
@@ -278,8 +284,8 @@ def _generates(rank: int) -> None:
     assert [is_fsdp_managed_module(m) for m in model.modules()] == [True, True, True]
 
 
-def test_transformers_reads_the_mark_of_fully_shard():
-    run_ranks(_generates, world_size=1)
+def test_transformers_reads_the_mark_of_fully_shard(alone):
+    assert alone[_generates] == [None]
 
 
 def _sharded_alike(rank: int) -> list[bool]:

@@ -21,7 +21,7 @@ from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_models import answers, causal_lm, counted
 from tests.strategy.test_parity import assert_same
 from tests.support.models import Net, full_parameters, summed_loss, token_batches
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
 LR = 0.01
 LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
@@ -79,19 +79,38 @@ def _train(rank: int, counts: tuple[int, ...], clip: float | None, options: dict
     return {"parameters": full_parameters(model.module), "norms": norms, "reads": reads}
 
 
-@pytest.mark.parametrize(
-    ("counts", "clip", "options"),
-    [
-        ((6,), None, {}),
-        ((5, 1), None, {}),
-        ((0, 6), 0.1, {}),
-        ((1, 0, 5), 0.1, {"deterministic": True}),
-        ((3, 3), None, {"communication": "collective"}),
-    ],
-    ids=str,
-)
-def test_the_gradient_does_not_depend_on_who_ran_what(counts, clip, options):
-    results = run_ranks(_train, counts, clip, options, world_size=len(counts))
+#: Microbatches by rank, where gradients are clipped, and options of the strategy.
+TRAINED: list[tuple[tuple[int, ...], float | None, dict[str, Any]]] = [
+    ((6,), None, {}),
+    ((5, 1), None, {}),
+    ((0, 6), 0.1, {}),
+    ((1, 0, 5), 0.1, {"deterministic": True}),
+    ((3, 3), None, {"communication": "collective"}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fabric")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Cases:
+    """All that ends well on two ranks, in one launch; every test looks at its part."""
+    _save_one_step(folder / "one")
+    calls: dict[Any, tuple[Any, ...]] = {
+        counts: (_train, counts, clip, options) for counts, clip, options in TRAINED if len(counts) == 2
+    }
+    calls |= {kind: (_save_and_load, str(folder), kind) for kind in ("full", "sharded")}
+    calls |= {together: (_go_on, folder / "one", together) for together in (True, False)}
+    calls |= {"bf16": (_train_in, ["bf16-mixed", "bf16-true"]), "plain": (_train_plainly,)}
+    return run_calls(calls | {"generates": (_generates,), "refusals": (_refusals,), "threads": (_threads,)})
+
+
+@pytest.mark.parametrize(("counts", "clip", "options"), TRAINED, ids=str)
+def test_the_gradient_does_not_depend_on_who_ran_what(ranks, counts, clip, options):
+    in_pairs = len(counts) == 2
+    results = ranks[counts] if in_pairs else run_ranks(_train, counts, clip, options, world_size=len(counts))
     expected = reference(clip)
     for rank, result in enumerate(results):
         assert_same({name.removeprefix("module."): p for name, p in result["parameters"].items()}, expected)
@@ -115,6 +134,7 @@ def _train_plainly(rank: int) -> dict[str, Tensor]:
         return loss
 
     optimizer.step(closure)
+    fabric.strategy.teardown()
     return full_parameters(model.module)
 
 
@@ -130,14 +150,14 @@ def _train_in(rank: int, precisions: list[str]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def test_bf16():
+def test_bf16(ranks):
     start, one = full_parameters(new_model()[0]), reference()
     flat = {
         name: torch.cat([p.flatten() for p in values.values()])
         for name, values in {"start": start, "one": one}.items()
     }
     moved = (flat["one"] - flat["start"]).abs().max()
-    for found in run_ranks(_train_in, ["bf16-mixed", "bf16-true"]):
+    for found in ranks["bf16"]:
         for precision, parameters in found.items():
             kept = torch.float32 if "mixed" in precision else torch.bfloat16
             assert {p.dtype for p in parameters.values()} == {kept}
@@ -149,13 +169,13 @@ def test_bf16():
             assert (got - flat["one"]).abs().mean() < bound, precision
 
 
-def test_without_counts_it_is_the_mean_over_ranks():
+def test_without_counts_it_is_the_mean_over_ranks(ranks):
     model, _ = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for rank in range(2):
         (summed_loss(model, own(rank, (3, 3), 0)[0]) / 2).backward()
     optimizer.step()
-    assert_same(run_ranks(_train_plainly)[0], full_parameters(model))
+    assert_same(ranks["plain"][0], full_parameters(model))
 
 
 def _save_and_load(rank: int, directory: str, kind: str) -> dict[str, Tensor]:
@@ -169,16 +189,16 @@ def _save_and_load(rank: int, directory: str, kind: str) -> dict[str, Tensor]:
     assert state["step"] == 1
     for step in (1, 2):
         run_step(fabric, model, optimizer, own(rank, (4, 2), step))
+    fabric.strategy.teardown()
     return full_parameters(model.module)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_checkpoints_continue_as_if_nothing_had_happened(kind, tmp_path):
-    results = run_ranks(_save_and_load, str(tmp_path), kind)
-    assert_same(results[0], reference())
+def test_checkpoints_continue_as_if_nothing_had_happened(ranks, folder, kind):
+    assert_same(ranks[kind][0], reference())
     if kind == "full":
         model, _ = new_model()
-        model.load_state_dict(torch.load(tmp_path / kind, weights_only=True)["model"])
+        model.load_state_dict(torch.load(folder / kind, weights_only=True)["model"])
         assert_same(full_parameters(model), reference(steps=1))
 
 
@@ -195,18 +215,22 @@ def _go_on(rank: int, path: Path, together: bool) -> dict[str, Tensor]:
         model, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
     for step in (1, 2):
         run_step(fabric, model, optimizer, own(rank, (4, 2), step))
+    fabric.strategy.teardown()
     return full_parameters(model.module)
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_an_optimizer_keeps_the_state_that_it_has_before(together, tmp_path):
+def _save_one_step(path: Path) -> None:
     model, optimizer = new_model()
     batches = token_batches(LENGTHS[0], seed=0)
     for batch in batches:
         (summed_loss(model, batch) / sum(b.numel() - 1 for b in batches)).backward()
     optimizer.step()
-    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "one")
-    assert_same(run_ranks(_go_on, tmp_path / "one", together)[0], reference())
+    torch.save((model.state_dict(), optimizer.state_dict()), path)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_optimizer_keeps_the_state_that_it_has_before(ranks, together):
+    assert_same(ranks[together][0], reference())
 
 
 def _refusals(rank: int) -> list[str]:
@@ -234,8 +258,8 @@ def test_every_name_is_known_and_balancing_is_left_to_the_loop(recwarn):
         assert said == (name == "odc_balanced")
 
 
-def test_refusals_show_what_to_write():
-    precision, second = run_ranks(_refusals)[0]
+def test_refusals_show_what_to_write(ranks):
+    precision, second = ranks["refusals"][0]
     assert "bf16-mixed" in precision
     assert "one nn.Module" in second
     with pytest.raises(ValueError, match="communication='lockstep'"):
@@ -269,9 +293,9 @@ def _threads(rank: int) -> list[int]:
     return [during, torch.get_num_threads()]
 
 
-def test_the_number_of_threads_is_put_back():
+def test_the_number_of_threads_is_put_back(ranks):
     part = max(len(os.sched_getaffinity(0)) // 2, 1)
-    assert run_ranks(_threads) == [[part, 7]] * 2
+    assert ranks["threads"] == [[part, 7]] * 2
 
 
 def _generates(rank: int) -> Any:
@@ -299,9 +323,8 @@ def _generates(rank: int) -> Any:
     return first[-1], counts, before.item(), after.item(), second, parameters
 
 
-def test_generate_reads_once_and_sees_what_has_been_learnt():
-    results = run_ranks(_generates)
-    for rank, (first, counts, before, after, second, parameters) in enumerate(results):
+def test_generate_reads_once_and_sees_what_has_been_learnt(ranks):
+    for rank, (first, counts, before, after, second, parameters) in enumerate(ranks["generates"]):
         torch.manual_seed(0)
         model, passes = causal_lm(), 3 * (rank + 1)
         engine: Any = SimpleNamespace(traffic=SimpleNamespace(reads=0))

@@ -20,7 +20,7 @@ from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WaitTimeoutError
 from tests.support.modules import TokenModule, loader, token_batches, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, try_ranks
 
 SOON = timedelta(seconds=0.3)
 STALL = 1.5
@@ -57,9 +57,29 @@ def _stalls(rank: int, root: str, until: Path | None = None, **options: Any) -> 
     return sys.stderr.getvalue()
 
 
-def test_every_rank_says_where_it_is(tmp_path):
-    said = run_ranks(_stalls, str(tmp_path))
-    files = [tmp_path / "odc-hang-reports" / f"rank{rank}.txt" for rank in range(2)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hangs")
+    (made / "file").write_text("in the way")
+    return made
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Cases:
+    """What ranks say that go on after a while, in one launch."""
+    return run_calls(
+        {
+            "said": (_stalls, str(folder / "said")),
+            "unwritable": (_stalls, str(folder / "file" / "below")),
+            "silent": (_silent, str(folder / "silent")),
+            "late": (_opens_late, str(folder / "late")),
+        }
+    )
+
+
+def test_every_rank_says_where_it_is(ranks, folder):
+    said = ranks["said"]
+    files = [folder / "said" / "odc-hang-reports" / f"rank{rank}.txt" for rank in range(2)]
     for rank, (err, file) in enumerate(zip(said, files, strict=True)):
         assert "lightning-odc: ranks have been waiting for 0." in err
         assert f"This is rank {rank}, in epoch 0 after 1 optimizer steps; it " in err
@@ -76,9 +96,8 @@ def test_every_rank_says_where_it_is(tmp_path):
     assert "waiting.py" in files[0].read_text()
 
 
-def test_an_unwritable_directory_is_said_once_and_hurts_nobody(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    for err in run_ranks(_stalls, str(tmp_path / "file" / "below")):
+def test_an_unwritable_directory_is_said_once_and_hurts_nobody(ranks):
+    for err in ranks["unwritable"]:
         assert err.count("could not be written") == 1
         assert "ranks have been waiting" in err
 
@@ -107,9 +126,9 @@ def _silent(rank: int, root: str) -> bool:
     return "lightning-odc" in _stalls(rank, root, hang_report_after=None)
 
 
-def test_it_can_be_switched_off(tmp_path):
-    assert run_ranks(_silent, str(tmp_path)) == [False, False]
-    assert list(tmp_path.iterdir()) == []
+def test_it_can_be_switched_off(ranks, folder):
+    assert ranks["silent"] == [False, False]
+    assert not (folder / "silent").exists()
 
 
 @pytest.mark.parametrize("after", [60, timedelta(0), "1 min"], ids=str)
@@ -154,10 +173,10 @@ def _opens_late(rank: int, root: str) -> str:
         return _stalls(rank, root)
 
 
-def test_ranks_that_wait_while_windows_are_opened_say_so(tmp_path):
-    err = run_ranks(_opens_late, str(tmp_path))[0]
+def test_ranks_that_wait_while_windows_are_opened_say_so(ranks, folder):
+    err = ranks["late"][0]
     assert "This is rank 0, in epoch 0 after 0 optimizer steps; it opens its window and maps those" in err
-    assert "shared_memory.py" in (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
+    assert "shared_memory.py" in (folder / "late" / "odc-hang-reports" / "rank0.txt").read_text()
 
 
 def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests.strategy.test_parity import STEPS, assert_same, make_engine, one_process, train
 from tests.support.models import Net, init_gloo
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Cases, run_calls
 from tests.test_host_memory import group, tree
 
 ALL = 2**30
@@ -32,20 +31,42 @@ def _cases(rank: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(rank, counts=COUNTS, **{"communication": "on_demand", "net": {}} | case) for case in cases]
 
 
-def test_a_kept_unit_is_read_once_per_minibatch():
-    cases: list[dict[str, Any]] = [
-        {"keep": ALL},
-        {"keep": ALL, "reshard": False},
-        {"keep": ALL, "checkpointing": True},
-        {"keep": ALL, "deterministic": True},
-        {"keep": 0, "deterministic": True},
-        {"keep": ALL, "precision": torch.bfloat16},
-        {"keep": 0, "precision": torch.bfloat16},
-    ]
-    by_rank = run_ranks(_cases, cases)
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    """All that two ranks do, in one launch; every test looks at its part."""
+    return run_calls(
+        {
+            "kept": (_cases, KEPT),
+            "constant": (_cases, CONSTANT),
+            "room": (_cases, ROOM),
+            "tight": (_cases, TIGHT),
+            "lockstep": (_in_lockstep,),
+            "toggled, kept": (_toggled, "auto"),
+            "toggled, freed": (_toggled, 0),
+            "frozen first": (_frozen, True, 2, FROZEN),
+            "frozen last": (_frozen, False, 2, FROZEN),
+            "frozen while gathered": (_frozen_while_gathered,),
+            "held": (_held, HELD),
+            "edits": (_edits_held,),
+        }
+    )
+
+
+KEPT: list[dict[str, Any]] = [
+    {"keep": ALL},
+    {"keep": ALL, "reshard": False},
+    {"keep": ALL, "checkpointing": True},
+    {"keep": ALL, "deterministic": True},
+    {"keep": 0, "deterministic": True},
+    {"keep": ALL, "precision": torch.bfloat16},
+    {"keep": 0, "precision": torch.bfloat16},
+]
+
+
+def test_a_kept_unit_is_read_once_per_minibatch(ranks):
     expected = one_process({})
-    for count, results in zip(COUNTS, by_rank, strict=True):
-        for case, result in zip(cases, results, strict=True):
+    for count, results in zip(COUNTS, ranks["kept"], strict=True):
+        for case, result in zip(KEPT, results, strict=True):
             if "precision" not in case:
                 assert_same(result["parameters"], expected)
             freed = 1 if case.get("reshard") is False else 2
@@ -64,17 +85,18 @@ def _scale_frozen(model: nn.Module, step: int) -> None:
                 (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(1.5)
 
 
-def test_frozen_parameters_are_read_once_until_they_change():
+CONSTANT: list[dict[str, Any]] = [
+    {"keep": ALL, "net": {"frozen": True}},
+    {"keep": ALL, "net": {"frozen": True}, "edit": _scale_frozen},
+    {"keep": ALL, "net": {"frozen": True}, "edit": _scale_frozen, "deterministic": True},
+]
+
+
+def test_frozen_parameters_are_read_once_until_they_change(ranks):
     net = {"frozen": True}
-    cases: list[dict[str, Any]] = [
-        {"keep": ALL, "net": net},
-        {"keep": ALL, "net": net, "edit": _scale_frozen},
-        {"keep": ALL, "net": net, "edit": _scale_frozen, "deterministic": True},
-    ]
-    by_rank = run_ranks(_cases, cases)
-    edited = partial(one_process, net, edit=_scale_frozen)
-    for results in by_rank:
-        for result, expected in zip(results, [one_process(net), edited(), edited()], strict=True):
+    constant_alone, edited = one_process(net), one_process(net, edit=_scale_frozen)
+    for results in ranks["constant"]:
+        for result, expected in zip(results, [constant_alone, edited, edited], strict=True):
             assert_same(result["parameters"], expected)
         constant, changing = (result["reads"][1:] for result in results[:2])
         assert constant == [BLOCKS + 1, BLOCKS, BLOCKS]  # the first block is frozen
@@ -110,10 +132,12 @@ class FakeMemory:
         return 1000 + (self.room if self.asked >= self.tight_at else 0)
 
 
-def test_as_much_is_kept_as_there_is_room_for():
-    by_rank = run_ranks(_cases, [{"keep": FakeMemory(room)} for room in (0, 3000, 6000, 100_000)])
+ROOM = [{"keep": FakeMemory(room)} for room in (0, 3000, 6000, 100_000)]
+
+
+def test_as_much_is_kept_as_there_is_room_for(ranks):
     expected = one_process({})
-    for results in by_rank:
+    for results in ranks["room"]:
         for result in results:
             assert_same(result["parameters"], expected)
         kept = [result["kept"] for result in results]
@@ -123,13 +147,16 @@ def test_as_much_is_kept_as_there_is_room_for():
         assert reads[0] > reads[-1] == BLOCKS + 1
 
 
-def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_gets_tight():
-    tight = [{"keep": FakeMemory(100_000, at), "net": {"frozen": True}} for at in (2, 3, 5)]
-    by_rank = run_ranks(_cases, [*tight, {"keep": FakeMemory(100_000), "net": {"frozen": True}}])
-    for results in by_rank:
+NEVER = float("inf")
+TIGHT = [{"keep": FakeMemory(100_000, at), "net": {"frozen": True}} for at in (2, 3, 5, NEVER)]
+
+
+def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_gets_tight(ranks):
+    expected = one_process({"frozen": True})
+    for results in ranks["tight"]:
         for result in results:
-            assert_same(result["parameters"], one_process({"frozen": True}))
-    *given_back, kept = (sum(result["reads"]) for result in by_rank[0])
+            assert_same(result["parameters"], expected)
+    *given_back, kept = (sum(result["reads"]) for result in ranks["tight"][0])
     assert all(reads > kept for reads in given_back), "what was given back is read again"
     # The earlier memory is tight, the more is read again.
     assert given_back == sorted(given_back, reverse=True)
@@ -140,8 +167,8 @@ def _in_lockstep(rank: int) -> list[dict[str, Any]]:
     return [train(rank, "lockstep", (3, 3), {}, keep=keep) for keep in (ALL * rank, ALL)]
 
 
-def test_in_lockstep_all_ranks_keep_the_same():
-    for alone, both in run_ranks(_in_lockstep):
+def test_in_lockstep_all_ranks_keep_the_same(ranks):
+    for alone, both in ranks["lockstep"]:
         assert_same(alone["parameters"], one_process({}))
         assert_same(both["parameters"], one_process({}))
         assert alone["reads"] == [(2 * BLOCKS + 1) * 3] * STEPS
@@ -221,9 +248,8 @@ def _toggled(rank: int, keep: Any) -> dict[str, Any]:
     return full_parameters(module)
 
 
-def test_a_kept_unit_follows_when_its_shards_are_frozen_within_a_step():
-    kept, freed = run_ranks(_toggled, "auto"), run_ranks(_toggled, 0)
-    for one, other in zip(kept, freed, strict=True):
+def test_a_kept_unit_follows_when_its_shards_are_frozen_within_a_step(ranks):
+    for one, other in zip(ranks["toggled, kept"], ranks["toggled, freed"], strict=True):
         assert_same(one, other)
 
 
@@ -259,8 +285,16 @@ def _frozen(rank: int, first: bool, ranks: int, cases: list[dict[str, Any]]) -> 
     return found
 
 
+FROZEN = [{"keep_gathered": "auto"}, {"keep_gathered": 0}, {"communication": "collective"}]
+
+
+@pytest.fixture(scope="module")
+def frozen_alone() -> Cases:
+    return run_calls({first: (_frozen, first, 1, [{}]) for first in (True, False)}, world_size=1)
+
+
 @pytest.mark.parametrize("first", [True, False])
-def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(first):
+def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(ranks, frozen_alone, first):
     alone = Frozen(first)
     optimizer: Any = alone.configure_optimizers()
     batches = token_batches([6, 9, 4, 7, 5, 8, 3, 6])
@@ -270,9 +304,7 @@ def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(first):
             optimizer.step()
             optimizer.zero_grad()
     expected = {name: parameter.detach() for name, parameter in alone.named_parameters()}
-    cases = [{"keep_gathered": "auto"}, {"keep_gathered": 0}, {"communication": "collective"}]
-    alone_too = run_ranks(_frozen, first, 1, [{}], world_size=1)
-    for results in [*run_ranks(_frozen, first, 2, cases), *alone_too]:
+    for results in [*ranks["frozen first" if first else "frozen last"], *frozen_alone[first]]:
         for result in results:
             assert_same(result, expected)
 
@@ -304,8 +336,8 @@ def _frozen_while_gathered(rank: int) -> list[tuple[bool, bool, set[bool]]]:
     return found
 
 
-def test_what_is_frozen_while_it_is_gathered_is_frozen_when_it_is_sharded():
-    assert run_ranks(_frozen_while_gathered) == [[(True, True, {False}), (True, True, {True})]] * 2
+def test_what_is_frozen_while_it_is_gathered_is_frozen_when_it_is_sharded(ranks):
+    assert ranks["frozen while gathered"] == [[(True, True, {False}), (True, True, {True})]] * 2
 
 
 def _held(rank: int, memories: list[Any]) -> list[dict[str, Any]]:
@@ -337,10 +369,12 @@ def _held(rank: int, memories: list[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_units_are_held_for_a_while_where_there_is_room():
+HELD = [FakeMemory(100_000), FakeMemory(6000), FakeMemory(0), FakeMemory(100_000, tight_at=4), ALL, 0]
+
+
+def test_units_are_held_for_a_while_where_there_is_room(ranks):
     """``FakeMemory`` is asked what is used when the context begins, and then once in a pass, until it is tight."""
-    memories = [FakeMemory(100_000), FakeMemory(6000), FakeMemory(0), FakeMemory(100_000, tight_at=4), ALL, 0]
-    first, second = run_ranks(_held, memories)
+    first, second = ranks["held"]
     torch.manual_seed(0)
     expected = Net()(torch.tensor([[3, 1, 2]]))
     for result in [*first, *second]:
@@ -348,7 +382,7 @@ def test_units_are_held_for_a_while_where_there_is_room():
         assert result["freed"] and result["kept"] == 0
         assert result["reads"][-2:] == [BLOCKS, BLOCKS], "nothing stays behind the context"
     once = BLOCKS + 1  # the root unit stays gathered by itself
-    assert [result["reads"][0] for result in first] == [once] * len(memories)
+    assert [result["reads"][0] for result in first] == [once] * len(HELD)
     reads = [result["reads"][:4] for result in second]
     assert reads[0] == reads[4] == [once, 0, 0, 0]
     assert reads[1] == [once, 1, 1, 1]
@@ -375,7 +409,7 @@ def _edits_held(rank: int) -> str:
     return message
 
 
-def test_a_change_while_units_are_held_is_found():
-    unchanged, changed = run_ranks(_edits_held)
+def test_a_change_while_units_are_held_is_found(ranks):
+    unchanged, changed = ranks["edits"]
     assert unchanged == ""
     assert "'blocks.0.norm.weight' was changed" in changed

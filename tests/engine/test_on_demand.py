@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests.strategy.test_parity import assert_same, make_engine
 from tests.support.models import Block, Net, init_gloo, summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Cases, run_calls
 
 
 def attached(rank: int, net: nn.Module, **options: Any) -> OnDemandEngine:
@@ -29,6 +30,25 @@ def attached(rank: int, net: nn.Module, **options: Any) -> OnDemandEngine:
     engine.attach(net)
     assert isinstance(engine, OnDemandEngine)
     return engine
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    """All that two ranks do, in one launch; every test looks at its part."""
+    return run_calls(
+        {
+            "attaches": (_attaches,),
+            "reattaches": (_idles_and_reattaches,),
+            None: (_sums_in, None),
+            torch.float32: (_sums_in, torch.float32),
+            torch.float64: (_sums_in, torch.float64),
+            "plain": (_counts_forwards, None),
+            "checkpointed": (_counts_forwards, {Block}),
+            "comparisons": (_counts_comparisons,),
+            "small and large": (_reads_small_and_large,),
+            "assigns": (_assigns,),
+        }
+    )
 
 
 def twins() -> nn.Sequential:
@@ -44,17 +64,17 @@ def _attaches(rank: int) -> list[Any]:
     attached(rank, model).close()
     kept = all(torch.equal(value, begin[name]) for name, value in full_parameters(model).items())
     post_order = units._post_order
-    units._post_order = lambda root: iter(list(post_order(root))[::-1])
     messages = []
     for other in (twins(), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))):
-        with pytest.raises(NotImplementedError) as error:
+        backwards = patch.object(units, "_post_order", lambda root: iter(list(post_order(root))[::-1]))
+        with backwards, pytest.raises(NotImplementedError) as error:
             attached(rank, other)
         messages.append(str(error.value))
     return [kept, *messages]
 
 
-def test_a_unit_that_lies_in_memory_in_another_way_is_refused():
-    for kept, *messages in run_ranks(_attaches):
+def test_a_unit_that_lies_in_memory_in_another_way_is_refused(ranks):
+    for kept, *messages in ranks["attaches"]:
         assert kept
         for message in messages:
             assert "Unit '(root)' lies in memory in a way this version does not know" in message
@@ -80,8 +100,8 @@ def _idles_and_reattaches(rank: int) -> list[Any]:
     return [before["settle"], all(after[cause] >= before[cause] for cause in before), kept, grown]
 
 
-def test_the_books_survive_a_new_window():
-    waited, other = run_ranks(_idles_and_reattaches)
+def test_the_books_survive_a_new_window(ranks):
+    waited, other = ranks["reattaches"]
     assert waited[0] >= 0.2
     assert waited[1:] == other[1:] == [True, True, True]
 
@@ -111,9 +131,9 @@ def _sums_in(rank: int, dtype: torch.dtype | None) -> list[float]:
 @pytest.mark.parametrize(
     ("dtype", "kept"), [(None, 0.0), (torch.float32, 0.0), (torch.float64, 2.0**-13)], ids=str
 )
-def test_sums_are_taken_in_the_accumulators_dtype(dtype, kept):
+def test_sums_are_taken_in_the_accumulators_dtype(ranks, dtype, kept):
     # 2^13 + 2^-13 has 27 digits: fp64 keeps them all, fp32 (24 digits) drops the small number.
-    assert run_ranks(_sums_in, dtype) == [[-kept, -kept]] * 2
+    assert ranks[dtype] == [[-kept, -kept]] * 2
 
 
 def _counts_forwards(rank: int, policy: Any) -> list[Any]:
@@ -131,8 +151,8 @@ def _counts_forwards(rank: int, policy: Any) -> list[Any]:
     return [calls[0] / len(module.net.blocks) / len(share), parameters]
 
 
-def test_checkpointed_activations_are_computed_again():
-    plain, checkpointed = run_ranks(_counts_forwards, None), run_ranks(_counts_forwards, {Block})
+def test_checkpointed_activations_are_computed_again(ranks):
+    plain, checkpointed = ranks["plain"], ranks["checkpointed"]
     assert [calls for calls, _ in plain] == [1, 1]
     assert [calls for calls, _ in checkpointed] == [2, 2]
     assert_same(checkpointed[0][1], plain[0][1])
@@ -177,8 +197,8 @@ def _counts_comparisons(rank: int) -> list[Any]:
     return [counts[1] == 2 * counts[0] > 0, evaluated]
 
 
-def test_a_shard_is_compared_once_when_it_is_read_and_once_after_the_last_backward():
-    for as_many_as_units, evaluated in run_ranks(_counts_comparisons):
+def test_a_shard_is_compared_once_when_it_is_read_and_once_after_the_last_backward(ranks):
+    for as_many_as_units, evaluated in ranks["comparisons"]:
         assert as_many_as_units  # whatever the number of microbatches
         assert evaluated >= 3  # where no step may ever end, every time
 
@@ -208,9 +228,9 @@ def _reads_small_and_large(rank: int) -> list[int]:
     return read
 
 
-def test_a_small_unit_is_read_in_one_call_and_a_large_one_peer_by_peer():
+def test_a_small_unit_is_read_in_one_call_and_a_large_one_peer_by_peer(ranks):
     # The large one has 1 peer; the small one's call takes the own shard along.
-    assert run_ranks(_reads_small_and_large) == [[1, 2]] * 2
+    assert ranks["small and large"] == [[1, 2]] * 2
 
 
 def _assigns(rank: int) -> float:
@@ -228,6 +248,6 @@ def _assigns(rank: int) -> float:
     return found
 
 
-def test_a_parameter_that_was_replaced_is_published():
+def test_a_parameter_that_was_replaced_is_published(ranks):
     first = 4 * 7 + 7
-    assert run_ranks(_assigns) == [4 * 7 * first + 7] * 2
+    assert ranks["assigns"] == [4 * 7 * first + 7] * 2

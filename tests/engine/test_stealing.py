@@ -22,7 +22,7 @@ from tests.strategy.test_parity import assert_same
 from tests.support.interleaving import Interleaved, Scheduler, interleave
 from tests.support.models import summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks
 
 
 def queues(costs: list[list[float]], rates: list[float] | None = None) -> list[WorkQueues]:
@@ -182,10 +182,21 @@ def _fit(rank: int, counts: tuple[int, ...], slow_rank: int, returns: str, accum
     return {"parameters": full_parameters(module), "seen": module.seen, "metrics": metrics}
 
 
-@pytest.mark.parametrize("returns", ["items", "mean"])
-@pytest.mark.parametrize(("counts", "slow_rank"), [((3, 3), 0), ((0, 6), 1), ((2, 3, 1), 1)], ids=str)
-def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(counts, slow_rank, returns):
-    results = run_ranks(_fit, counts, slow_rank, returns, 1, world_size=len(counts))
+#: Microbatches by rank, who is slow, and what a step returns.
+HELPED = [((3, 3), 0, "items"), ((3, 3), 0, "mean"), ((0, 6), 1, "items"), ((2, 3, 1), 1, "mean")]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    """All that two ranks train, in one launch."""
+    helped = {case: (_fit, *case, 1) for case in HELPED if len(case[0]) == 2}
+    return run_calls({**helped, "accumulated": (_fit, (1, 5), 1, "items", 2), "count": (_count,)})
+
+
+@pytest.mark.parametrize(("counts", "slow_rank", "returns"), HELPED, ids=str)
+def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(ranks, counts, slow_rank, returns):
+    case = (counts, slow_rank, returns)
+    results = ranks[case] if case in ranks else run_ranks(_fit, *case, 1, world_size=len(counts))
     ran = sorted(length for result in results for length in result["seen"])
     assert ran == sorted(length for lengths in LENGTHS for length in lengths), "every microbatch exactly once"
     assert len(results[slow_rank]["seen"]) < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
@@ -195,8 +206,8 @@ def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(counts, slow_
         assert result["metrics"]["one"] == 1.0
 
 
-def test_stealing_within_accumulated_minibatches():
-    results = run_ranks(_fit, (1, 5), 1, "items", 2)
+def test_stealing_within_accumulated_minibatches(ranks):
+    results = ranks["accumulated"]
     assert len(results[1]["seen"]) < 15
     assert_same(results[0]["parameters"], _reference([[0, 1], [2]]))
 
@@ -228,8 +239,8 @@ def _count(rank: int) -> list[tuple[dict[str, Tensor], list[int], float]]:
     return results
 
 
-def test_whoever_ran_what_the_bits_are_those_of_the_fixed_order_where_sums_are_exact():
-    first, second = run_ranks(_count)
+def test_whoever_ran_what_the_bits_are_those_of_the_fixed_order_where_sums_are_exact(ranks):
+    first, second = ranks["count"]
     ran = [[len(of_rank[case][1]) for of_rank in (first, second)] for case in range(3)]
     assert ran[0][0] < 9 < ran[0][1] and ran[1][1] < 9 < ran[1][0], f"each was helped by the other: {ran}"
     assert ran[2] == [9, 9]

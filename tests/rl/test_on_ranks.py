@@ -19,7 +19,7 @@ from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out, textbook_loss
 from tests.strategy.test_models import causal_lm
 from tests.support.models import Net, full_parameters
 from tests.support.modules import loader, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, try_ranks
 
 #: Prompts and responses; the sixth response is empty.
 LENGTHS = [(2, 5), (1, 12), (4, 1), (1, 7), (3, 3), (2, 0), (1, 4)]
@@ -123,13 +123,22 @@ def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]
     return scores, {f"policy.{name}": p.detach() for name, p in policy.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("make", "losses"),
-    [(llamas, {"on_demand": "dapo", "collective": "gspo"}), (nets, {"on_demand": "grpo"})],
-)
-def test_scores_and_updates_are_those_of_one_process(make: Any, losses: dict[str, str]) -> None:
+LEARNT = {llamas: {"on_demand": "dapo", "collective": "gspo"}, nets: {"on_demand": "grpo"}}
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    """All that two ranks learn, in one launch."""
+    calls: dict[Any, tuple[Any, ...]] = {make: (_learn, make, losses) for make, losses in LEARNT.items()}
+    calls |= {"adapters": (_adapt,)} if HAS_PEFT else {}
+    return run_calls(calls | {"fabric": (_learn_with_fabric,)})
+
+
+@pytest.mark.parametrize(("make", "losses"), LEARNT.items())
+def test_scores_and_updates_are_those_of_one_process(ranks: Cases, make: Any, losses: dict[str, str]) -> None:
     expected = [one_process(make, loss_type) for loss_type in losses.values()]
-    first, second = run_ranks(_learn, make, losses)
+    first, second = ranks[make]
     for communication, (scores, parameters), one, other in zip(losses, expected, first, second, strict=True):
         assert one[0] == other[0]  # every rank has all scores, the same ones
         for mine, theirs in zip(one[0], scores, strict=True):
@@ -189,9 +198,9 @@ def _adapt(rank: int) -> Any:
     return module.found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_the_reference_is_the_policy_without_its_adapters() -> None:
-    first, second = run_ranks(_adapt)
+@pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
+def test_the_reference_is_the_policy_without_its_adapters(ranks: Cases) -> None:
+    first, second = ranks["adapters"]
     assert first == second
     references, policies = zip(*first, strict=True)
     torch.manual_seed(0)
@@ -231,7 +240,7 @@ def _learn_with_fabric(rank: int) -> Any:
     return full_parameters(policy), counts
 
 
-def test_fabric() -> None:
+def test_fabric(ranks: Cases) -> None:
     policy = nets()[0]
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
     rl.normalize_advantages(rollouts)
@@ -242,7 +251,7 @@ def test_fabric() -> None:
         optimizer.zero_grad()
         textbook_loss(policy, chosen, "dapo", CLIP, 0.0, 12).backward()
         optimizer.step()
-    (first, one), (_, other) = run_ranks(_learn_with_fabric)
+    (first, one), (_, other) = ranks["fabric"]
     for name, value in policy.named_parameters():
         torch.testing.assert_close(first[name], value.detach(), rtol=0, atol=1e-5)
     assert 0 in one + other

@@ -98,6 +98,15 @@ def run_cases(
     return found
 
 
+def run_calls(calls: Mapping[Any, Sequence[Any]], world_size: int = 2, timeout: float = 150) -> Cases:
+    """As `run_cases`, for cases that are functions of their own: a call is ``(function, *args)``."""
+    return run_cases(_call, calls, world_size=world_size, timeout=timeout)
+
+
+def _call(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    return function(rank, *args)
+
+
 def _one_after_another(
     rank: int, function: Callable[..., Any], cases: dict[Any, Sequence[Any]]
 ) -> list[tuple[Any, str]]:
