@@ -41,7 +41,7 @@ from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance
 from tests.support.modules import Memory, TokenModule, loader, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
 SLEEPS = [
     [[0.08, 0.02], [0.02, 0.06], [0.05, 0.05], [0.08, 0.02]],
@@ -197,6 +197,22 @@ def check_row(row: dict[str, float], slept: list[float]) -> list[float]:
     return idle
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Runs whose times are not compared, in one launch. The last one takes gloo away."""
+    directory = tmp_path_factory.mktemp("idle")
+    return run_calls(
+        {
+            "both": (_both_and_nobody_listens, directory / "both"),
+            "meetings": (_meetings, directory / "meetings"),
+            "in part": (_seen_in_part, True),
+            "tensor parallel": (_tensor_parallel,),
+            "many": (_many_batches,),
+            "without gloo": (_seen_in_part, False),
+        }
+    )
+
+
 def _both(rank: int, directory: Any) -> Any:
     recorder, monitor, memory = (
         TimelineRecorder(directory, (1, 2)),
@@ -216,8 +232,8 @@ def _both_and_nobody_listens(rank: int, directory: Any) -> Any:
     return rows, timeline
 
 
-def test_recorder_and_monitor_at_once(tmp_path):
-    rows, timeline = run_ranks(_both_and_nobody_listens, tmp_path)[0]
+def test_recorder_and_monitor_at_once(ranks):
+    rows, timeline = ranks["both"][0]
     steps = [row for _, row in rows if "step_seconds" in row]
     assert len(steps) == STEPS  # the recorder took no collectives from the monitor
     assert all(row["idle/collective_seconds"] > 0 for row in steps)
@@ -250,8 +266,8 @@ def _meetings(rank: int, directory: Any) -> Any:
     return counts
 
 
-def test_watching_adds_no_meeting_to_a_step(tmp_path):
-    for alone, watched in run_ranks(_meetings, tmp_path):
+def test_watching_adds_no_meeting_to_a_step(ranks):
+    for alone, watched in ranks["meetings"]:
         assert len(alone) == STEPS and alone[1] > 0
         assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
 
@@ -413,8 +429,8 @@ def _seen_in_part(rank: int, gloo: bool) -> Any:
     return said, monitor.last_step
 
 
-def test_waiting_that_cannot_be_seen_is_not_guessed():
-    (said, values), (silence, same) = run_ranks(_seen_in_part, True)
+def test_waiting_that_cannot_be_seen_is_not_guessed(ranks):
+    (said, values), (silence, same) = ranks["in part"]
     assert silence == []
     assert [line.split(" under")[0] for line in said] == [
         "DeviceIdleMonitor cannot see all waiting for other ranks"
@@ -435,15 +451,15 @@ def _tensor_parallel(rank: int) -> Any:
     return monitor.complete, monitor.last_step
 
 
-def test_tensor_parallel_collectives_are_not_seen():
-    for complete, values in run_ranks(_tensor_parallel):
+def test_tensor_parallel_collectives_are_not_seen(ranks):
+    for complete, values in ranks["tensor parallel"]:
         assert not complete
         assert values["microbatches"] == 2
         assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(values)
 
 
-def test_ranks_that_cannot_be_compared():
-    (said, values), (silence, _) = run_ranks(_seen_in_part, False)
+def test_ranks_that_cannot_be_compared(ranks):
+    (said, values), (silence, _) = ranks["without gloo"]
     assert (values, silence) == ({}, [])
     assert len(said) == 1
     assert "does nothing under DDPStrategy: its ranks have no process group with gloo" in said[0]
@@ -460,8 +476,8 @@ def _many_batches(rank: int) -> Any:
     return seen
 
 
-def test_steps_of_many_batches_are_seen_whole():
-    for step, complete, values in run_ranks(_many_batches)[0]:
+def test_steps_of_many_batches_are_seen_whole(ranks):
+    for step, complete, values in ranks["many"][0]:
         assert (step, complete, values["microbatches"]) == (1, True, 60)
         assert "idle/fraction" in values and "idle/collective_seconds" in values
 

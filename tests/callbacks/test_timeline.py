@@ -28,7 +28,7 @@ from lightning_odc.data.batch_size import token_count
 from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
 MS = 1_000_000
 STEPS = 3
@@ -81,8 +81,31 @@ def _fit(rank: int, directory: Path, module: dict[str, Any], steps: Any, options
     return recorder.timeline
 
 
-def fit(directory: Path, module: Any = None, steps: Any = None, **options: Any) -> Timeline:
-    first, second = run_ranks(_fit, directory, module or {}, steps, options)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("timelines")
+    (made / "file").write_text("in the way")
+    return made
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Cases:
+    """All runs of two ranks that end well, in one launch, each in a folder of its name."""
+    slow, steps = {"slow_optimizer": 1}, range(1, 3)
+    return run_calls(
+        {
+            "scripted": (_fit, folder / "new" / "scripted", {}, None, {}),
+            "slow": (_fit, folder / "slow", slow, (1, 2), {}),
+            "lockstep": (_fit, folder / "lockstep", {}, steps, {"communication": "lockstep"}),
+            "collective": (_fit, folder / "collective", {}, steps, {"communication": "collective"}),
+            "ddp": (_fit_ddp, folder / "ddp"),
+            "nowhere": (_fit_nowhere, folder),
+        }
+    )
+
+
+def first_of(results: list[Any]) -> Timeline:
+    first, second = results
     assert second is None
     assert isinstance(first, Timeline)
     return first
@@ -121,8 +144,8 @@ def check_trace(path: Path, ranks: int) -> dict[str, Any]:
 # -- real runs -----------------------------------------------------------------------------------------------
 
 
-def test_the_timeline_shows_what_was_scripted(tmp_path):
-    timeline = fit(tmp_path / "new" / "directory")
+def test_the_timeline_shows_what_was_scripted(ranks, folder):
+    timeline = first_of(ranks["scripted"])
     first, second = timeline.ranks
     for rank, sleeps in ((first, SLEEPS[0]), (second, SLEEPS[1])):
         forwards, backwards = rank.of("forward"), rank.of("backward")
@@ -151,7 +174,7 @@ def test_the_timeline_shows_what_was_scripted(tmp_path):
     assert max(waits_of_steps) > SLACK
     assert timeline.waiting_seen
 
-    directory = tmp_path / "new" / "directory"
+    directory = folder / "new" / "scripted"
     assert sorted(path.name for path in directory.iterdir()) == ["timeline.json", "timeline.png"]
     assert (directory / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = check_trace(directory / "timeline.json", ranks=2)
@@ -159,8 +182,8 @@ def test_the_timeline_shows_what_was_scripted(tmp_path):
     assert load_timeline(directory / "timeline.json").idle_fraction == pytest.approx(timeline.idle_fraction)
 
 
-def test_a_slow_optimizer_holds_up_the_others_between_batches(tmp_path):
-    first, second = fit(tmp_path, {"slow_optimizer": 1}, steps=(1, 2)).ranks
+def test_a_slow_optimizer_holds_up_the_others_between_batches(ranks):
+    first, second = first_of(ranks["slow"]).ranks
     assert all(seconds(span) >= 0.2 for span in second.of("optimizer"))
     # Lightning's broadcast before it loads a batch, or else the read of a shard that is published late.
     held_up = [span for span in first.of("data", "wait") if span.details.get("cause") != "settle"]
@@ -170,9 +193,9 @@ def test_a_slow_optimizer_holds_up_the_others_between_batches(tmp_path):
 
 
 @pytest.mark.parametrize("communication", ["lockstep", "collective"])
-def test_other_communications(tmp_path, communication):
-    timeline = fit(tmp_path, steps=range(1, 3), communication=communication)
-    check_trace(tmp_path / "timeline.json", ranks=2)
+def test_other_communications(ranks, folder, communication):
+    timeline = first_of(ranks[communication])
+    trace = check_trace(folder / communication / "timeline.json", ranks=2)
     for rank in timeline.ranks:
         assert [span.details["number"] for span in rank.of("minibatch")] == [1, 2]
         assert len(rank.of("forward")) == len(rank.of("backward")) == 2
@@ -185,9 +208,7 @@ def test_other_communications(tmp_path, communication):
         assert {span.details["peer"] for span in long} <= {0, None}
     else:
         assert communication == "collective"
-        assert "not seen" in " ".join(
-            json.loads((tmp_path / "timeline.json").read_text())["otherData"]["remarks"]
-        )
+        assert "not seen" in " ".join(trace["otherData"]["remarks"])
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
@@ -215,9 +236,9 @@ def _fit_ddp(rank: int, directory: Path) -> Any:
     return recorder.timeline
 
 
-def test_a_strategy_without_an_engine(tmp_path):
-    timeline = run_ranks(_fit_ddp, tmp_path)[0]
-    check_trace(tmp_path / "timeline.json", ranks=2)
+def test_a_strategy_without_an_engine(ranks, folder):
+    timeline = ranks["ddp"][0]
+    check_trace(folder / "ddp" / "timeline.json", ranks=2)
     assert not timeline.waiting_seen
     assert "DDPStrategy tells nothing about its communication" in timeline.notes[0]
     for rank in timeline.ranks:
@@ -332,13 +353,12 @@ def _fit_nowhere(rank: int, directory: Path) -> Any:
     return said, fitting.global_step, recorder.timeline
 
 
-def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    (said, *first), (silence, *second) = run_ranks(_fit_nowhere, tmp_path)
+def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on(ranks, folder):
+    (said, *first), (silence, *second) = ranks["nowhere"]
     assert len(said) == 1 and silence == []
     assert "cannot write to" in said[0] and "on rank 1, so nothing is recorded: Not a directory" in said[0]
     assert first == second == [STEPS, None]
-    assert list((tmp_path / "empty").iterdir()) == []
+    assert list((folder / "empty").iterdir()) == []
 
 
 def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch):

@@ -257,23 +257,31 @@ def test_the_largest_microbatch_is_the_longest_sample_by_default():
 # -- resuming --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=["0", "2", "kept"])
-@pytest.mark.parametrize("done", [0, 1, 3, 6, 7, 11, 12])
-def test_a_loaded_state_goes_on_exactly_there(workers, done):
+def _resumed_at(done: int, workers: dict[str, Any], expected: list[Any], state: dict[str, Any]) -> None:
+    resumed = loader(Noise(LENGTHS), **workers)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert len(resumed) == 6
+    found = []
+    while len(found) < len(expected) - done:
+        found += [[sample.tolist() for microbatch in share for sample in microbatch] for share in resumed]
+    assert found == expected[done:], f"after {done} minibatches"
+
+
+@pytest.mark.parametrize(
+    ("workers", "at"),
+    [(WORKERS[0], (0, 1, 3, 6, 7, 11, 12)), (WORKERS[1], (3, 6)), (WORKERS[2], (3, 7))],
+    ids=["0", "2", "kept"],
+)
+def test_a_loaded_state_goes_on_exactly_there(workers, at):
     whole = loader(Noise(LENGTHS), **workers)
     expected, states = [], [whole.state_dict()]
     for _ in range(3):
         for share in whole:
             expected.append([sample.tolist() for microbatch in share for sample in microbatch])
             states.append(whole.state_dict())
-    resumed = loader(Noise(LENGTHS), **workers)
-    resumed.load_state_dict(states[done])
-    assert resumed.state_dict() == states[done]
-    assert len(resumed) == 6
-    found = []
-    while len(found) < len(expected) - done:
-        found += [[sample.tolist() for microbatch in share for sample in microbatch] for share in resumed]
-    assert found == expected[done:]
+    for done in at:
+        _resumed_at(done, workers, expected, states[done])
 
 
 def test_a_state_is_plain_and_the_same_on_all_ranks():
@@ -404,8 +412,7 @@ def test_unrolled_weights_are_one_on_average_over_a_minibatch():
     assert not minibatch
 
 
-@pytest.mark.parametrize("done", [0, 1, 2, 5, 12, 13])
-def test_an_unrolled_state_goes_on_inside_a_minibatch(done):
+def test_an_unrolled_state_goes_on_inside_a_minibatch():
     options = {"policy": "local_sort", "unroll": True, "minibatch_size": 3}
     whole = loader(**options)
     expected, states = [], [whole.state_dict()]
@@ -414,12 +421,13 @@ def test_an_unrolled_state_goes_on_inside_a_minibatch(done):
             expected.append((seen([item.batch]), item.weight, item.last))
             states.append(whole.state_dict())
     assert len(expected) == 2 * 12
-    resumed = loader(**options)
-    resumed.load_state_dict(states[done])
-    found: list[Any] = []
-    while len(found) < len(expected) - done:
-        found += [(seen([item.batch]), item.weight, item.last) for item in resumed]
-    assert found == expected[done:]
+    for done in (0, 1, 2, 5, 12, 13):
+        resumed = loader(**options)
+        resumed.load_state_dict(states[done])
+        found: list[Any] = []
+        while len(found) < len(expected) - done:
+            found += [(seen([item.batch]), item.weight, item.last) for item in resumed]
+        assert found == expected[done:], f"after {done} microbatches"
 
 
 # -- what it refuses -------------------------------------------------------------------------------------------
