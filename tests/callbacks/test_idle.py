@@ -309,14 +309,7 @@ def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data():
 
 
 def one_process(monitor: Callback, module: Any = None, validation: float = 0.0, **options: Any) -> Trainer:
-    defaults = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    fitting = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[monitor],
-        **{"logger": False, **defaults, **options},
-    )
+    fitting = trainer(1, strategy="auto", callbacks=[monitor], **options)
     fitting.fit(
         module or Sleeper(),
         loader([microbatch(0)] * STEPS),

@@ -285,16 +285,7 @@ def test_one_device_and_nobody_listens_outside_the_steps(tmp_path):
 
 
 def one_process(*callbacks: Callback, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=list(callbacks),
-        enable_model_summary=False,
-        **quiet,
-        **options,
-    )
+    return trainer(1, strategy="auto", callbacks=list(callbacks), **options)
 
 
 def test_validation_is_not_loading_data(tmp_path):

@@ -229,16 +229,8 @@ def plans_of(
     """Plans that a one-process trainer runs, saving or going on."""
     spy = Spy()
     callbacks = [ModelCheckpoint(save_top_k=-1, filename="{step}", **saving)] if saving else []
-    fitter = Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[spy, *callbacks],
-        enable_checkpointing=bool(saving),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    options = {"callbacks": [spy, *callbacks], "enable_checkpointing": bool(saving), **options}
+    fitter = trainer(1, strategy="auto", **options)
     balanced = loader(0, 1) if balanced is None else balanced
     fitter.fit(Bystander(), balanced, loader(0, 1, shuffle=False), ckpt_path=checkpoint)
     return spy.plans
@@ -305,18 +297,10 @@ class Counter(Callback):
 
 def test_lightning_sees_unrolled_epochs_of_different_lengths_whole():
     counter = Counter()
-    fitter = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=4,
-        callbacks=[counter],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        reload_dataloaders_every_n_epochs=1,
+    options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}
+    trainer(1, strategy="auto", callbacks=[counter], **options).fit(
+        RowsModule(), loader(0, 1, policy="lb_micro", unroll=True)
     )
-    fitter.fit(RowsModule(), loader(0, 1, policy="lb_micro", unroll=True))
     assert counter.ended == [STEPS] * 4
     assert len(set(counter.microbatches)) > 1
 
@@ -326,18 +310,9 @@ def test_lightning_sees_unrolled_epochs_of_different_lengths_whole():
 
 def fit_ddp(rank: int) -> tuple[dict[str, Tensor], int]:
     module = RowsModule()
-    fitter = Trainer(
-        strategy="ddp",
-        accelerator="cpu",
-        devices=2,
-        max_epochs=EPOCHS,
-        limit_train_batches=10,  # local_sort: 5 whole minibatches of 2 samples per rank
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    # local_sort: 5 whole minibatches of 2 samples per rank
+    options = {"limit_train_batches": 10, "accumulate_grad_batches": 2}
+    fitter = trainer(2, strategy="ddp", max_epochs=EPOCHS, **options)
     fitter.fit(module, loader(rank, 2, policy="local_sort", unroll=True))
     assert isinstance(fitter.strategy, DDPStrategy)
     assert fitter.world_size == 2
@@ -411,16 +386,7 @@ def test_unequal_minibatches_under_collectives_step_where_they_end(ranks):
 
 
 def fit_minibatches_under_ddp(rank: int) -> str:
-    fitter = Trainer(
-        strategy="ddp",
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    fitter = trainer(1, strategy="ddp", max_steps=1)
     with pytest.raises(TypeError) as caught:
         fitter.fit(RowsModule(), loader(0, 1))
     return str(caught.value)

@@ -108,13 +108,12 @@ def fit(
     return {**watcher.seen, "drifted": drifted}
 
 
-def in_one_process(_: int, directory: str | None) -> dict[str, Any]:
-    """What everything else is compared with; or checkpoints of several nodes, taken up."""
-    if directory is None:
-        options = {"fp32": {}, "bf16": {"precision": "bf16-mixed"}, "clipped": {"gradient_clip_val": CLIP}}
-        fits: dict[str, Any] = {name: _fit_alone(**given) for name, given in options.items()}
-        return fits | {"balanced": reference(4)}
-    return {kind: _resumed_alone(Path(directory) / kind) for kind in ("full", "sharded")}
+def in_one_process(_: int, directory: str) -> dict[str, Any]:
+    """What everything else is compared with, and checkpoints of several nodes, taken up."""
+    options = {"fp32": {}, "bf16": {"precision": "bf16-mixed"}, "clipped": {"gradient_clip_val": CLIP}}
+    fits: dict[str, Any] = {name: _fit_alone(**given) for name, given in options.items()}
+    fits |= {kind: _resumed_alone(Path(directory) / kind) for kind in ("full", "sharded")}
+    return fits | {"balanced": reference(4)}
 
 
 def _fit_alone(**options: Any) -> dict[str, Any]:
@@ -219,8 +218,8 @@ def ranks(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    return run_ranks(in_one_process, None, world_size=1)[0]
+def alone(ranks: list[dict[str, Any]], directory: Path) -> dict[str, Any]:
+    return run_ranks(in_one_process, str(directory), world_size=1)[0]
 
 
 def test_uneven_microbatches_on_both_nodes_equal_one_process(ranks, alone):
@@ -320,10 +319,9 @@ def test_what_is_changed_on_one_node_only_is_found_and_undone(ranks):
     assert ranks[0]["edited"][1]["net.head.weight"].abs().max() < 1.0
 
 
-def test_checkpoints_are_taken_up_by_four_ranks_and_by_one(ranks, alone, directory):
-    (one,) = run_ranks(in_one_process, str(directory), world_size=1)
+def test_checkpoints_are_taken_up_by_four_ranks_and_by_one(ranks, alone):
     for kind in ("full", "sharded"):
-        for result in (*ranks, one):
+        for result in (*ranks, alone):
             assert_same(result[kind], alone["fp32"]["parameters"])
 
 

@@ -21,7 +21,7 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from notebooks.support.threads import ThreadHub
 from tests.support.fake_device import fake_cuda
 from tests.support.models import init_gloo
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Cases, run_cases
 
 SPEC = WindowSpec(
     units=(
@@ -61,10 +61,6 @@ def on_a_fake_device(scenario: Scenario, world_size: int) -> list[Any]:
     return in_threads(on_device, world_size)
 
 
-def in_processes(scenario: Scenario, world_size: int) -> list[Any]:
-    return run_ranks(in_one_process, scenario, world_size=world_size, timeout=60)
-
-
 def in_one_process(rank: int, scenario: Scenario) -> Any:
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
@@ -83,11 +79,33 @@ def zeros_of(transport: Transport, unit: int) -> torch.Tensor:
     return torch.zeros_like(transport.shard(transport.rank, unit))
 
 
-@pytest.fixture(
-    params=[in_threads, in_processes, on_a_fake_device], ids=["threads", "shared_memory", "cuda-fake"]
-)
+@pytest.fixture(scope="module")
+def processes() -> dict[int, Cases]:
+    """What the scenarios give on real processes, by their number: one launch for each."""
+    scenarios: dict[int, list[Scenario]] = {
+        1: [windows_start_at_zero_and_apart],
+        2: [
+            windows_start_at_zero_and_apart,
+            words_and_mailboxes,
+            everybody_adds_everywhere,
+            locks_exclude,
+            adds_land_in_parts,
+            data_is_there_when_its_word_is,
+        ],
+        4: [windows_start_at_zero_and_apart, everybody_adds_everywhere, nobody_is_dead],
+    }
+    return {
+        size: run_cases(in_one_process, {one: (one,) for one in several}, world_size=size)
+        for size, several in scenarios.items()
+    }
+
+
+@pytest.fixture(params=[in_threads, None, on_a_fake_device], ids=["threads", "shared_memory", "cuda-fake"])
 def run(request: pytest.FixtureRequest) -> Callable[[Scenario, int], list[Any]]:
-    return request.param
+    if request.param is not None:
+        return request.param
+    found = request.getfixturevalue("processes")
+    return lambda scenario, world_size: found[world_size][scenario]
 
 
 def windows_start_at_zero_and_apart(
@@ -273,4 +291,4 @@ def nobody_is_dead(transport: Transport, meet: Callable[[Any], list[Any]]) -> li
 
 
 def test_nobody_is_dead(run):
-    assert run(nobody_is_dead, 3) == [[], [], []]
+    assert run(nobody_is_dead, 4) == [[]] * 4
