@@ -66,7 +66,13 @@ class Advice:
         untried = ""
         if "lightning_odc" in self.line and not self.facts.question.place.is_cpu:
             untried = "Lightning-ODC's code for GPUs has not run on a GPU yet."
-        parts = [self._verdict(), indent(self.line, "    "), untried, "\n".join(rows), self._limits()]
+        plans, question = self.facts.plans, self.facts.question
+        steps = -(-len(question.samples.lengths) // question.samples_per_step)
+        limits = (
+            f"These are plans for {plans.steps} of the {steps:,} steps of an epoch. Their time is counted in FLOPs, "
+            "without communication.\nTo measure time on this machine: lightning-odc bench train"
+        )
+        parts = [self._verdict(), indent(self.line, "    "), untried, "\n".join(rows), limits]
         return "\n\n".join(filter(None, parts))
 
     __repr__ = __str__
@@ -153,14 +159,6 @@ class Advice:
         if plans.least_idle >= _LEAST_PART:
             why = f"in {plans.long_steps} of {plans.steps} steps, one sample is longer than an equal share of the work"
             yield "", f"{plans.least_idle:>4.0%} under any plan, at least: {why}"
-
-    def _limits(self) -> str:
-        plans, question = self.facts.plans, self.facts.question
-        steps = -(-len(question.samples.lengths) // question.samples_per_step)
-        return (
-            f"These are plans for {plans.steps} of the {steps:,} steps of an epoch. Their time is counted in FLOPs, "
-            "without communication.\nTo measure time on this machine: lightning-odc bench train"
-        )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON. Memory and traffic are in bytes; waits are parts of all ranks' time."""

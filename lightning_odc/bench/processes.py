@@ -203,17 +203,13 @@ class Ranks:
             ) from None
         if kind == "failed":
             line, details = item
-            raise RankFailedError(self._first_cause(number) or f"rank {number} failed: {line}", details)
+            # A rank that ended has broken the one that failed: then it is the cause.
+            for other, rank in enumerate(self._ranks):
+                if other != number and rank.process.exitcode is not None:
+                    line = f"rank {other} ended with exit code {rank.process.exitcode}"
+                    raise RankFailedError(line, details)
+            raise RankFailedError(f"rank {number} failed: {line}", details)
         return kind, item
-
-    def _first_cause(self, number: int) -> str:
-        """A rank that ended and thereby broke the one that failed; empty if there is none."""
-        ended = [
-            (other, rank.process.exitcode)
-            for other, rank in enumerate(self._ranks)
-            if other != number and rank.process.exitcode is not None
-        ]
-        return "rank {} ended with exit code {}".format(*ended[0]) if ended else ""
 
 
 def run_ranks(
@@ -251,7 +247,10 @@ def _rank_main(
     while (job := pipe.recv()) is not None:
         function, arguments, telling = job
         options = {"tell": partial(_tell, pipe)} if telling else {}
-        _quieten()
+        # Lightning's hints are for the reader of a training script, which a benchmark is not.
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore")
         try:
             pipe.send(("done", function(rank, world_size, *arguments, **options)))
         except BaseException as error:
@@ -259,13 +258,6 @@ def _rank_main(
             pipe.send(("failed", (line, "".join(traceback.format_exception(error)))))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _quieten() -> None:
-    """Lightning's hints are for the reader of a training script, which a benchmark is not."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
 
 
 def _tell(pipe: Connection, item: Any) -> None:

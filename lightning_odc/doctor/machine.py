@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,8 @@ class Machine:
 
 def look() -> Machine:
     """The facts of this machine. Imports torch and Lightning, which takes some seconds."""
-    import_trouble = _trouble(_import)
+    # This module imports all of torch and Lightning that the package needs.
+    import_trouble = _trouble(lambda: import_module("lightning_odc.strategy.odc"))
     devices, nccl = ((), False) if import_trouble else _gpus()
     return Machine(
         system=platform.system(),
@@ -91,10 +92,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _import() -> None:
-    import lightning_odc.strategy.odc  # noqa: F401 (all of torch and Lightning that the package needs)
-
-
 # -- kernel -----------------------------------------------------------------------------------------------------------
 
 
@@ -109,10 +106,6 @@ def _make_window() -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _try_window() -> None:
-    os.close(_make_window())
 
 
 def _try_window_of_other() -> None:
@@ -142,15 +135,11 @@ def _try_lock() -> None:
         os.close(fd)
 
 
-def _try_pidfd() -> None:
-    os.close(os.pidfd_open(os.getpid()))
-
-
 KERNEL_PROBES: Mapping[str, Callable[[], Any]] = {
-    "shared memory": _try_window,
+    "shared memory": lambda: os.close(_make_window()),
     "memory of others": _try_window_of_other,
     "locks": _try_lock,
-    "watching peers": _try_pidfd,
+    "watching peers": lambda: os.close(os.pidfd_open(os.getpid())),
     "host identity": host.boot_id,
     "order of memory": host.make_fence,
 }
@@ -189,14 +178,10 @@ def _try_master_port() -> None:
             wanted.bind(("", int(port)))
 
 
-def _try_host_name() -> None:
-    socket.getaddrinfo(socket.gethostname(), None)
-
-
 NETWORK_PROBES: Mapping[str, Callable[[], Any]] = {
     "free ports": _try_port,
     "MASTER_PORT": _try_master_port,
-    "host name": _try_host_name,
+    "host name": lambda: socket.getaddrinfo(socket.gethostname(), None),
 }
 """What process groups ask of the network."""
 

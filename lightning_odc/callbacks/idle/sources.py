@@ -162,8 +162,15 @@ class ShardedWatch(Watch):
         super().__init__(complete=True)
         self._originals: list[tuple[FSDPModule, Any, Any]] = []
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._wrap(module)
+            if not isinstance(module, FSDPModule):
+                continue
+            comms = comms_of(module)
+            if comms is None:
+                self.complete = False
+                continue
+            module.set_custom_all_gather(cast(Any, TimedComm(comms[0], self._meet)))
+            module.set_custom_reduce_scatter(cast(Any, TimedComm(comms[1], self._meet)))
+            self._originals.append((module, *comms))
         self.complete = self.complete and bool(self._originals)
 
     def release(self) -> None:
@@ -171,15 +178,6 @@ class ShardedWatch(Watch):
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce_scatter)
         self._originals.clear()
-
-    def _wrap(self, module: FSDPModule) -> None:
-        comms = comms_of(module)
-        if comms is None:
-            self.complete = False
-            return
-        module.set_custom_all_gather(cast(Any, TimedComm(comms[0], self._meet)))
-        module.set_custom_reduce_scatter(cast(Any, TimedComm(comms[1], self._meet)))
-        self._originals.append((module, *comms))
 
     def _meet(self, begin: int, end: int, group: Any) -> None:
         if dist.get_world_size(group) == dist.get_world_size():
