@@ -1,6 +1,6 @@
 """``attach``: the engine under plain ``fully_shard`` in the user's own loop, against one process in plain torch.
 
-The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+The tolerance of parity is derived in ``tests/support/fits.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_odc.errors import ODCError, PeerFailedError, StaleShardError
 from lightning_odc.pretrained import save_pretrained
 from tests.docs.blocks import ROOT, fragments
 from tests.strategy.test_models import CausalLM, causal_lm
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.modules import loader, trainer
 from tests.support.ranks import Cases, forked, run_calls, run_ranks, try_ranks

@@ -1,6 +1,6 @@
 """``Fabric(strategy="odc")`` on real processes, against one process in plain torch.
 
-The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+The tolerance of parity is derived in ``tests/support/fits.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lightning_odc  # noqa: F401 - registers the name
 from lightning_odc.errors import DisagreementError
 from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_models import answers, causal_lm, counted
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import Net, full_parameters, summed_loss, token_batches
 from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 

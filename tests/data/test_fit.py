@@ -1,6 +1,6 @@
 """``BalancedDataLoader`` under a trainer: the same gradient for every policy, and checkpoints that go on exactly.
 
-The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+The tolerance of parity is derived in ``tests/support/fits.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_odc.balance import POLICIES
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackedBatch, pack_samples
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import Net
 from tests.support.modules import full_parameters, trainer
 from tests.support.ranks import Cases, run_calls, run_ranks

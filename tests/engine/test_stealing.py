@@ -18,7 +18,7 @@ from lightning_odc.engine.stealing import WorkQueues, tasks
 from lightning_odc.engine.transports.base import Lock
 from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.interleaving import Interleaved, Scheduler, interleave
 from tests.support.models import summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.strategy.accumulation import Accumulation, folded_limit
 from tests.strategy.test_balance import SAMPLES, Padded, pad, reference
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import full_parameters
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks

@@ -26,7 +26,7 @@ from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.strategy.options import Options
 from lightning_odc.strategy.training_data import beginning, prepares_workers
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import Net, full_parameters
 from tests.support.modules import said, trainer
 from tests.support.ranks import run_ranks

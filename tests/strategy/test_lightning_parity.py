@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from lightning_odc import ODCStrategy
 from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_gradients import Sgd
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import Net
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lightning_odc  # noqa: F401 - registers the strategy
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.strategy.launcher import ForkLauncher
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import WIDTH, Block
 
 nbclient = pytest.importorskip("nbclient")

@@ -1,6 +1,6 @@
 """Samples with two numbers, text tokens and image patches, in training: exact, and within both caps.
 
-The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+The tolerance of parity is derived in ``tests/support/fits.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import ODCStrategy
 from lightning_odc.callbacks import DeviceIdleMonitor
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import full_parameters
 from tests.support.modules import said, trainer
 from tests.support.ranks import run_ranks

@@ -1,25 +1,19 @@
 """The law: on demand ends in the same parameters as stock ``fully_shard`` and as one process.
 
-Tolerances. fp32: the gradient of a parameter is the same sum of at most 12 microbatch terms in another order, so it
-differs by about 12 * 2^-24 = 7e-7 relative. AdamW divides by the root of its own second moment, which passes relative
-differences on unchanged, but where a gradient is nearly zero the step is still about ``lr``: one sign of such a
-gradient may differ. With lr = 0.01 and 4 steps, 1e-5 absolute leaves room for the amplification of the first kind and
-catches every error of weighting, layout or order, which is of the size of ``lr`` (1e-2). bf16: activations are rounded
-to 2^-8, equally on all sides; gradients may differ by the order of sums in fp32 as above.
+Here are the engines without a trainer. ``tests/support/fits.py`` derives the tolerance.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
@@ -27,15 +21,12 @@ from lightning_odc.engine.keeping import HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
+from tests.support.fits import LENGTHS, LR, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.nodes import make_copies_engine
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import Cases, run_calls
 
 STEPS = 4
-LR = 0.01
-TOLERANCE = 1e-5
-#: Lengths of the microbatches of each step, over all ranks.
-LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [4, 4, 4, 4, 4, 4], [30, 2, 2, 3, 9, 5]]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -43,7 +34,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def minibatch(step: int) -> list[Tensor]:
-    return token_batches(LENGTHS[step], seed=step)
+    return token_batches((*LENGTHS, [4] * 6)[step], seed=step)
 
 
 def one_process(
@@ -155,14 +146,6 @@ def train(
     return result
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
-    assert {name.replace("_checkpoint_wrapped_module.", "") for name in actual} == set(expected)
-    for name, value in actual.items():
-        reference = expected[name.replace("_checkpoint_wrapped_module.", "")]
-        difference = (value - reference).abs().max().item()
-        assert difference <= tolerance, f"{name} differs by {difference:.2e}"
-
-
 def assert_one_sided(results: list[dict[str, Any]], counts: tuple[int, ...]) -> None:
     """Every rank that computed read from and added to every other rank, once or twice per unit and microbatch."""
     for result, count in zip(results, counts, strict=True):
@@ -170,82 +153,6 @@ def assert_one_sided(results: list[dict[str, Any]], counts: tuple[int, ...]) -> 
         assert (result["traffic"].reads > 0) == (count > 0)
         assert result["traffic"].reads >= peers * count * STEPS
         assert result["traffic"].adds >= peers * count * STEPS
-
-
-SCALARS = {"scalars": True}
-NETS = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}}
-#: Block 1 is used only by microbatch 4, which rank 1 runs alone: rank 0 never touches it; or by none.
-RARE, UNUSED = [[1], [1], [1, 2], [1], [], [1]], [[1]] * 6
-#: What `train` gets on two ranks, in one launch.
-ON_TWO_RANKS: dict[str, tuple[Any, ...]] = {
-    "(3, 3)": ("on_demand", (3, 3), {}),
-    "(5, 1)": ("on_demand", (5, 1), {}),
-    "(6, 0)": ("on_demand", (6, 0), {}),
-    "collective": ("collective", (3, 3), SCALARS),
-    "lockstep": ("lockstep", (3, 3), SCALARS),
-    "tied, uneven": ("on_demand", (5, 1), NETS["tied"]),
-    "frozen, uneven": ("on_demand", (5, 1), NETS["frozen"]),
-    "scalars, uneven": ("on_demand", (5, 1), SCALARS),
-    "rarely used": ("on_demand", (4, 2), {}, None, RARE),
-    "never used": ("on_demand", (4, 2), {}, None, UNUSED),
-    "checkpointing": ("on_demand", (5, 1), {}, None, None, True, True),
-    "checkpointing, SHARD_GRAD_OP": ("on_demand", (5, 1), {}, None, None, True, False),
-}
-WITH_STOCK = {
-    f"{name}, {'fp32' if precision is None else 'bf16'}": (net, precision)
-    for name, net in NETS.items()
-    for precision in (None, torch.bfloat16)
-}
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    ours = {name: ("on_demand", (3, 3), *options) for name, options in WITH_STOCK.items()}
-    return run_cases(train, ON_TWO_RANKS | ours)
-
-
-@pytest.mark.parametrize("counts", [(2, 1, 3), (0, 3, 1, 2)], ids=str)
-def test_fp32_equals_one_process_on_more_ranks(counts):
-    results = run_ranks(train, "on_demand", counts, {}, world_size=len(counts))
-    for result in results:
-        assert_same(result["parameters"], one_process({}))
-    assert_one_sided(results, counts)
-
-
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_equals_one_process(name, two_ranks):
-    communication, counts, net, _, skips, *_ = [*ON_TWO_RANKS[name], None, None]
-    results = two_ranks[name]
-    for result in results:
-        assert_same(result["parameters"], one_process(net, skips))
-    if communication == "on_demand" and not skips:
-        assert_one_sided(results, counts)
-    else:
-        assert bool(results[0]["traffic"].reads) == (communication != "collective")
-
-
-def test_a_parameter_without_a_microbatch_has_no_gradient(two_ranks):
-    # Otherwise AdamW would decay it: parity with one process, whose weight decay is 0.1, would fail.
-    for rare, never in zip(two_ranks["rarely used"], two_ranks["never used"], strict=True):
-        assert rare["without_grad"] == []
-        assert never["without_grad"]
-        assert all(name.startswith("blocks.1.") for name in never["without_grad"])
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return run_cases(stock_fully_shard, WITH_STOCK)
-
-
-@pytest.mark.parametrize("name", WITH_STOCK)
-def test_equals_stock_fully_shard(name, stock, two_ranks):
-    ours, precision = two_ranks[name], WITH_STOCK[name][1]
-    assert_same(ours[0]["parameters"], stock[name][0][0])
-    for result, (_, losses) in zip(ours, stock[name], strict=True):
-        # The first step's losses come from the same parameters: equal bit for bit, whoever gathered them.
-        assert result["losses"][:3] == losses[:3]
-        assert result["losses"] == pytest.approx(losses, rel=1e-5 if precision is None else 1e-2)
-    assert_one_sided(ours, (3, 3))
 
 
 def stock_fully_shard(
@@ -275,91 +182,202 @@ def stock_fully_shard(
     return full_parameters(model), losses
 
 
-def test_deterministic_runs_are_bit_equal():
-    runs = [run_ranks(_deterministic, (3, 1, 2), world_size=3) for _ in range(3)]
-    for run in runs:
-        assert_same(run[0]["parameters"], runs[0][0]["parameters"], tolerance=0)
-        assert [r["losses"] for r in run] == [r["losses"] for r in runs[0]]
-    assert_same(runs[0][0]["parameters"], one_process({}))
+SCALARS = {"scalars": True}
+NETS = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}}
+#: Block 1 is used only by microbatch 4, which rank 1 runs alone: rank 0 never touches it; or by none.
+RARE, UNUSED = [[1], [1], [1, 2], [1], [], [1]], [[1]] * 6
+#: What `train` gets on two ranks.
+ON_TWO_RANKS: dict[str, tuple[Any, ...]] = {
+    "(3, 3)": ("on_demand", (3, 3), {}),
+    "(6, 0)": ("on_demand", (6, 0), {}),
+    "collective": ("collective", (3, 3), SCALARS),
+    "lockstep": ("lockstep", (3, 3), SCALARS),
+    "tied, uneven": ("on_demand", (5, 1), NETS["tied"]),
+    "frozen, uneven": ("on_demand", (5, 1), NETS["frozen"]),
+    "scalars, uneven": ("on_demand", (5, 1), SCALARS),
+    "rarely used": ("on_demand", (4, 2), {}, None, RARE),
+    "never used": ("on_demand", (4, 2), {}, None, UNUSED),
+    "checkpointing": ("on_demand", (5, 1), {}, None, None, True, True),
+    "checkpointing, SHARD_GRAD_OP": ("on_demand", (5, 1), {}, None, None, True, False),
+}
+WITH_STOCK = {
+    f"{name}, {'fp32' if precision is None else 'bf16'}": (net, precision)
+    for name, net in NETS.items()
+    for precision in (None, torch.bfloat16)
+}
 
 
-def _deterministic(rank: int, counts: tuple[int, ...]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def two_ranks() -> Cases:
+    trained = ON_TWO_RANKS | {name: ("on_demand", (3, 3), *given) for name, given in WITH_STOCK.items()}
+    calls: dict[Any, Any] = {name: (train, *given) for name, given in trained.items()}
+    calls |= {("stock", name): (stock_fully_shard, *given) for name, given in WITH_STOCK.items()}
+    calls |= {order: (_grouped, order) for order in ((1, 2), (2, 1))}
+    calls |= {deterministic: (_dropped, deterministic) for deterministic in (False, True)}
+    calls |= {"bytes": (_mixed_dtypes, "on_demand"), "stock bytes": (_mixed_dtypes, "collective")}
+    own = {"two models": (_two_models,), "unfreezing": (_unfreezing,), "handed back": (_handed_back,)}
+    return run_calls(calls | own)
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_equals_one_process(name, two_ranks):
+    communication, counts, net, _, skips, *_ = [*ON_TWO_RANKS[name], None, None]
+    results = two_ranks[name]
+    for result in results:
+        assert_same(result["parameters"], one_process(net, skips))
+    if communication == "on_demand" and not skips:
+        assert_one_sided(results, counts)
+    else:
+        assert bool(results[0]["traffic"].reads) == (communication != "collective")
+
+
+def test_a_parameter_without_a_microbatch_has_no_gradient(two_ranks):
+    # Otherwise AdamW would decay it: parity with one process, whose weight decay is 0.1, would fail.
+    for rare, never in zip(two_ranks["rarely used"], two_ranks["never used"], strict=True):
+        assert rare["without_grad"] == []
+        assert never["without_grad"]
+        assert all(name.startswith("blocks.1.") for name in never["without_grad"])
+
+
+@pytest.mark.parametrize("name", WITH_STOCK)
+def test_equals_stock_fully_shard(name, two_ranks):
+    ours, stock, precision = two_ranks[name], two_ranks["stock", name], WITH_STOCK[name][1]
+    assert_same(ours[0]["parameters"], stock[0][0])
+    for result, (_, losses) in zip(ours, stock, strict=True):
+        # The first step's losses come from the same parameters: equal bit for bit, whoever gathered them.
+        assert result["losses"][:3] == losses[:3]
+        assert result["losses"] == pytest.approx(losses, rel=1e-5 if precision is None else 1e-2)
+    assert_one_sided(ours, (3, 3))
+
+
+# -- three and four ranks ---------------------------------------------------------------------------------------
+
+
+def _in_fp64(rank: int, counts: tuple[int, ...]) -> dict[str, Any]:
+    """``fully_shard`` treats fp64 parameters like fp16: it would divide before the comm object gets them."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train(rank, "on_demand", counts, {})
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_three_ranks_also_in_fp64_and_twice_in_a_fixed_order():
+    counts = (2, 1, 3)
+    again = (_in_a_fixed_order, (3, 1, 2))
+    calls = {
+        "fp32": (train, "on_demand", counts, {}),
+        "fp64": (_in_fp64, counts),
+        "one": again,
+        "other": again,
+    }
+    found = run_calls(calls, world_size=3)
+    for result in found["fp32"]:
+        assert_same(result["parameters"], one_process({}))
+    assert_one_sided(found["fp32"], counts)
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = one_process({})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for result in found["fp64"]:
+        assert_same(result["parameters"], expected, tolerance=1e-9)
+    for one, other in zip(found["one"], found["other"], strict=True):
+        assert_same(one["parameters"], other["parameters"], tolerance=0)
+        assert one["losses"] == other["losses"]
+    assert_same(found["one"][0]["parameters"], one_process({}))
+
+
+def _in_a_fixed_order(rank: int, counts: tuple[int, ...]) -> dict[str, Any]:
     return train(rank, "on_demand", counts, {}, deterministic=True)
+
+
+def _kept_by_a_smaller_mesh(rank: int, counts: tuple[int, ...], net: dict[str, Any]) -> dict[str, Any]:
+    return train(rank, "on_demand", counts, net, reshard=2, looks=True)
+
+
+def test_four_ranks_also_with_units_kept_by_a_smaller_mesh_between_forward_and_backward():
+    counts = (2, 0, 1, 3)
+    kept = {name: (_kept_by_a_smaller_mesh, counts, NETS[name]) for name in ("plain", "frozen")}
+    found = run_calls({"fp32": (train, "on_demand", counts, {}), **kept}, world_size=4)
+    assert_one_sided(found["fp32"], counts)
+    for name in ("fp32", *kept):
+        for result in found[name]:
+            assert_same(result["parameters"], one_process(NETS.get(name, {})))
+    for name in kept:
+        assert all(result["traffic"].reads > 0 for result in found[name])  # every rank looks
+        assert [result["traffic"].adds > 0 for result in found[name]] == [count > 0 for count in counts]
+
+
+# -- engines that are used step by step -------------------------------------------------------------------------
+
+
+def sharded(
+    rank: int, make: Callable[[], nn.Module] = Net, communication: str = "on_demand", **options: Any
+) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """A model on two ranks, its engine and its optimizer."""
+    init_gloo(rank)
+    torch.manual_seed(0)
+    model = make()
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        shard_model(model, mesh_for("cpu", 2))
+    engine = make_engine(communication, rank, **options)
+    engine.attach(model)
+    return model, engine, optimizer_of(model)
+
+
+def run_step(
+    rank: int, step: int, model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer
+) -> None:
+    """Half of the minibatch on each rank."""
+    optimizer.zero_grad()
+    for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
+        engine.ledger.add(tokens.numel() - 1)
+        summed_loss(model, tokens).backward()
+    engine.settle([])
+    optimizer.step()
+    engine.publish()
 
 
 def _two_models(rank: int) -> list[dict[str, Tensor]]:
     """Two models with units of different sizes, sharded by two engines, trained in turns."""
-    init_gloo(rank)
-    jobs = []
-    for depth in (3, 2):
-        torch.manual_seed(0)
-        model = Net(depth=depth)
-        shard_model(model, mesh_for("cpu", 2))
-        engine = make_engine("on_demand", rank)
-        engine.attach(model)
-        jobs.append((model, engine, optimizer_of(model)))
+    jobs = [sharded(rank, lambda depth=depth: Net(depth=depth)) for depth in (3, 2)]  # type: ignore[misc]
     for step in range(STEPS):
-        for model, engine, optimizer in jobs:
-            optimizer.zero_grad()
-            for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
-                engine.ledger.add(tokens.numel() - 1)
-                summed_loss(model, tokens).backward()
-        for _, engine, optimizer in jobs:
-            engine.settle([])
-            optimizer.step()
-            engine.publish()
+        for job in jobs:
+            run_step(rank, step, *job)
     parameters = [full_parameters(model) for model, _, _ in jobs]
     for _, engine, _ in jobs:
         engine.close()
     return parameters
 
 
-def test_two_models_live_in_one_process():
-    first, second = run_ranks(_two_models)[0]
+def test_two_models_live_in_one_process(two_ranks):
+    first, second = two_ranks["two models"][0]
     assert_same(first, one_process({"depth": 3}))
     assert_same(second, one_process({"depth": 2}))
 
 
 def _grouped(rank: int, order: tuple[int, int]) -> dict[str, Tensor]:
     """``fully_shard([a, b])`` makes one unit of two modules, in this order."""
-    init_gloo(rank)
-    torch.manual_seed(0)
-    model = Net(frozen=True)
-    fully_shard(model.blocks[0])
-    fully_shard([model.blocks[index] for index in order])
-    fully_shard(model)
-    engine = make_engine("on_demand", rank)
-    engine.attach(model)
-    names = [unit.name for unit in engine._units]  # type: ignore[attr-defined]
-    assert len(names) == 3, names
-    optimizer = optimizer_of(model)
+
+    def make() -> nn.Module:
+        model = Net(frozen=True)
+        fully_shard(model.blocks[0])
+        fully_shard([model.blocks[index] for index in order])
+        return fully_shard(model)
+
+    model, engine, optimizer = sharded(rank, make)
+    assert len(engine._units) == 3
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
-            engine.ledger.add(tokens.numel() - 1)
-            summed_loss(model, tokens).backward()
-        engine.settle([])
-        optimizer.step()
-        engine.publish()
+        run_step(rank, step, model, engine, optimizer)
     parameters = full_parameters(model)
     engine.close()
     return parameters
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["in order", "in reverse"])
-def test_modules_grouped_by_hand(order):
-    assert_same(run_ranks(_grouped, order)[0], one_process({"frozen": True}))
-
-
-@pytest.mark.parametrize("net", [{}, {"frozen": True}], ids=["plain", "frozen"])
-def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(net):
-    counts = (2, 0, 1, 3)
-    run = partial(train, reshard=2, looks=True)
-    results = run_ranks(run, "on_demand", counts, net, world_size=4)
-    for result in results:
-        assert_same(result["parameters"], one_process(net))
-    assert all(result["traffic"].reads > 0 for result in results)  # every rank looks
-    assert [result["traffic"].adds > 0 for result in results] == [count > 0 for count in counts]
+def test_modules_grouped_by_hand(order, two_ranks):
+    assert_same(two_ranks[order][0], one_process({"frozen": True}))
 
 
 class Adapted(nn.Module):
@@ -375,13 +393,7 @@ class Adapted(nn.Module):
 
 
 def _mixed_dtypes(rank: int, communication: str) -> list[Any]:
-    init_gloo(rank)
-    torch.manual_seed(0)
-    model = Adapted()
-    shard_model(model, mesh_for("cpu", 2))
-    engine = make_engine(communication, rank)
-    engine.attach(model)
-    optimizer = optimizer_of(model)
+    model, engine, optimizer = sharded(rank, Adapted, communication)
     for step in range(STEPS):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.zero_grad()
@@ -396,20 +408,15 @@ def _mixed_dtypes(rank: int, communication: str) -> list[Any]:
     return result
 
 
-def test_a_unit_of_mixed_dtypes_travels_as_bytes():
-    stock, ours = run_ranks(_mixed_dtypes, "collective")[0], run_ranks(_mixed_dtypes, "on_demand")[0]
+def test_a_unit_of_mixed_dtypes_travels_as_bytes(two_ranks):
+    stock, ours = two_ranks["stock bytes"][0], two_ranks["bytes"][0]
     assert_same(ours[0], stock[0])
     assert ours[1] > stock[1] == 0
 
 
 def _unfreezing(rank: int) -> list[Any]:
     """Parameters unfrozen in mid-run change the layout of the accumulators."""
-    init_gloo(rank)
-    torch.manual_seed(0)
-    model = Net(frozen=True)
-    shard_model(model, mesh_for("cpu", 2))
-    engine = make_engine("on_demand", rank)
-    engine.attach(model)
+    model, engine, _ = sharded(rank, lambda: Net(frozen=True))
     before = engine.window_bytes
     for step in range(2):
         if step == 1:
@@ -426,18 +433,13 @@ def _unfreezing(rank: int) -> list[Any]:
     return [before < after, missing]
 
 
-def test_unfreezing_in_mid_run():
-    assert run_ranks(_unfreezing) == [[True, []]] * 2
+def test_unfreezing_in_mid_run(two_ranks):
+    assert two_ranks["unfreezing"] == [[True, []]] * 2
 
 
 def _dropped(rank: int, deterministic: bool) -> dict[str, Tensor]:
     """Some gradients are set to ``None`` between backward passes of one step, all or those of one layer."""
-    init_gloo(rank)
-    torch.manual_seed(0)
-    model = Net()
-    shard_model(model, mesh_for("cpu", 2))
-    engine = make_engine("on_demand", rank, deterministic=deterministic)
-    engine.attach(model)
+    model, engine, _ = sharded(rank, deterministic=deterministic)
 
     def backward(tokens: Tensor) -> None:
         loss = summed_loss(model, tokens)
@@ -452,76 +454,40 @@ def _dropped(rank: int, deterministic: bool) -> dict[str, Tensor]:
     model.blocks[1].up.weight.grad = None
     backward(minibatch(1)[3 * rank + 2])
     engine.settle([])
-    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     engine.close()
     return grads
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_dropped_gradients_are_gone_on_every_rank(deterministic):
+def test_dropped_gradients_are_gone_on_every_rank(deterministic, two_ranks):
     torch.manual_seed(0)
     model = Net()
-    for index, tokens in enumerate(minibatch(1)):
-        (summed_loss(model, tokens) / 2).backward()  # plain batches: the mean over two ranks
-        if index % 3 == 1:
-            kept = model.blocks[1].up.weight.grad
-            model.blocks[1].up.weight.grad = None
-    assert kept is not None
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    expected["blocks.1.up.weight"] = sum_of_last(model)
-    for grads in run_ranks(_dropped, deterministic):
-        assert_same(grads, expected, tolerance=1e-4)  # sums of losses of 30 tokens: 1e-6 relative
-
-
-def sum_of_last(model: Net) -> Tensor:
-    """The gradient of one layer from every rank's last microbatch alone."""
+    # Plain batches: the mean over two ranks. A layer has the gradient of every rank's last one alone.
+    sum(summed_loss(model, minibatch(1)[index]) / 2 for index in (2, 5)).backward()  # type: ignore[union-attr]
+    of_last = model.blocks[1].up.weight.grad
     model.zero_grad()
-    for index in (2, 5):
-        (summed_loss(model, minibatch(1)[index]) / 2).backward()
-    grad = model.blocks[1].up.weight.grad
-    assert isinstance(grad, Tensor)
-    return grad
-
-
-def _double(rank: int, counts: tuple[int, ...], communication: str) -> dict[str, Tensor]:
-    """fp64 parameters, which ``fully_shard`` treats like fp16: it would divide before the comm object gets them."""
-    torch.set_default_dtype(torch.float64)
-    return train(rank, communication, counts, {})["parameters"]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_fp64(world_size):
-    torch.set_default_dtype(torch.float64)
-    try:
-        expected = one_process({})
-    finally:
-        torch.set_default_dtype(torch.float32)
-    counts = {2: (5, 1), 3: (2, 1, 3), 4: (0, 3, 1, 2)}[world_size]
-    for parameters in run_ranks(_double, counts, "on_demand", world_size=world_size):
-        assert_same(parameters, expected, tolerance=1e-9)
+    sum(summed_loss(model, tokens) / 2 for tokens in minibatch(1)).backward()  # type: ignore[union-attr]
+    expected = {name: p.grad for name, p in model.named_parameters()} | {"blocks.1.up.weight": of_last}
+    for grads in two_ranks[deterministic]:
+        assert_same(grads, expected, tolerance=1e-4)  # type: ignore[arg-type]  # losses of 30 tokens: 1e-6 relative
 
 
 def _handed_back(rank: int) -> list[float]:
     """After ``close`` the model computes with stock collectives."""
-    init_gloo(rank)
-    torch.manual_seed(0)
-    model = Net()
-    shard_model(model, mesh_for("cpu", 2))
-    engine = make_engine("on_demand", rank)
-    engine.attach(model)
+    model, engine, _ = sharded(rank)
     engine.close()
     engine.close()
     loss = summed_loss(model, minibatch(0)[0])
     loss.backward()
-    return [loss.item(), sum(p.grad.full_tensor().abs().sum().item() for p in model.parameters())]  # type: ignore[union-attr]
+    return [loss.item(), sum(p.grad.full_tensor().abs().sum().item() for p in model.parameters())]
 
 
-def test_a_closed_engine_hands_the_model_back():
-    first, second = run_ranks(_handed_back)
+def test_a_closed_engine_hands_the_model_back(two_ranks):
     torch.manual_seed(0)
     model = Net()
     loss = summed_loss(model, minibatch(0)[0])
     loss.backward()
     expected = [loss.item(), sum(p.grad.abs().sum().item() for p in model.parameters())]  # type: ignore[union-attr]
-    assert first == pytest.approx(expected, rel=1e-5)
-    assert second == pytest.approx(expected, rel=1e-5)
+    for found in two_ranks["handed back"]:
+        assert found == pytest.approx(expected, rel=1e-5)

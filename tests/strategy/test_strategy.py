@@ -1,6 +1,6 @@
 """``Trainer(strategy="odc")`` on real processes: training, weighting, logging, evaluation.
 
-The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+The tolerance of parity is derived in ``tests/support/fits.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import StaleShardError
 from lightning_odc.strategy.training_data import yields_minibatches
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.models import summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_cases, run_ranks

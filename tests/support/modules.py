@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from io import StringIO
 from typing import Any
 
@@ -93,22 +94,14 @@ class TokenModule(LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
+#: What `Trainer` takes.
+_TRAINERS = signature(Trainer.__init__).parameters.keys()
+
+
 def trainer(world_size: int, **options: Any) -> Trainer:
-    """A quiet CPU trainer, without balancing. ``communication`` and other strategy options go to ``ODCStrategy``."""
-    names = (
-        "communication",
-        "deterministic",
-        "timeout",
-        "hang_report_after",
-        "activation_checkpointing_policy",
-        "auto_wrap_policy",
-        "state_dict_type",
-        "sharding_strategy",
-        "accumulator_dtype",
-        "keep_gathered",
-        "cpu_offload",
-    )
-    strategy = {name: options.pop(name) for name in names if name in options}
+    """A quiet CPU trainer, without balancing. What `Trainer` does not know goes to `ODCStrategy`."""
+    strategy = {name: options.pop(name) for name in [*options] if name not in _TRAINERS}
+    assert not (strategy and "strategy" in options), strategy
     if "default_root_dir" not in options:  # reports would go to the working directory
         strategy.setdefault("hang_report_after", None)
     defaults: dict[str, Any] = {
@@ -120,8 +113,9 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "enable_model_summary": False,
         "max_epochs": 1,
         "use_distributed_sampler": False,
-        "strategy": lightning_odc.ODCStrategy(balance=None, **strategy),
     }
+    if "strategy" not in options:
+        options["strategy"] = lightning_odc.ODCStrategy(**{"balance": None, **strategy})
     return Trainer(**{**defaults, **options})
 
 

@@ -35,7 +35,7 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "peft",
     "tests.support.models",
-    "tests.support.modules",
+    "tests.support.fits",
     "tests.support.first_step",
 ]
 

@@ -37,7 +37,6 @@ from tests import test_fabric
 from tests.engine.test_protocol import together
 from tests.strategy.test_balance import Padded, plain, reference
 from tests.strategy.test_parity import (
-    LENGTHS,
     STEPS,
     assert_same,
     minibatch,
@@ -238,7 +237,7 @@ def _shares(rank: int | None, steps: range = range(STEPS)) -> list[Minibatch]:
     """This rank's, or all microbatches."""
     start = 0 if rank is None else sum(COUNTS[:rank])
     end = None if rank is None else start + COUNTS[rank]
-    return [Minibatch(token_batches(LENGTHS[step], seed=step)[start:end]) for step in steps]
+    return [Minibatch(minibatch(step)[start:end]) for step in steps]
 
 
 class Watcher(Callback):

@@ -24,7 +24,7 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.nodes import layout_of
-from tests.strategy.test_parity import assert_same
+from tests.support.fits import assert_same
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.several_hosts import COUNTS, STEPS, module, run, shares, start_on

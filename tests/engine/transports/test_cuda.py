@@ -25,8 +25,9 @@ from lightning_odc.errors import ODCError, StaleShardError, WindowError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from notebooks.support.threads import ThreadHub
 from tests.strategy import test_parity as parity
-from tests.strategy.test_parity import TOLERANCE, assert_same, minibatch, one_process, optimizer_of
+from tests.strategy.test_parity import minibatch, one_process, optimizer_of
 from tests.support.fake_device import FakeDevice, FakeMark, fake_cuda
+from tests.support.fits import TOLERANCE, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.ranks import run_ranks
 
