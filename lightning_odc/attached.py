@@ -35,17 +35,16 @@ from lightning_odc.engine.collective import (
     single_process,
 )
 from lightning_odc.engine.comm import GatherComm
-from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.hybrid.column import ColumnGroup, Layout
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.hybrid.replicas import HybridEngine, Replicas
-from lightning_odc.engine.hybrid.spanning import SpanningEngine
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, Layout, SpanningEngine
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
+from lightning_odc.engine.transports import check_transport, make_transport
 from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.transports.choice import check_transport, make_transport
+from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.sharding.nodes import check_hosts, check_rows, layout_of, mesh_of
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from lightning_odc.attached import Attached, engine_of, memory_size
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.hybrid.column import Layout
-from lightning_odc.engine.transports.choice import check_transport
+from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.transports import check_transport
 from lightning_odc.sharding.nodes import check_rows, gloo_checked, layout_of
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model

@@ -43,7 +43,7 @@ from lightning_odc.engine.collective import process_group_rendezvous, single_pro
 from lightning_odc.engine.comm import all_gather, reduce_scatter, set_comms
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.transports.choice import make_transport
+from lightning_odc.engine.transports import make_transport
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 ROUNDS, MICROBATCHES = 15, 4

@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lightning_odc.bench.devices import place
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.transports import make_transport
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
-from lightning_odc.engine.transports.choice import make_transport
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 MIB = 2**20

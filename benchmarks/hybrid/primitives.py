@@ -45,7 +45,7 @@ from benchmarks.hybrid.replicas import Layer, prepare
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.bench.tables import markdown
 from lightning_odc.engine.comm import all_gather, reduce_scatter
-from lightning_odc.engine.hybrid.column import ColumnGroup
+from lightning_odc.engine.hybrid.spanning import ColumnGroup
 from lightning_odc.files import write_json
 from lightning_odc.sharding.nodes import layout_of
 

@@ -11,7 +11,7 @@ from lightning_odc.doctor.machine import Machine
 from lightning_odc.host_memory import gib
 
 if TYPE_CHECKING:
-    from lightning_odc.engine.transports.device import DeviceFacts
+    from lightning_odc.engine.transports.preflight import DeviceFacts
 
 Level = Literal["ok", "warning", "error"]
 

@@ -21,7 +21,7 @@ from lightning_odc.engine.transports import host
 from lightning_odc.host_memory import Room, rooms
 
 if TYPE_CHECKING:
-    from lightning_odc.engine.transports.device import DeviceFacts
+    from lightning_odc.engine.transports.preflight import DeviceFacts
 
 PACKAGES = ("torch", "lightning", "torchmetrics", "numpy", "transformers", "triton")
 _LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux

@@ -41,7 +41,6 @@ from lightning_odc.engine.comm import (
     reset_units,
     set_comms,
 )
-from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.keeping import HostMemory, Keeping, generating
 from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders
 from lightning_odc.engine.protocol import Protocol
@@ -51,6 +50,7 @@ from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import AlreadyGathered, Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
+from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError, StaleShardError
 
 

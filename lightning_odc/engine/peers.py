@@ -46,7 +46,8 @@ class Word(IntEnum):
     MICROBATCH = 5  # for reports: microbatches begun in this minibatch
     RATE = 6  # measured seconds per planned cost, as the bits of a float: for stealing
     ENDS = 7  # of batches, epochs and training, that this rank has come to
-    COUNT = 8
+    CLAIM = 8  # what is left of its queue, which others change, too: see `WorkQueues`
+    COUNT = 9
 
 
 _DOING = int(Word.DOING)  # an attribute of an enumeration is slow to look up, and this word is written most

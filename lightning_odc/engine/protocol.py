@@ -63,12 +63,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.peers import MAILBOXES, RECORD_BOXES, Activity, Peers, Signals, Word
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.unit_window import ALONE, Column, RankState, UnitWindow
-from lightning_odc.engine.waiting import Cause, Waiter
+from lightning_odc.engine.waiting import Cause, HangReport, Waiter
 from lightning_odc.errors import DisagreementError
 
 _MAILBOX_BYTES = 64 * 1024 - 8

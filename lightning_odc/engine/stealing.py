@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_odc.data.minibatch import AllRanks, Minibatch, Task
 from lightning_odc.engine.peers import Word
@@ -134,7 +135,7 @@ class WorkQueues:
     @contextmanager
     def _locked(self, owner: int) -> Iterator[Queue]:
         """A queue, which changes by this rank alone in this context. One of another minibatch is empty here."""
-        transport, lock = self._transport, self._transport.claim_lock(owner)
+        transport, lock = self._transport, self._transport.lock(owner, len(self._protocol.windows))
         self._protocol.waiter.until(
             lock.take,
             Cause.LOCK,
@@ -147,29 +148,28 @@ class WorkQueues:
             lock.give()
 
     def _read(self, owner: int) -> Queue:
-        word = self._transport.load_claim(owner)  # number of the minibatch, 12 bits of front, 12 bits of back
+        word = self._transport.load(
+            owner, Word.CLAIM
+        )  # number of the minibatch, 12 bits of front, 12 bits of back
         if word >> (2 * _BITS) != self._number:
             return Queue(0, 0)
         return Queue(word >> _BITS & _MASK, word & _MASK)
 
     def _write(self, owner: int, queue: Queue) -> None:
-        self._transport.store_claim(owner, self._number << (2 * _BITS) | queue.front << _BITS | queue.back)
+        word = self._number << (2 * _BITS) | queue.front << _BITS | queue.back
+        self._transport.store(Word.CLAIM, word, owner)
 
     def _await_all_open(self) -> None:
         """A peer that has not come so far has a queue yet to show; there is nothing else to do meanwhile."""
         transport = self._transport
-
-        def await_open(peer: int) -> None:
-            self._protocol.waiter.until(
-                lambda: transport.load_claim(peer) >> (2 * _BITS) >= self._number,
-                Cause.SETTLE,
-                lambda: f"waiting for {transport.describe(peer)} to open its queue",
-                transport.job_rank(peer),
-                lambda: self._protocol.peers.check_not_past(peer),
-            )
-
         for peer in range(len(self._costs)):
-            await_open(peer)
+            self._protocol.waiter.until(
+                lambda peer=peer: transport.load(peer, Word.CLAIM) >> (2 * _BITS) >= self._number,  # type: ignore[misc]
+                Cause.SETTLE,
+                lambda peer=peer: f"waiting for {transport.describe(peer)} to open its queue",  # type: ignore[misc]
+                transport.job_rank(peer),
+                partial(self._protocol.peers.check_not_past, peer),
+            )
 
 
 def _next_queues(protocol: Protocol, costs: Sequence[Sequence[float]]) -> WorkQueues:

@@ -1,13 +1,25 @@
-"""Waiting that sleeps, has a deadline, and adds up: how long this rank was idle, and why."""
+"""Waiting that sleeps, has a deadline, and adds up: how long this rank was idle, and why. And reports of long waits.
+
+PyTorch's flight recorder does not see one-sided traffic, so reports say where every rank is: on stderr and, with the
+Python stack, in a file. The rank that hangs is the one that does not wait. A report at the place that waits would come
+from all ranks except that one. So each rank has a thread that looks at all ranks' control words from time to time, and
+reports when *any* rank has waited for long. It needs the interpreter's lock: if a rank never releases that lock, only
+its peers describe it.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 
-from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.tracing import Traced
 from lightning_odc.errors import WaitTimeoutError
 
@@ -16,6 +28,8 @@ _FIRST_SLEEP = 20e-6
 _LONGEST_SLEEP = 500e-6
 _SLEEP_FRACTION = 1 / 16
 _CHECK_EVERY = 0.05
+_LONGEST_NAP = 1.0  # between two looks of the thread that reports
+_NAPS = 10  # looks per soft limit
 
 
 #: Added to the report of a wait that ended at its deadline while another rank was computing.
@@ -37,7 +51,7 @@ class Cause(StrEnum):
 
 
 class Waiter(Traced):
-    """Waits for other ranks, and keeps the books.
+    """Waits for other ranks, and adds the seconds up.
 
     Args:
         timeout: seconds after which a wait gives up.
@@ -59,8 +73,8 @@ class Waiter(Traced):
     ) -> None:
         self.timeout = timeout
         self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)
-        self._check = check
         self.waiting_for: Callable[[], str] | None = None
+        self._check = check
         self._report = report
         self._hang_report = hang_report
 
@@ -73,9 +87,6 @@ class Waiter(Traced):
         check: Callable[[], None] | None = None,
     ) -> float:
         """Sleep until ``ready()``; returns the seconds waited.
-
-        Sleeps grow with the time already waited (a sixteenth of it, from 20 to 500 microseconds): a short wait
-        ends within microseconds of its cause, a long one costs less than 2 percent of a core.
 
         Args:
             ready: Tells whether the wait is over.
@@ -97,13 +108,7 @@ class Waiter(Traced):
 
     @contextmanager
     def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
-        """Enter the time inside as a wait. `until` does it; so does a rank in a collective, which has its own end.
-
-        Args:
-            cause: See `until`.
-            what: See `until`.
-            peer: See `until`.
-        """
+        """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end."""
         if cause is not None and self.tracer is not None:
             self.tracer.begin_wait(str(cause))
         begin = time.monotonic_ns()
@@ -121,31 +126,112 @@ class Waiter(Traced):
         self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
     ) -> None:
         begin = time.monotonic()
-        next_check = begin + _CHECK_EVERY
-        spins = _SPINS
+        next_check, spins = begin + _CHECK_EVERY, _SPINS
         while not ready():
             now = time.monotonic()
             if now >= next_check:
-                self._check_on_peers(ready, check)
                 next_check = now + _CHECK_EVERY
+                try:
+                    self._check()
+                    if check is not None:
+                        check()
+                except Exception:  # a peer may finish its part and leave between the two looks
+                    if not ready():
+                        raise
             if now - begin > self.timeout:
                 message = f"Gave up after {self.timeout:g} s of {what()}.\n{self._report()}"
                 message += f"\n{_HINT}" * ("computing" in message)
                 if self._hang_report is not None:
                     self._hang_report.tell(message)
                 raise WaitTimeoutError(message)
-            if spins > 0:
-                spins -= 1
-                time.sleep(0)
-            else:
-                time.sleep(min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION)))
+            # Sleeps grow with the time already waited: a short wait ends within microseconds of its cause, a long one
+            # costs less than 2 percent of a core.
+            nap = min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION))
+            time.sleep(0 if spins > 0 else nap)
+            spins -= 1
 
-    def _check_on_peers(self, ready: Callable[[], bool], check: Callable[[], None] | None) -> None:
-        # A peer may finish its part and leave between the two looks: only a wait that still fails is pointless.
-        try:
-            self._check()
-            if check is not None:
-                check()
-        except Exception:
-            if not ready():
-                raise
+
+class HangReport:
+    """Writes reports of one rank, and keeps a thread that decides when to."""
+
+    def __init__(
+        self, after: float, directory: Path | None, rank: int, place: Callable[[], str] = str
+    ) -> None:
+        self.place = place
+        self.after = after  # seconds of waiting until the next report; after a reported wait, twice that wait
+        self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
+        self._rank = rank
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._watched = 0  # the thread that trains
+        self._writable = True
+
+    def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
+        """Begin to look."""
+        self._watched = threading.get_ident()
+        self._stop = threading.Event()
+        arguments = (self._stop, longest_wait, describe)
+        self._thread = threading.Thread(
+            target=self._watch, args=arguments, name="lightning-odc hang report", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no longer. Idempotent; from the thread that called `start`."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def tell(self, text: str) -> None:
+        """Write a report, now."""
+        note = "(There is no file of it.)"
+        if self.path is not None and self._writable:
+            try:
+                _append(self.path, f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{self._stacks()}\n")
+                note = f"Also in {self.path}, with the Python stack."
+            except OSError as error:
+                self._writable = False
+                note = f"(It could not be written to {self.path}: {error.strerror or error}.)"
+        sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
+        sys.stderr.flush()
+
+    def _watch(
+        self, stop: threading.Event, longest_wait: Callable[[], float], describe: Callable[[], str]
+    ) -> None:
+        told = 0.0
+        while not stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
+            waited = longest_wait()
+            if told and waited < told:
+                sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training goes on.\n")
+                self.after, told = max(self.after, 2 * told), 0.0
+            if waited >= max(self.after, 2 * told):
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+                self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
+                told = waited
+
+    def _stacks(self) -> str:
+        """What all threads do, the one that trains first: on GPUs backward passes run in threads of autograd's."""
+        names = {thread.ident: thread.name for thread in threading.enumerate() if thread is not self._thread}
+        frames = sys._current_frames()
+        if self._thread is not None:
+            frames.pop(self._thread.ident or 0, None)
+        return "".join(
+            f"Python stack of this rank, thread {names.get(ident, 'of another library')!r}:\n"
+            + "".join(traceback.format_stack(frames[ident]))
+            for ident in sorted(frames, key=lambda ident: ident != self._watched)
+        )
+
+
+def _append(path: Path, text: str) -> None:
+    """Write to the end of a plain file in a plain directory, made if missing; links and pipes there are errors."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:  # without a reader, a pipe would keep the rank here for ever: hence O_NONBLOCK
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(path.name, flags, 0o644, dir_fd=folder), "a") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(f"{path} is not a regular file")
+            file.write(text)
+    finally:
+        os.close(folder)

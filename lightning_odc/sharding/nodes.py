@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from lightning_odc._version import __version__
-from lightning_odc.engine.hybrid.column import Layout
+from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.errors import DisagreementError

@@ -30,8 +30,8 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.hang_report import HangReport
-from lightning_odc.engine.transports.choice import check_transport
+from lightning_odc.engine.transports import check_transport
+from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.nodes import check_rows

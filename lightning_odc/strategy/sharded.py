@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT
-from lightning_odc.engine.hybrid.column import Layout
+from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.sharding import averaging, nodes, sharded_checkpoint
 from lightning_odc.sharding import full_checkpoint as checkpoints
 from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO

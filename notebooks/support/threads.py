@@ -58,8 +58,7 @@ class _ThreadWindow:
         self.accumulators = [
             [torch.zeros(u.grad_numel, dtype=u.grad_dtype) for _ in range(spec.sources)] for u in spec.units
         ]
-        self.locks = [_ThreadLock() for _ in range(len(spec.units) + 1)]  # the last one is the claim lock
-        self.claim = 0
+        self.locks = [_ThreadLock() for _ in range(len(spec.units) + 1)]  # the last one is that of claims
 
 
 class ThreadTransport(Transport):
@@ -88,20 +87,11 @@ class ThreadTransport(Transport):
     def lock(self, owner: int, unit: int) -> _ThreadLock:
         return self._hub.windows[owner].locks[unit]
 
-    def claim_lock(self, owner: int) -> _ThreadLock:
-        return self.lock(owner, -1)
-
     def load(self, owner: int, word: int) -> int:
         return self._hub.windows[owner].words[word]
 
-    def store(self, word: int, value: int) -> None:
-        self._hub.windows[self.rank].words[word] = value
-
-    def load_claim(self, owner: int) -> int:
-        return self._hub.windows[owner].claim
-
-    def store_claim(self, owner: int, value: int) -> None:
-        self._hub.windows[owner].claim = value
+    def store(self, word: int, value: int, owner: int | None = None) -> None:
+        self._hub.windows[self.rank if owner is None else owner].words[word] = value
 
     def post(self, box: int, message: bytes) -> None:
         check_message(self._spec, message)

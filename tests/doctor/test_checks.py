@@ -15,7 +15,7 @@ from lightning_odc import cli
 from lightning_odc.doctor import checks, machine
 from lightning_odc.doctor.checks import Finding, summary
 from lightning_odc.doctor.machine import KERNEL_PROBES, NETWORK_PROBES, Machine
-from lightning_odc.engine.transports.device import DeviceFacts
+from lightning_odc.engine.transports.preflight import DeviceFacts
 from lightning_odc.host_memory import Room
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.hang_report import HangReport
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WaitTimeoutError
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import Cases, run_calls, try_ranks

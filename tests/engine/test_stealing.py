@@ -73,15 +73,15 @@ def test_a_slow_owner_is_known_as_slow():
 
 def test_a_thief_that_comes_too_late_helps_the_next_peer():
     idle, first, second = queues([[], [9.0, 9.0, 9.0], [3.0, 3.0, 3.0]])
-    claim_lock = idle._transport.claim_lock
+    lock = idle._transport.lock
 
-    def late(owner: int) -> Lock:
+    def late(owner: int, unit: int) -> Lock:
         if owner == 1:  # it takes its last microbatch between the thief's look and the thief's claim
             while first.take() is not None:
                 pass
-        return claim_lock(owner)
+        return lock(owner, unit)
 
-    idle._transport.claim_lock = late  # type: ignore[method-assign]
+    idle._transport.lock = late  # type: ignore[method-assign]
     assert idle.steal() == (2, 2)
     assert second.take() == 0
 

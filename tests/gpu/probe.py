@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning_odc import host_memory
 from lightning_odc.engine.transports import host
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
-from lightning_odc.engine.transports.window import HEADER_BYTES, MappedWindow, RangeLock
+from lightning_odc.engine.transports.shared_memory import HEADER_BYTES, MappedWindow, RangeLock
 
 MIB = 2**20
 PATIENCE = 60  # seconds for one wait; after twice as long every rank prints where its threads are

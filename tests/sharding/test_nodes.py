@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_odc.engine.hybrid.column import Layout
+from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.nodes import check_hosts, why_rows_are_apart, why_versions_differ

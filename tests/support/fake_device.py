@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
-from lightning_odc.engine.transports.cuda import CudaTransport
-from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
+from lightning_odc.engine.transports.cuda import CudaTransport, Device, Mark
 from lightning_odc.engine.transports.host import boot_id
-from lightning_odc.engine.transports.window import HEADER_BYTES, Address, MappedWindow, RangeLock
+from lightning_odc.engine.transports.preflight import DeviceFacts
+from lightning_odc.engine.transports.shared_memory import HEADER_BYTES, Address, MappedWindow, RangeLock
 
 _SECRET = bytes(32)
 _LONGEST_DELAY = 300e-6

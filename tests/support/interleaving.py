@@ -143,9 +143,6 @@ class Interleaved(Transport):
     def lock(self, owner: int, unit: int) -> Any:
         return SteppedLock(self.inner.lock(owner, unit), self._step)
 
-    def claim_lock(self, owner: int) -> Any:
-        return SteppedLock(self.inner.claim_lock(owner), self._step)
-
     def read(self, shards: Any, out: Any) -> None:
         for part, shard in zip(out.chunk(len(shards)), shards, strict=True):
             half = part.numel() // 2
@@ -164,17 +161,9 @@ class Interleaved(Transport):
         self._step()
         return self.inner.load(owner, word)
 
-    def store(self, word: int, value: int) -> None:
+    def store(self, word: int, value: int, owner: int | None = None) -> None:
         self._step()
-        self.inner.store(word, value)
-
-    def load_claim(self, owner: int) -> int:
-        self._step()
-        return self.inner.load_claim(owner)
-
-    def store_claim(self, owner: int, value: int) -> None:
-        self._step()
-        self.inner.store_claim(owner, value)
+        self.inner.store(word, value, owner)
 
     def post(self, box: int, message: bytes) -> None:
         self._step()

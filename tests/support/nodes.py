@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.hybrid.column import ColumnGroup
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
+from lightning_odc.engine.hybrid.spanning import ColumnGroup
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.nodes import layout_of, mesh_of
 

@@ -45,9 +45,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.hybrid.column import ColumnGroup, Layout, in_turn
 from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.spanning import SpanningEngine, SpanningProtocol
+from lightning_odc.engine.hybrid.spanning import (
+    ColumnGroup,
+    Layout,
+    SpanningEngine,
+    SpanningProtocol,
+    in_turn,
+)
 from lightning_odc.engine.peers import Activity, Word
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Transport, UnitSpec

@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_odc.engine.hybrid.column import ColumnGroup
-from lightning_odc.engine.hybrid.spanning import SpanningEngine, SpanningProtocol
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, SpanningEngine, SpanningProtocol
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Transport, UnitSpec
 

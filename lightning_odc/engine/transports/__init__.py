@@ -1,1 +1,47 @@
-"""How the bytes move: one contract (``base``), several bodies."""
+"""How the bytes move: one contract (``base``), several bodies, and which of them a job gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_odc.engine.transports.base import Rendezvous, Transport
+from lightning_odc.engine.transports.cuda import CudaTransport
+from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+
+_BY_DEVICE = {"cpu": "shared_memory", "cuda": "cuda"}
+
+
+def check_transport(transport: str, device_type: str, strategy: str = "ODCStrategy") -> None:
+    """Refuse devices that have no windows, and a transport that is another device's."""
+    fitting = _BY_DEVICE.get(device_type)
+    if fitting is None:
+        raise ValueError(
+            f"On-demand communication works between CPU processes and between NVIDIA GPUs, not between {device_type} "
+            f'devices. Use Trainer(strategy="odc", accelerator="cpu", devices=2), or '
+            f'{strategy}(communication="collective").'
+        )
+    if transport not in ("auto", fitting):
+        raise ValueError(
+            f'{strategy}(transport="{transport}") is not for {device_type} devices: write transport="{fitting}", or '
+            "leave it out."
+        )
+
+
+def make_transport(
+    device: torch.device,
+    rank: int,  # in the group
+    world_size: int,
+    rendezvous: Rendezvous,  # of the group
+    group: Any,
+    # the group's ranks in the job, for messages, where it is a part of it
+    job_ranks: Sequence[int] | None = None,
+) -> Transport:
+    """A fresh, unopened transport for ranks on such devices."""
+    if device.type == "cpu":
+        return SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
+    from lightning_odc.engine.transports.symmetric import SymmetricDevice
+
+    return CudaTransport(rank, world_size, rendezvous, SymmetricDevice(device, group), job_ranks)

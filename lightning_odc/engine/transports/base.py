@@ -3,10 +3,10 @@
 Every rank owns one *window*. Its **data plane** holds, per unit, the published shard and the gradient
 accumulators; its **control plane** holds 64-bit words and mailboxes. The rules that every body keeps:
 
-- only its owner writes a control word or mailbox, and all ranks read it;
+- only its owner writes a control word or mailbox, and all ranks read it; other ranks write a word of work that they
+  claim, under the lock of claims;
 - only its owner writes a published shard, and all ranks read it;
 - all ranks add to an accumulator, under the lock of its (owner, unit) unless each source has its own;
-- all ranks write the claim word of an owner, under the owner's claim lock;
 - when a rank `Transport.load`-s a value, it sees everything written before the `Transport.store` of that value.
 
 When a shard may be read or written is not decided here: see the Notes in ``lightning_odc/engine/protocol.py``.
@@ -31,6 +31,7 @@ from lightning_odc.errors import WindowError
 Rendezvous = Callable[[Any], list[Any]]
 
 _ALIGNMENT = 4096
+_LENGTH_BYTES = 8  # before every message
 _Answer = TypeVar("_Answer")
 
 
@@ -81,12 +82,8 @@ class WindowSpec:
     sources: int = 1
     holds: str = "published shards and gradient accumulators"
 
-    @property
-    def mailbox_stride(self) -> int:
-        return 8 + self.mailbox_bytes
-
     def mailbox_offset(self, box: int) -> int:
-        return (self.words + 1) * 8 + box * self.mailbox_stride  # one word more: the claim word
+        return self.words * 8 + box * (_LENGTH_BYTES + self.mailbox_bytes)
 
     @property
     def control_bytes(self) -> int:
@@ -189,11 +186,7 @@ class Transport(ABC):
 
     @abstractmethod
     def lock(self, owner: int, unit: int) -> Lock:
-        """The lock of an accumulator, to use until `close`."""
-
-    @abstractmethod
-    def claim_lock(self, owner: int) -> Lock:
-        """The lock of an owner's claim word."""
+        """The lock of an accumulator, valid until `close`; that of claims has the number behind the last unit."""
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
         """Copy published shards (views from `shard`), one after the other, into ``out`` (1-D, same dtype)."""
@@ -233,20 +226,12 @@ class Transport(ABC):
         return partial(self.load, owner, word)
 
     @abstractmethod
-    def store(self, word: int, value: int) -> None:
-        """Write an own control word, after everything this rank wrote before."""
+    def store(self, word: int, value: int, owner: int | None = None) -> None:
+        """Write a control word, by default an own one, after everything this rank wrote before."""
 
     def announce(self, word: int, value: int) -> None:
         """`store` a word after everything on the current stream so far is done. Need not wait."""
         self.store(word, value)
-
-    @abstractmethod
-    def load_claim(self, owner: int) -> int:
-        """Read the claim word of ``owner``, with the ordering of `load`."""
-
-    @abstractmethod
-    def store_claim(self, owner: int, value: int) -> None:
-        """Write the claim word of ``owner``; the caller holds its claim lock."""
 
     @abstractmethod
     def post(self, box: int, message: bytes) -> None:

@@ -11,24 +11,102 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import Rendezvous, UnitSpec, WindowSpec
-from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
+from lightning_odc.engine.transports.preflight import DeviceFacts
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.engine.transports.window import RangeLock
 from lightning_odc.errors import WindowError
 
 _Answer = TypeVar("_Answer")
 _PATIENCE = 10.0  # seconds that the end waits for a device that hangs
 #: Additions by which every opening sees that none is lost, and the bytes of every window that they go to.
 _TRIES, _TRIED_BYTES = 16, 4096
+
+
+class Mark(Protocol):
+    """A place in a stream, as ``torch.cuda.Event`` is."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Sleep until everything before it is done."""
+        ...
+
+
+class Device(ABC):
+    """One rank's device. Everything but `facts`, `open` and `close` only asks for work, and does not wait for it."""
+
+    @abstractmethod
+    def facts(self) -> DeviceFacts:
+        """What there is."""
+
+    @abstractmethod
+    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
+        """Why several ranks cannot add into one accumulator of these units; empty if they can.
+
+        Afterwards `add_rows` is ready for them: nothing is compiled in the first backward pass.
+        """
+
+    @abstractmethod
+    def add_plainly(self) -> None:
+        """Add by reading and writing from now on, because a link between the devices does not add atomically.
+
+        What an atomic addition over such a link does is not defined, not even where nothing else adds to its place.
+        """
+
+    @abstractmethod
+    def create(self, size: int) -> None:
+        """Make this rank's window of ``size`` zero bytes."""
+
+    @abstractmethod
+    def attach(self) -> list[Tensor]:
+        """All ranks' windows as bytes, in rank order; all ranks call it together after `create`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the windows, of which no view may be left. Idempotent."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Called first in every thread that waits for marks."""
+
+    @abstractmethod
+    def stream(self) -> Hashable:
+        """The current stream."""
+
+    @abstractmethod
+    def wait_for(self, stream: Hashable) -> None:
+        """Let the current stream wait for all work on ``stream`` so far."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """A mark after all work on the current stream so far."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy a tensor from any window, or into any, on the current stream."""
+
+    @abstractmethod
+    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``.
+
+        No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
+
+        Args:
+            offset: Bytes from the begin of each window.
+            dtype: Dtype of the sums.
+            rows: Addends in any floating dtype, shape ``[world_size, numel]``, each row contiguous.
+        """
 
 
 class CudaTransport(SharedMemoryTransport):
@@ -141,9 +219,6 @@ class CudaTransport(SharedMemoryTransport):
 
     def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
         return self._accumulators[owner][unit][source]
-
-    def claim_lock(self, owner: int) -> RangeLock:
-        return self.lock(owner, len(self._layout.units))
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
         for target, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):

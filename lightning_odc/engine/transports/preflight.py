@@ -6,11 +6,11 @@ Functions of plain values, so that every answer can be tested without a GPU.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from lightning_odc.engine.transports.base import WindowSpec
-from lightning_odc.engine.transports.device import DeviceFacts
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import gib
 
@@ -21,6 +21,26 @@ ALIGNMENT = 64
 _LONGEST_SOCKET = 107  # a path in struct sockaddr_un, less its end
 #: Of the allocation that holds a window: what is in front of it, and rounding up to the pages of the device.
 OVERHEAD_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What one rank knows of its device before it opens a window."""
+
+    name: str
+    uuid: str  # tells devices of one host apart
+    free: int  # bytes that a window may take
+    index: int = 0  # its number in this process
+    stack: str = ""  # versions of torch, CUDA and driver, for messages
+    backend: str | None = "CUDA"  # what provides symmetric memory in this torch; ``None`` if nothing does
+    is_rocm: bool = False  # an AMD device under the name of CUDA
+    shares_device: bool = False  # several ranks on one device are allowed
+    expandable: bool = False  # torch's allocator works with expandable segments
+    socket: str = ""  # path of the socket by which torch hands handles over
+    # By the uuid of another device that this process sees: whether this one can access its memory, and whether
+    # additions to it are atomic.
+    reaches: Mapping[str, bool] = field(default_factory=dict)
+    atomics: Mapping[str, bool] = field(default_factory=dict)
 
 
 def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from lightning_odc import _compat
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import UnitSpec
-from lightning_odc.engine.transports.device import Device, DeviceFacts, Mark
+from lightning_odc.engine.transports.cuda import Device, Mark
+from lightning_odc.engine.transports.preflight import DeviceFacts
 
 _PROBED = 32
 #: Seconds that mapping the windows may take. All ranks have met just before it, so it takes a few.

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.collective import single_process
-from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.engine.hybrid.copies import CopiesProtocol, Sharing
+from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import DisagreementError, WindowError

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.hybrid.column import Layout
 from lightning_odc.engine.hybrid.replicas import HybridProtocol, Replicas
+from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding.nodes import layout_of
 from notebooks.support.threads import ThreadHub
@@ -374,9 +374,8 @@ def test_a_neighbour_that_has_gone_on_is_named_by_those_that_wait_for_another_no
 def test_a_layout_has_rows_and_columns():
     layout = layout_of((2, 3), num_nodes=1, world_size=6, rank=4)
     assert layout == Layout(((0, 1, 2), (3, 4, 5)), 4)
-    assert (layout.row, layout.column) == ((3, 4, 5), (1, 4))
+    assert (layout.row, layout.column) == ((3, 4, 5), [1, 4])
     assert layout.columns == [[0, 3], [1, 4], [2, 5]]
-    assert layout.by_rank([["a", "d"], ["b", "e"], ["c", "f"]]) == list("abcdef")
     assert layout_of(None, num_nodes=3, world_size=6, rank=0).rows == ((0, 1), (2, 3), (4, 5))
 
 

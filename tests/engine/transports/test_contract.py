@@ -210,7 +210,7 @@ def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> lis
     transport.open(SPEC)
     meet(None)
     lock = transport.lock(0, 0)
-    others = [transport.lock(0, 2), transport.lock(1, 0), transport.claim_lock(0)]
+    others = [transport.lock(0, 2), transport.lock(1, 0), transport.lock(0, len(SPEC.units))]
     first = lock.take() if transport.rank == 0 else None
     meet(None)
     second = [one.take() for one in (lock, *others)] if transport.rank else []

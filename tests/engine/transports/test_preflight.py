@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lightning_odc import ODCStrategy
-from lightning_odc.engine.transports import preflight
+from lightning_odc.engine.transports import check_transport, make_transport, preflight
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
-from lightning_odc.engine.transports.choice import check_transport, make_transport
 from lightning_odc.engine.transports.cuda import CudaTransport
-from lightning_odc.engine.transports.device import DeviceFacts
+from lightning_odc.engine.transports.preflight import DeviceFacts
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WindowError
 from lightning_odc.strategy.sharded import ShardedStrategy

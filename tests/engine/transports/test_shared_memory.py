@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,8 @@ import torch.distributed as dist
 from lightning_odc import host_memory
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.transports import host, shared_memory
-from lightning_odc.engine.transports import window as region
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.engine.transports.window import Address
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import Room
 from tests.engine.transports.test_contract import (
@@ -181,7 +180,7 @@ def _just_enough_memory(rank: int) -> int:
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     pids = rendezvous(os.getpid())
-    size = region.HEADER_BYTES + SPEC.total_bytes
+    size = shared_memory.HEADER_BYTES + SPEC.total_bytes
 
     def what_is_left() -> int:
         time.sleep(rank)
@@ -213,26 +212,26 @@ def test_a_rank_that_looks_late_does_not_count_windows_twice():
 
 
 def sign_with_another_secret() -> None:
-    real = region.MappedWindow.write_header
-    region.MappedWindow.write_header = lambda self, _, rank: real(self, bytes(32), rank)  # type: ignore[method-assign]
+    real = shared_memory.MappedWindow.write_header
+    shared_memory.MappedWindow.write_header = lambda self, _, rank: real(self, bytes(32), rank)  # type: ignore[method-assign]
 
 
 def sign_as_another_rank() -> None:
-    real = region.MappedWindow.write_header
-    region.MappedWindow.write_header = lambda self, secret, _: real(self, secret, 0)  # type: ignore[method-assign]
+    real = shared_memory.MappedWindow.write_header
+    shared_memory.MappedWindow.write_header = lambda self, secret, _: real(self, secret, 0)  # type: ignore[method-assign]
 
 
 def make_it_larger() -> None:
-    real = region.MappedWindow.create.__func__  # type: ignore[attr-defined]
-    region.MappedWindow.create = classmethod(lambda cls, size: real(cls, size + 4096))  # type: ignore[method-assign, assignment]
+    real = shared_memory.MappedWindow.create.__func__  # type: ignore[attr-defined]
+    shared_memory.MappedWindow.create = classmethod(lambda cls, size: real(cls, size + 4096))  # type: ignore[method-assign, assignment]
 
 
 def leave_it_unsealed() -> None:
-    region._SEALS = 0
+    shared_memory._SEALS = 0
 
 
 def seal_against_shrinking_only() -> None:
-    region._SEALS = fcntl.F_SEAL_SHRINK
+    shared_memory._SEALS = fcntl.F_SEAL_SHRINK
 
 
 def name_another_host() -> None:
@@ -240,7 +239,8 @@ def name_another_host() -> None:
 
 
 def name_another_descriptor() -> None:
-    shared_memory.Address = lambda host, pid, fd: Address(host, pid, 999)  # type: ignore[assignment, misc]
+    real = SharedMemoryTransport._create
+    SharedMemoryTransport._create = lambda *args: replace(real(*args), fd=999)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def _posts_a_lie(rank: int) -> str:
     transport = SharedMemoryTransport(rank, 2, rendezvous)
     transport.open(SPEC)
     if rank == 1:
-        start = region.HEADER_BYTES + SPEC.mailbox_offset(0)
+        start = shared_memory.HEADER_BYTES + SPEC.mailbox_offset(0)
         transport._regions[1].bytes[start : start + 8] = (101).to_bytes(8, "little")
     rendezvous(None)
     with pytest.raises(WindowError) as error:
@@ -448,7 +448,7 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
     def lock(_fd: int, _command: int, flock: bytes) -> None:
         events.append("lock" if struct.unpack_from("h", flock)[0] == fcntl.F_WRLCK else "unlock")
 
-    monkeypatch.setattr(region.fcntl, "fcntl", lock)
+    monkeypatch.setattr(shared_memory.fcntl, "fcntl", lock)
     transport = SharedMemoryTransport(0, 1, lambda item: [item])
     transport._regions[0] = Window()  # type: ignore[assignment]
     transport._fence = lambda: events.append("fence")
@@ -457,10 +457,7 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
         (lambda: transport.load(0, 0), ["load"]),  # what it announces was ordered before
         (lambda: transport.load(0, 1), ["load", "fence"]),  # another word
         (lambda: in_another_thread(lambda: transport.load(0, 0)), ["load", "fence"]),
-        (lambda: transport.load_claim(0), ["load", "fence"]),
-        (lambda: transport.load_claim(0), ["load", "fence"]),
         (lambda: transport.store(0, 1), ["fence", "store"]),
-        (lambda: transport.store_claim(0, 1), ["fence", "store"]),
         (lambda: transport.watch(0, 2)(), ["load", "fence"]),
         (lambda: transport.watch(0, 2)(), ["load"]),
         (lambda: transport.lock(0, 0).take(), ["lock", "fence"]),
