@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lightning_odc import Minibatch
 from lightning_odc.callbacks.timeline.chrome_trace import FORMAT, decode, encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Span, Timeline
-from lightning_odc.data.length_cache import remembered
+from lightning_odc.data.lengths import remembered
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 
 JSON = st.recursive(

@@ -14,10 +14,10 @@ from lightning_odc.bench.configs import one_line
 from lightning_odc.bench.lengths import find_samples
 from lightning_odc.bench.options import DISTRIBUTIONS
 from lightning_odc.console import OptionError
-from lightning_odc.data.checks import is_stream
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.gain import glance
 from lightning_odc.data.lengths import measure
+from lightning_odc.data.loader import is_stream
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 
 _MOST_SAMPLES = 8192

@@ -1,16 +1,17 @@
-"""A user's plain ``DataLoader`` turned into a `BalancedDataLoader`."""
+"""A user's own loaders: a plain ``DataLoader`` becomes a `BalancedDataLoader`, and some are refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, Literal
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
-from lightning_odc.data.checks import WorkerOptions
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.workers import WorkerOptions
 
 
 class ChosenSamplesError(ValueError):
@@ -109,3 +110,31 @@ def _workers(dataloader: DataLoader[Any]) -> WorkerOptions:
         worker_init_fn=dataloader.worker_init_fn,
         multiprocessing_context=dataloader.multiprocessing_context,
     )
+
+
+def check_single(loaders: Any, balance: str | None) -> None:
+    """Refuse several training loaders at once where minibatches are balanced."""
+    if not isinstance(loaders, dict | list | tuple):
+        return
+    members = list(loaders.values()) if isinstance(loaders, dict) else list(loaders)
+    if any(getattr(loader, "yields_minibatches", False) for loader in members):
+        raise ValueError(
+            f"Balancing (balance={balance!r}, BalancedDataLoader) works with one training loader, but here are "
+            f"{len(members)}, whose batches are combined. Put the data into one: "
+            "DataLoader(torch.utils.data.ConcatDataset([a, b]), batch_size=8), or leave balancing out: "
+            "ODCStrategy(balance=None)."
+        )
+
+
+def check_samplers(loaders: Any) -> None:
+    """Refuse loaders of minibatches of which Lightning takes every n-th for a rank."""
+
+    def check(loader: DataLoader[Any]) -> None:
+        if isinstance(loader.sampler, DistributedSampler):
+            raise ValueError(
+                "The loader yields Minibatches, which are this rank's shares, and Lightning's DistributedSampler drops "
+                "all but every n-th of them. Write Trainer(use_distributed_sampler=False). (If every rank's data set "
+                "holds all ranks' shares, also deal them out: DataLoader(..., sampler=DistributedSampler(dataset)).)"
+            )
+
+    apply_to_collection(loaders, DataLoader, check)

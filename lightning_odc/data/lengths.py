@@ -1,33 +1,49 @@
-"""How long every sample is: where lengths come from, and what they must be like."""
+"""How long every sample is: where lengths come from, what they must be like, and the cache of those looked at.
+
+The cache has one file for each data set. What is in it and does not fit is computed again, with a warning.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Number
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
 from lightning_odc.balance.arrays import among_others, are_lengths, as_caps, as_table, check_caps
-from lightning_odc.data.length_cache import dataset_key, remembered
-from lightning_odc.data.rng import isolated_rng
+from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.files import write_whole
 
 LengthArray = npt.NDArray[np.int64]
 """``[n]``, or ``[n, d]`` where samples have rows of numbers."""
 LengthFunction = Callable[[Any], int | Sequence[int]]
 """The length of a sample, or a row of numbers, as many for every sample: ``(text tokens, image patches)``."""
 Source = Literal["given", "attribute", "column", "length_fn", "samples"]
+
+ENVIRONMENT_VARIABLE = "LIGHTNING_ODC_CACHE"
+#: Lengths that took less time are not worth a file.
+WORTH_SECONDS = 0.5
+_VERSION = 3  # of keys in the cache
+_SAMPLED = 64  # samples that a key depends on
+_DEPTH = 6  # to which their content is looked at
 
 _ROWS_AT_ONCE = 1000
 _BYTES_OF_A_LENGTH = 64  # a number of Python in a list, and its places in two arrays
@@ -100,13 +116,38 @@ def find_lengths(
 def measure(sample: Any) -> int:
     """The length of a sample: of its ``"input_ids"``, of itself, or of the first item if it is a tuple."""
     first = sample[0] if isinstance(sample, tuple) and sample else sample
-    # A series, `[T, d]` of floating-point numbers, has the length T.
-    length = len(first) if _is_series(first) else _length(sample)
-    if length is None:
-        raise LengthsUnknownError(
-            f"The length of a sample that is {_describe(sample)} is not known. {_TEACH}"
-        )
-    return length
+    length = _length(sample)
+    if isinstance(first, Tensor | np.ndarray) and first.ndim == 2:
+        is_floating = first.is_floating_point() if isinstance(first, Tensor) else first.dtype.kind == "f"
+        length = len(first) if is_floating else length  # steps of a series, each with some numbers
+    if length is not None:
+        return length
+    kind = f"a {type(sample).__name__}"
+    if isinstance(sample, Tensor | np.ndarray):
+        kind = f"{type(sample).__name__} of shape {list(sample.shape)}"
+    elif isinstance(sample, Mapping):
+        kind = f"{type(sample).__name__} with keys {list(sample)[:10]}"
+    raise LengthsUnknownError(f"The length of a sample that is {kind} is not known. {_TEACH}")
+
+
+def _length(sample: Any) -> int | None:
+    if isinstance(sample, Mapping):
+        ids: Any = sample.get("input_ids")
+        # Tokenizers that return tensors put a batch dimension of one before the tokens.
+        is_batch = isinstance(ids, Tensor | np.ndarray) and ids.ndim == 2 and len(ids) == 1
+        return _length(ids[0] if is_batch else ids)
+    if isinstance(sample, Tensor | np.ndarray):
+        return len(sample) if sample.ndim == 1 else None
+    if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
+        return None
+    if all(isinstance(item, Number) for item in (*sample[:1], *sample[-1:])):
+        return len(sample)
+    return _length(sample[0]) if isinstance(sample, tuple) else None
+
+
+def plain(length: Any) -> Any:
+    """A length as Python has numbers: what a tensor or array holds."""
+    return length.tolist() if isinstance(length, Tensor | np.ndarray) else length
 
 
 def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> LengthArray:
@@ -131,11 +172,8 @@ def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> Le
     wrong = ~are_lengths(values) if len(values) else np.zeros(0, dtype=np.bool_)
     if wrong.any():
         index = int(wrong.argmax())
-        own = (
-            f"{values[index]:g}"
-            if values.ndim == 1
-            else f"({', '.join(f'{one:g}' for one in values[index])})"
-        )
+        numbers = ", ".join(f"{one:g}" for one in np.atleast_1d(values[index]))
+        own = numbers if values.ndim == 1 else f"({numbers})"
         raise ValueError(
             f"{name}: sample {index} has length {own} ({int(wrong.sum())} such samples in all). Lengths are whole "
             f"numbers of at least 1, below 2**40{among_others(values)}; leave empty samples out: "
@@ -195,84 +233,159 @@ def _column(dataset: Any) -> LengthArray | None:
     if getattr(dataset, "format", {}).get("type") == "custom":
         return None
     if "input_ids" in names:
-        row = dataset.with_format(None)[0]["input_ids"]
-        return _row_lengths(dataset, "input_ids") if _length(row) is not None else None
-    for name in ("length", "lengths"):
-        if name in names:
-            return checked(dataset.with_format(None)[name][:], len(dataset), f"column {name!r}")
-    return None
-
-
-def _row_lengths(dataset: Any, name: str) -> LengthArray:
-    """Lengths of the lists in a column; the Arrow form holds them, so that no list is built."""
-    view = dataset.with_format("arrow", columns=[name])
-    parts = [np.empty(0, dtype=np.int64)]
-    for start in range(0, len(dataset), _ROWS_AT_ONCE):
-        chunks = view[start : start + _ROWS_AT_ONCE][name].chunks
-        parts.extend(np.asarray(chunk.value_lengths().to_numpy(zero_copy_only=False)) for chunk in chunks)
-    return checked(np.concatenate(parts), len(dataset), f"column {name!r}")
+        if _length(dataset.with_format(None)[0]["input_ids"]) is None:
+            return None
+        # The Arrow form holds the lengths of its lists, so that no list is built.
+        view, parts = dataset.with_format("arrow", columns=["input_ids"]), []
+        for start in range(0, len(dataset), _ROWS_AT_ONCE):
+            chunks = view[start : start + _ROWS_AT_ONCE]["input_ids"].chunks
+            parts += [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+        return checked(np.concatenate(parts), len(dataset), "column 'input_ids'")
+    name = next((name for name in ("length", "lengths") if name in names), None)
+    if name is None:
+        return None
+    return checked(dataset.with_format(None)[name][:], len(dataset), f"column {name!r}")
 
 
 def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
     """Look at every sample, with a progress bar if it takes more than a moment."""
-    indices = tqdm(range(len(dataset)), desc="Lengths of samples", unit="sample", delay=2, leave=False)
+    count, next_look, found = len(dataset), -math.inf, []
     with isolated_rng():
-        lengths = [plain(length_of(dataset[index])) for index in _while_memory_lasts(indices, len(dataset))]
-    return checked(lengths, len(dataset), "the samples")
+        for index in tqdm(range(count), desc="Lengths of samples", unit="sample", delay=2, leave=False):
+            if time.monotonic() >= next_look:  # raise before the kernel ends this process
+                next_look = time.monotonic() + _LOOK_EVERY_S
+                short = host_memory.shortage(
+                    f"the lengths of samples that are still to be looked at ({count - index} of {count})",
+                    (count - index) * _BYTES_OF_A_LENGTH + _SPARE_BYTES,
+                    "let the data set keep no samples that it has read, or say how long they are: "
+                    "BalancedDataLoader(dataset, lengths=[12, 7, ...])",
+                )
+                if short:
+                    raise MemoryError(short)
+            found.append(plain(length_of(dataset[index])))
+    return checked(found, count, "the samples")
 
 
-def _while_memory_lasts(indices: Iterable[int], count: int) -> Iterator[int]:
-    """Yield the indices as long as there is memory for the remaining lengths; then raise, before the kernel kills."""
-    next_look = -math.inf
-    for index in indices:
-        if time.monotonic() >= next_look:
-            next_look = time.monotonic() + _LOOK_EVERY_S
-            short = host_memory.shortage(
-                f"the lengths of samples that are still to be looked at ({count - index} of {count})",
-                (count - index) * _BYTES_OF_A_LENGTH + _SPARE_BYTES,
-                "let the data set keep no samples that it has read, or say how long they are: "
-                "BalancedDataLoader(dataset, lengths=[12, 7, ...])",
-            )
-            if short:
-                raise MemoryError(short)
-        yield index
+# -- the cache --------------------------------------------------------------------------------------------
 
 
-def plain(length: Any) -> Any:
-    """A length as Python has numbers: what a tensor or array holds."""
-    return length.tolist() if isinstance(length, Tensor | np.ndarray) else length
+def remembered(
+    key: str,
+    count: int,
+    compute: Callable[[], LengthArray],
+    directory: str | Path | Literal[False] | None = None,
+) -> LengthArray:
+    """The lengths under a hexadecimal key; computed if there are none, and kept if that took :data:`WORTH_SECONDS`."""
+    folder = cache_folder(directory)
+    if folder is None:
+        return compute()
+    path = folder / f"{key}.npy"
+    if (known := _read(path, count)) is not None:
+        return known
+    begin = time.monotonic()
+    found = compute()
+    if time.monotonic() - begin >= WORTH_SECONDS:
+        content = io.BytesIO()
+        np.save(content, found)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content.getvalue())  # processes that start together write the same
+        except OSError as problem:
+            _warn(path, f"{problem}; nothing is remembered")
+    return found
 
 
-def _length(sample: Any) -> int | None:
-    if isinstance(sample, Mapping):
-        return _length_of_ids(sample["input_ids"]) if "input_ids" in sample else None
-    if isinstance(sample, Tensor | np.ndarray):
-        return len(sample) if sample.ndim == 1 else None
-    if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
+def _read(path: Path, count: int) -> LengthArray | None:
+    """The lengths in a file; ``None`` if there are none. Nothing is unpickled."""
+    try:
+        with path.open("rb") as file:
+            found = np.lib.format.read_array(file, allow_pickle=False)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    if all(isinstance(item, Number) for item in (*sample[:1], *sample[-1:])):
-        return len(sample)
-    return _length(sample[0]) if isinstance(sample, tuple) else None
+    except Exception as problem:  # numpy raises many kinds, by what is in it
+        _warn(path, f"{problem}; it is written again")
+        return None
+    if found.dtype != np.int64 or found.shape[:1] != (count,):
+        _warn(path, "it belongs to another data set; it is written again")
+        return None
+    return found
 
 
-def _is_series(sample: Any) -> bool:
-    """Steps of a series, each with some numbers: ``[T, d]``."""
-    if not isinstance(sample, Tensor | np.ndarray):
-        return False
-    is_floating = sample.is_floating_point() if isinstance(sample, Tensor) else sample.dtype.kind == "f"
-    return sample.ndim == 2 and is_floating
+def _warn(path: Path, problem: str) -> None:
+    warnings.warn(f"Cache of sample lengths, {path}: {problem}.", stacklevel=3)
 
 
-def _length_of_ids(ids: Any) -> int | None:
-    """Tokenizers that return tensors put a batch dimension of one before the tokens."""
-    return _length(
-        ids[0] if isinstance(ids, Tensor | np.ndarray) and ids.ndim == 2 and len(ids) == 1 else ids
-    )
+def cache_folder(directory: str | Path | Literal[False] | None) -> Path | None:
+    """Where lengths are remembered; ``None``: nowhere."""
+    if directory is None:
+        directory = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if directory is False or directory == "off":
+        return None
+    if directory is not None:
+        return Path(directory).expanduser().absolute() / "lengths"
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():
+        caches = Path(os.path.expanduser("~/.cache"))
+    return caches / "lightning-odc" / "lengths" if caches.is_absolute() else None
 
 
-def _describe(sample: Any) -> str:
-    if isinstance(sample, Tensor | np.ndarray):
-        return f"{type(sample).__name__} of shape {list(sample.shape)}"
-    if isinstance(sample, Mapping):
-        return f"{type(sample).__name__} with keys {list(sample)[:10]}"
-    return f"a {type(sample).__name__}"
+def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
+    """Hexadecimal text that differs for data sets whose lengths should not be mistaken for each other's."""
+    # The first, the last, and some between that follow no period.
+    some = np.random.default_rng(len(dataset)).integers(0, len(dataset), _SAMPLED)
+    # A change elsewhere, in a data set of the same class and size, is not noticed here. The loader compares every
+    # sample that it reads with its remembered length.
+    facts: dict[str, Any] = {
+        "version": _VERSION,
+        "class": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+        "samples": len(dataset),
+        "fingerprint": str(getattr(dataset, "_fingerprint", "")),
+        "measured by": [str(getattr(length_of, "__module__", "")), *_code_of(length_of)],
+        "seen": [],
+    }
+    for index in sorted({0, len(dataset) - 1, *some.tolist()}):
+        with isolated_rng():
+            seed_rng(index)
+            sample = dataset[index]
+        facts["seen"].append([index, repr(length_of(sample)), digest_of(sample)])
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _code_of(function: Any) -> list[str]:
+    """Name and code of a function, and of those inside of it, as far as they can be seen."""
+    code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
+    if code is None:
+        return [getattr(function, "__qualname__", type(function).__qualname__)]
+    parts = [code.co_qualname, code.co_code.hex(), repr(code.co_names)]
+    for constant in code.co_consts:
+        parts += _code_of(constant) if isinstance(constant, CodeType) else [repr(constant)]
+    return parts
+
+
+def digest_of(sample: Any) -> str:
+    """Text that differs where the content of samples does, as far as that can be seen."""
+    digest = hashlib.sha256()
+    for piece in _pieces(sample, _DEPTH):
+        digest.update(len(piece).to_bytes(8, "little") + piece)
+    return digest.hexdigest()
+
+
+def _pieces(value: Any, depth: int) -> Iterator[bytes]:
+    """The content of a sample as bytes, with the types that hold it."""
+    yield type(value).__qualname__.encode()
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield repr(value).encode()
+    elif isinstance(value, Tensor):
+        yield f"{value.dtype} {list(value.shape)}".encode()
+        yield value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        yield f"{value.dtype} {list(value.shape)}".encode()
+        yield value.tobytes()
+    elif depth:
+        if isinstance(value, Sequence | np.ndarray):
+            parts = list(value)
+        else:
+            named = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            parts = [part for name in sorted(named, key=str) for part in (str(name), named[name])]
+        for part in parts:
+            yield from _pieces(part, depth - 1)

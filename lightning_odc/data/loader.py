@@ -10,6 +10,7 @@ begins when its first minibatch is asked for.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import os
@@ -17,24 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
+from operator import length_hint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Unpack
 
-from torch.utils.data import default_collate
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, default_collate
 
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.data.checks import (
-    WorkerOptions,
-    check_indexed,
-    check_options,
-    check_stream,
-    check_unroll,
-    check_world,
-    current_world,
-    is_stream,
-)
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.lengths import (
     LengthFunction,
@@ -49,17 +42,11 @@ from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
 from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, MinibatchPlan, RunInfo, Weighting
 from lightning_odc.data.position import Position, Progress
-from lightning_odc.data.reading import (
-    Collate,
-    MapReading,
-    SampleReader,
-    StreamReading,
-    World,
-    named_deaths,
-)
+from lightning_odc.data.reading import Collate, MapReading, SampleReader, StreamReading, World
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.split import TrialSamples, spread_out
 from lightning_odc.data.weighting import Rule
+from lightning_odc.data.workers import WorkerOptions, check_workers, named_deaths
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
@@ -143,6 +130,14 @@ class BalancedDataLoader:
         cache_dir: str | Path | Literal[False] | None = None,
         **workers: Unpack[WorkerOptions],
     ) -> None:
+        *named, _ = inspect.signature(type(self)).parameters
+        known = [*named, *WorkerOptions.__annotations__]
+        if unknown := [
+            did_you_mean("BalancedDataLoader", name, known) for name in workers if name not in known
+        ]:
+            raise TypeError(" ".join(unknown))
+        if packing not in (True, False, "auto"):
+            raise ValueError(f'packing={packing!r} is unknown: write packing=True, False or "auto".')
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.options = BatchOptions(
             minibatch_size,
@@ -176,20 +171,18 @@ class BalancedDataLoader:
         self._reading: Reading | None = None
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
-        self._check(window)
-
-    def _check(self, window: int | None) -> None:
-        if self.packing not in (True, False, "auto"):
-            raise ValueError(f'packing={self.packing!r} is unknown: write packing=True, False or "auto".')
-        check_world(*self._world)
-        check_options(self._workers, [*inspect.signature(type(self)).parameters][:-1])
-        if self.unroll:
-            check_unroll(self.options)
+        check_world(num_replicas, rank)
+        check_workers(workers)
+        if unroll:
+            _check_unroll(self.options)
         if self.is_stream:
-            check_stream(window, self._given, self.options, self._workers.get("num_workers", 0))
-            return
-        check_indexed(window, self.options)
-        if self._given is not None:
+            _check_stream(window, lengths, self.options, workers.get("num_workers", 0))
+        elif window is not None and not regroup:
+            raise ValueError(
+                "window=... is for an IterableDataset, or together with regroup=True; leave it out, this data set can "
+                "be indexed."
+            )
+        elif lengths is not None:
             self.lengths  # noqa: B018 - checked now
 
     # -- what a strategy finds out ------------------------------------------------------------------------
@@ -336,17 +329,19 @@ class BalancedDataLoader:
 
         With a cost that learns: by what has been learnt until now.
         """
-        reading = self._prepare()
-        if not isinstance(reading, MapReading):
-            raise TypeError("An IterableDataset is planned as it is read; it has no plan to look at.")
-        return reading.plan_now(self._progress.latest.epoch if epoch is None else epoch, step)
+        return self._map_reading().plan_now(self._progress.latest.epoch if epoch is None else epoch, step)
 
     def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
         """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
+        return self._map_reading().read(self._progress.latest.epoch if epoch is None else epoch, microbatch)
+
+    def _map_reading(self) -> MapReading:
         reading = self._prepare()
-        if not isinstance(reading, MapReading):
-            raise TypeError("The samples of an IterableDataset cannot be read by index.")
-        return reading.read(self._progress.latest.epoch if epoch is None else epoch, microbatch)
+        if isinstance(reading, MapReading):
+            return reading
+        raise TypeError(
+            "An IterableDataset is planned as it is read: no plan and no sample can be asked for."
+        )
 
     # -- what it yields -----------------------------------------------------------------------------------
 
@@ -368,78 +363,60 @@ class BalancedDataLoader:
         if self._instead is not None:
             yield from self._instead
             return
-        reading = self._prepare()
-        start = self._progress.begin(reading.order, _length(reading))
-        reading.learning.begin(self.minibatches_per_step + self._read_ahead())
+        reading, workers = self._prepare(), self._workers.get("num_workers", 0)
+        start = self._progress.begin(reading.order, length_hint(reading))
+        # Minibatches that are planned before the current one has run. In a stream, Lightning may look one ahead.
+        ahead = 1 if self.is_stream else workers * (self._workers.get("prefetch_factor") or 2)
+        reading.learning.begin(self.minibatches_per_step + ahead)
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
         arriving = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, alive))
         try:
             for done, arrived in enumerate(named_deaths(arriving), start.minibatches):
-                after = Position(start.epoch, done + 1)
-                minibatch = reading.completed(arrived, start.epoch, done)
+                minibatch, after = reading.completed(arrived, done), Position(start.epoch, done + 1)
                 if self.unroll:
-                    yield from self._unrolled(
-                        minibatch, Position(start.epoch, done, start.microbatches), after
-                    )
-                    start = Position(start.epoch)
+                    yield from self._unrolled(minibatch, start, after)
+                    start = Position(start.epoch, done + 1)
                 else:
-                    self._progress.reach(after)
+                    self._progress.latest = after
                     yield minibatch
         finally:
             if self._iterator is arriving and not self._workers.get("persistent_workers"):
                 self._iterator = None
-        self._progress.reach(Position(start.epoch + 1))
+        self._progress.latest = Position(start.epoch + 1)
 
     def _unrolled(self, minibatch: Minibatch, start: Position, after: Position) -> Iterator[Microbatch]:
         for number, (batch, weight) in enumerate(minibatch.weighted()):
             if number >= start.microbatches:
                 last = number == len(minibatch) - 1
-                self._progress.reach(after if last else Position(start.epoch, start.minibatches, number + 1))
+                self._progress.latest = after if last else replace(start, microbatches=number + 1)
                 yield Microbatch(batch, weight, last)
-
-    def _read_ahead(self) -> int:
-        """The number of minibatches that are planned before the current one has run."""
-        if self.is_stream:
-            return 1  # where the length is not known, Lightning looks one ahead
-        workers = self._workers.get("num_workers", 0)
-        return workers * (self._workers.get("prefetch_factor") or 2)
 
     def _prepare(self) -> Reading:
         """What reads, for the number of ranks there is now. It holds what was learnt, too, so it stays."""
         world = current_world(*self._world)
-        if self._reading is None or self._reading.world != world:
-            self._reading = self._read_stream(world) if self.is_stream else self._read_samples(world)
+        if self._reading is not None and self._reading.world == world:
+            return self._reading
+        options, info = self.options, self._info
+        if self.unroll and options.by_labels:  # nothing counts the labels of a microbatch
+            packs_rows = self._packs or packs(self._unpacked)
+            options = replace(options, weighting="next_token" if packs_rows else "token")
+        if self.is_stream:
+            # A cost learns where it is planned with, and a worker that plans is not told any times.
+            info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
+            length_of = self._length_fn or measure
+            self._reading = StreamReading(
+                self._samples, self._collate, length_of, options, info, world, self.unroll
+            )
+        else:
+            compared_by = measure if self.lengths.source == "samples" else None
+            reader = SampleReader(self._samples, self._collate, options.seed, compared_by)
+            self._reading = MapReading(reader, self.lengths, options, info, world, self.unroll)
         return self._reading
-
-    def _read_samples(self, world: World) -> MapReading:
-        compared_by = measure if self.lengths.source == "samples" else None
-        reader = SampleReader(self._samples, self._collate, self.options.seed, compared_by)
-        return MapReading(reader, self.lengths, self._planned_options, self._info, world, self.unroll)
-
-    def _read_stream(self, world: World) -> StreamReading:
-        is_measured = self._info.measured and not self._workers.get("num_workers")  # it learns where it plans
-        return StreamReading(
-            self._samples,
-            self._collate,
-            self._length_fn or measure,
-            self._planned_options,
-            replace(self._info, measured=is_measured),
-            world,
-            self.unroll,
-        )
 
     @property
     def _collate(self) -> Collate:
         return PackingCollator(self._unpacked) if self._packs else self._unpacked
-
-    @property
-    def _planned_options(self) -> BatchOptions:
-        """The options that plans follow: with ``unroll``, nothing counts the labels of a microbatch."""
-        if not (self.unroll and self.options.by_labels):
-            return self.options
-        packs_rows = self._packs or packs(self._unpacked)
-        return replace(self.options, weighting="next_token" if packs_rows else "token")
 
     # -- where it is --------------------------------------------------------------------------------------
 
@@ -475,8 +452,86 @@ class BalancedDataLoader:
             self._prepare().learning.load_state_dict(learnt)
 
 
-def _length(reading: Reading) -> int | None:
-    try:
-        return len(reading)
-    except TypeError:
-        return None
+# -- what it refuses ---------------------------------------------------------------------------------------
+
+#: Names that the other of two classes has for the same thing.
+_ELSEWHERE = {
+    ("ODCStrategy", "policy"): "balance",
+    ("BalancedDataLoader", "balance"): "policy",
+    ("BalancedDataLoader", "batch_size"): "minibatch_size",
+}
+_TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed"
+
+
+def check_world(num_replicas: int | None, rank: int | None) -> None:
+    """Refuse a rank that cannot be."""
+    if (num_replicas is None) != (rank is None):
+        raise ValueError(f"num_replicas={num_replicas} and rank={rank} must be given together: {_TEACH}.")
+    if num_replicas is None or rank is None:
+        return
+    if num_replicas < 1 or not 0 <= rank < num_replicas:
+        raise ValueError(
+            f"rank={rank} is not one of num_replicas={num_replicas} ranks, which count from 0: {_TEACH}."
+        )
+
+
+def current_world(num_replicas: int | None, rank: int | None) -> World:
+    """Number of ranks and own rank: as given, else of the process group, else as ``torchrun`` says, else 1 and 0."""
+    if num_replicas is not None and rank is not None:
+        return num_replicas, rank
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        return int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    return 1, 0
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come one after another, and not by index."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
+    """What to say about an argument that is not one of the known ones."""
+    close = _ELSEWHERE.get((owner, name)) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    if close:
+        return f"{owner} does not know {name}=: did you mean {close}=?"
+    return f"{owner} does not know {name}=. Its arguments are {', '.join(known)}."
+
+
+def _check_unroll(options: BatchOptions) -> None:
+    """Refuse to unroll minibatches in which ranks have different numbers of microbatches."""
+    if not options.equal_counts:
+        raise ValueError(
+            f"unroll=True needs equally many microbatches on all ranks; policy={options.policy!r} does not give that. "
+            'Write policy="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
+        )
+    if options.learns:
+        raise ValueError(
+            "A cost that learns needs the times of microbatches, and with unroll=True it does not get them. Write "
+            'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
+        )
+
+
+def _check_stream(window: int | None, lengths: Any, options: BatchOptions, num_workers: int) -> None:
+    """Refuse for a stream what needs indices or plans made elsewhere, and a missing window."""
+    if window is None:
+        raise ValueError(
+            "An IterableDataset is balanced in a window of minibatches that every rank reads whole. Say how many: "
+            "BalancedDataLoader(dataset, window=1, ...)."
+        )
+    if options.policy == "steal":
+        raise ValueError(
+            'policy="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
+            'policy="lb_mini".'
+        )
+    if options.learns and num_workers:
+        raise ValueError(
+            "The worker that reads an IterableDataset plans it, too, and does not learn how long microbatches took: "
+            'write num_workers=0, or cost="auto".'
+        )
+    if lengths is not None:
+        raise ValueError(
+            "lengths=[...] goes by index, and an IterableDataset has none. Write length_fn=lambda sample: ..., or let "
+            "it yield samples that have a length."
+        )

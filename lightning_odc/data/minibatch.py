@@ -1,8 +1,9 @@
-"""One rank's share of a minibatch: a sequence of microbatches."""
+"""One rank's share of a minibatch: a sequence of microbatches, and what they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,9 +11,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_odc.data.weighting import Counter, named, tensors_of
+
 if TYPE_CHECKING:
     from lightning_odc.data.learning import DelayedCap, DelayedCost
-    from lightning_odc.data.weighting import Counter
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -21,8 +23,6 @@ _TEACH = (
     "and your `training_step` receives one microbatch at a time; with any other strategy, let the loader yield the "
     'microbatches themselves as batches: BalancedDataLoader(..., policy="lb_micro", unroll=True).'
 )
-
-
 _WHOLE = (
     "Callbacks, and hooks such as `on_train_batch_end`, get the whole Minibatch. Write there\n"
     "    for microbatch in batch:\n"
@@ -263,3 +263,69 @@ class Minibatch:
             NotUnrolledError: always, a ``TypeError`` with the line to write instead.
         """
         raise NotUnrolledError(_TEACH)
+
+
+@contextmanager
+def whole_minibatches() -> Iterator[None]:
+    """Say what is wrong with a `Minibatch` inside a batch, under a strategy that does know a whole one."""
+    try:
+        yield
+    except NotUnrolledError:
+        raise TypeError(
+            "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at "
+            "once, or a loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its "
+            'microbatches: Minibatch([{"a": a0, "b": b0}, {"a": a1, "b": b1}]), not {"a": Minibatch([a0, a1]), "b": '
+            "Minibatch([b0, b1])}."
+        ) from None
+
+
+# -- what a batch holds -----------------------------------------------------------------------------------
+
+
+def microbatches_of(batch: Any) -> list[Any]:
+    """The microbatches of a whole `Minibatch` (manual optimization passes one), else the batch alone."""
+    return list(batch) if isinstance(batch, Minibatch) else [batch]
+
+
+def token_count(batch: Any) -> int | None:
+    """Tokens in a batch: the elements of its ``"input_ids"``, or of its first tensor if that holds integers."""
+
+    def count(microbatch: Any) -> int | None:
+        tensor = token_tensor(microbatch)
+        if tensor is None or tensor.is_floating_point() or tensor.is_complex():
+            return None
+        return tensor.numel()
+
+    return _sum_over(batch, count)
+
+
+def token_tensor(batch: Any) -> Tensor | None:
+    """The tensor that holds the tokens of a microbatch, if any does."""
+    tensor = named(batch, "input_ids")
+    return _first_tensor(batch) if tensor is None else tensor
+
+
+def sample_count(batch: Any) -> int | None:
+    """Samples in a batch: those of a packed row, by their bounds, or the first dimension of the first tensor."""
+
+    def count(microbatch: Any) -> int | None:
+        for name in ("cu_seqlens", "cu_seq_lens_q"):
+            if (bounds := named(microbatch, name)) is not None:
+                return max(bounds.numel() - 1, 0)
+        tensor = _first_tensor(microbatch)
+        return tensor.size(0) if tensor is not None and tensor.dim() else None
+
+    return _sum_over(batch, count)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    return next((tensor for _, tensor in tensors_of(batch)), None)
+
+
+def _sum_over(batch: Any, count: Callable[[Any], int | None]) -> int | None:
+    """The count over all microbatches; unknown if one is unknown. Batches may be of any kind, and must never raise."""
+    try:
+        counts = [count(microbatch) for microbatch in microbatches_of(batch)]
+    except Exception:
+        return None
+    return None if None in counts else sum(filter(None, counts))

@@ -37,7 +37,7 @@ class Progress:
     """Decides where the next pass begins: where `set_epoch` or `load` put it, else an epoch after the pass before."""
 
     def __init__(self) -> None:
-        self.latest = Position()  # what a checkpoint taken now must have
+        self.latest = Position()  # up to where all has been yielded: what a checkpoint taken now must have
         self._next: Position | None = None
         self._saved: Mapping[str, Any] = {}
 
@@ -56,13 +56,13 @@ class Progress:
         state = asdict(self.latest)
         return state if order is None else {**state, **asdict(order)}
 
-    def begin(self, order: Order, minibatches: int | None) -> Position:
-        """Where the pass that begins now begins."""
+    def begin(self, order: Order, minibatches: int) -> Position:
+        """Where the pass that begins now begins; ``minibatches`` of an epoch, 0 where that is not known."""
         if self._next is not None:
             self.latest, self._next = self._next, None
         elif self.latest.started:
             self.latest = Position(self.latest.epoch + 1)
-        if minibatches is not None and self.latest.minibatches >= minibatches:
+        if 0 < minibatches <= self.latest.minibatches:
             self.latest = Position(self.latest.epoch + 1)
         saved, self._saved = self._saved, {}
         if saved and self.latest.started:
@@ -70,10 +70,6 @@ class Progress:
             before = Order(saved["order"], saved["samples_per_minibatch"], batches)
             self.latest = translated(self.latest, before, order)
         return self.latest
-
-    def reach(self, position: Position) -> None:
-        """Everything up to there has been yielded."""
-        self.latest = position
 
 
 def translated(start: Position, saved: Order, now: Order) -> Position:

@@ -1,10 +1,8 @@
 """Reads one rank's part of every minibatch: of a map-style data set (`MapReading`), or of a stream (`StreamReading`).
 
-A minibatch of a map-style data set goes through three hands. `MapReading` plans it, as early as torch's ``DataLoader``
-reads ahead, and hands out this rank's `Assignment`. A `SampleReader` reads the samples and makes a `Minibatch`. When
-that arrives, `MapReading.completed` adds what only the plan knows. A worker has a copy of the `SampleReader` and
-nothing else. It lives for one pass, or with ``persistent_workers`` for all of them, so the reader holds nothing that
-changes between passes.
+A minibatch of a map-style data set takes three steps. `MapReading.__iter__` plans it, as early as torch's
+``DataLoader`` reads ahead, and hands out this rank's `Assignment`. A `SampleReader` reads the samples and makes a
+`Minibatch`. When that arrives, `MapReading.completed` adds what only the plan knows.
 
 Note [Random numbers follow the sample]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -30,7 +28,6 @@ too, and lives for one pass: a worker that is kept would not know the next epoch
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -38,33 +35,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_odc import host_memory
 from lightning_odc.balance import LearntCost, epoch_order
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.data.batch_size import PaddingWatch
-from lightning_odc.data.checks import WorkerOptions
-from lightning_odc.data.collation import find_collation
+from lightning_odc.data.collation import PaddingWatch, find_collation
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
 from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, RunInfo
 from lightning_odc.data.position import Order
 from lightning_odc.data.rng import PrivateRng, isolated_rng, seed_rng, with_own_rng
+from lightning_odc.data.workers import WorkerOptions, torch_loader
 
 Collate = Callable[[list[Any]], Any]
 World = tuple[int, int]
 """The number of ranks that share a minibatch, and this rank."""
-
-#: Private memory of a worker before it reads, of one that is forked and of one that imports torch itself: measured with
-#: torch 2.13, 7 and 281 MiB.
-_FORKED_BYTES, _FRESH_BYTES = 8 * 2**20, 280 * 2**20
 
 
 class MapReading:
@@ -90,7 +80,7 @@ class MapReading:
             options.batches,
         )
         self.world = world
-        self.padding = PaddingWatch(own_tokens(self.max_tokens, world[1]))
+        self._padding = PaddingWatch(self.max_tokens, world[1])
         self._rank = world[1]
         self._unroll = unroll  # weights are relative to the mean over the minibatch
         self._reader = reader
@@ -138,10 +128,8 @@ class MapReading:
         return loader
 
     def __iter__(self) -> Iterator[Assignment]:
-        return self._assignments(*self._begin)
-
-    def _assignments(self, epoch: int, first: int) -> Iterator[Assignment]:
         """What this rank reads of each minibatch; runs ahead of training by what the ``DataLoader`` prefetches."""
+        epoch, first = self._begin
         self._under_way.clear()
         cost, cap = self.learning.cost, self.learning.cap
         begun = max(0 if part is None else part.begun for part in (cost, cap))
@@ -150,20 +138,22 @@ class MapReading:
             plan = self.epochs.plan(epoch, step, learnt, None if cap is None else cap.at(number))
             self._under_way[step] = plan, learnt
             own = plan.microbatches[self._rank]
-            lengths = [self.epochs.lengths.of(m) for m in own] if self._reader.compares_lengths else None
+            lengths = [self.epochs.lengths.of(m) for m in own] if self._reader.length_of is not None else None
             yield Assignment(epoch, own, plan.weights_of(self._rank, self._unroll), plan.text, lengths)
 
-    def completed(self, minibatch: Minibatch, epoch: int, step: int) -> Minibatch:
+    def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
         """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
-        plan, learnt = self._under_way.pop(step)
-        options, learning = self.epochs.options, self.learning
+        (plan, learnt), epoch = self._under_way.pop(step), self._begin[0]
         details = [self._detail(epoch, own) for own in plan.microbatches[self._rank]]
-        minibatch.origin = options.origin(details).counted(learning.cost, learning.cap)
-        if options.policy == "steal" and self.epochs.num_replicas > 1:
+        minibatch.origin = self.epochs.options.origin(details).counted(self.learning.cost, self.learning.cap)
+        if self.epochs.options.policy == "steal" and self.epochs.num_replicas > 1:
+
+            def fetch(rank: int, number: int) -> Any:
+                return self.read(epoch, plan.microbatches[rank][number])
+
             of_all = [[self._detail(epoch, own) for own in of_rank] for of_rank in plan.microbatches]
-            fetch = partial(self._fetch, epoch, plan.microbatches)
             minibatch.all_ranks = AllRanks(self.epochs.costs(plan, learnt), plan.weights, fetch, of_all)
-        self.padding.look(minibatch)
+        self._padding.look(minibatch)
         return minibatch
 
     def _detail(self, epoch: int, indices: list[int]) -> Detail:
@@ -178,9 +168,6 @@ class MapReading:
         weights = self.epochs.options.sample_weights(self.epochs.lengths.values[whole])
         weight = float(weights[[whole.index(index) for index in indices]].sum())
         return Task(self.read(epoch, indices), weight, self._detail(epoch, indices))
-
-    def _fetch(self, epoch: int, microbatches: list[list[list[int]]], rank: int, number: int) -> Any:
-        return self.read(epoch, microbatches[rank][number])
 
     def read(self, epoch: int, microbatch: Sequence[int]) -> Any:
         """Any microbatch, from the indices of its samples."""
@@ -203,18 +190,15 @@ class Assignment:
 class SampleReader:
     """Turns an `Assignment` into a `Minibatch`; what ``DataLoader`` calls its data set."""
 
+    # A worker has a copy of it, and nothing else. With ``persistent_workers`` that lives for all passes, so nothing
+    # changes here between passes.
     def __init__(
         self, dataset: Any, collate_fn: Collate, seed: int, length_of: LengthFunction | None = None
     ) -> None:
         self._dataset = dataset
         self._collate = collate_fn
         self._seed = seed
-        self._length_of = length_of  # where samples are compared with their assigned lengths
-
-    @property
-    def compares_lengths(self) -> bool:
-        """Whether it compares each sample with the length that was looked up."""
-        return self._length_of is not None
+        self.length_of = length_of  # where samples are compared with their assigned lengths
 
     def __getitem__(self, assignment: Assignment) -> Minibatch:
         """Read an assignment."""
@@ -238,9 +222,14 @@ class SampleReader:
     def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
         """Read one microbatch; it seeds the global generators."""
         samples = self.samples(epoch, indices)
-        if lengths is not None:
-            for index, sample, length in zip(indices, samples, lengths, strict=True):
-                self._check_length(index, sample, length)
+        for index, sample, length in zip(indices, samples, lengths or (), strict=lengths is not None):
+            if self.length_of is not None and (found := self.length_of(sample)) != length:
+                raise ValueError(
+                    f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If the data "
+                    "set changed, delete the cached lengths (see BalancedDataLoader(cache_dir=...)); if its samples "
+                    "differ in length from epoch to epoch, say what to plan with: BalancedDataLoader(dataset, "
+                    "lengths=[...])."
+                )
         seed_rng(self._seed, epoch, indices[0])
         return collate(self._collate, samples)
 
@@ -254,16 +243,6 @@ class SampleReader:
             seed_rng(self._seed, epoch, index)
             samples.append(self._dataset[index])
         return samples
-
-    def _check_length(self, index: int, sample: Any, expected: int) -> None:
-        assert self._length_of is not None
-        found = self._length_of(sample)
-        if found != expected:
-            raise ValueError(
-                f"Sample {index} has length {found}, but had {expected} when the lengths were looked up. If the data "
-                "set changed, delete the cached lengths (see BalancedDataLoader(cache_dir=...)); if its samples differ "
-                "in length from epoch to epoch, say what to plan with: BalancedDataLoader(dataset, lengths=[...])."
-            )
 
 
 # -- streams ----------------------------------------------------------------------------------------------
@@ -294,7 +273,7 @@ class StreamReading(IterableDataset[Minibatch]):
         self.learning = Learning(options.delayed_cost(*world, info))
         self.order = Order(options.order, self._size, options.batches)
         self.max_tokens = options.max_tokens
-        self.padding = PaddingWatch(own_tokens(self.max_tokens, self._rank))
+        self._padding = PaddingWatch(self.max_tokens, self._rank)
         self._dataset = dataset
         self._collate = collate_fn
         self._length_of = length_of
@@ -327,11 +306,11 @@ class StreamReading(IterableDataset[Minibatch]):
         one_pass._begin = epoch, first
         return torch_loader(one_pass, self._options.seed + epoch, options)
 
-    def completed(self, minibatch: Minibatch, epoch: int, step: int) -> Minibatch:
+    def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
         """A minibatch that has arrived, counted."""
         assert minibatch.origin is not None
         minibatch.origin.counted(self.learning.cost)
-        self.padding.look(minibatch)
+        self._padding.look(minibatch)
         return minibatch
 
     def __iter__(self) -> Iterator[Minibatch]:
@@ -423,15 +402,6 @@ def _named_in_stream(step: int) -> Iterator[None]:
         raise
 
 
-# -- both -------------------------------------------------------------------------------------------------
-
-
-def own_tokens(caps: Any, rank: int) -> int | None:
-    """The cap of one rank, of rows of numbers that of the tokens."""
-    own = caps[rank] if isinstance(caps, list) else caps
-    return own[0] if isinstance(own, tuple) else own
-
-
 def collate(collate_fn: Collate, samples: list[Any]) -> Any:
     """``collate_fn(samples)``; where torch's default fails on unequal lengths, with a hint."""
     try:
@@ -443,54 +413,3 @@ def collate(collate_fn: Collate, samples: list[Any]) -> Any:
                 "them: BalancedDataLoader(..., collate_fn=lightning_odc.data.packing.pack_samples)."
             )
         raise
-
-
-def torch_loader(
-    source: Any, seed: int, options: WorkerOptions, sampler: Any = None
-) -> DataLoader[Minibatch]:
-    """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays."""
-    _check_memory(options)
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    return DataLoader(
-        source, batch_size=None, sampler=sampler, collate_fn=_as_it_is, generator=generator, **options
-    )
-
-
-def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
-    """Yield the same minibatches. If a worker was killed, the error says whether memory had run out."""
-    kills = host_memory.Kills()
-    try:
-        yield from minibatches
-    # torch says it, or a connection to the worker breaks first
-    except (RuntimeError, OSError, EOFError) as error:
-        is_plain = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
-        if not is_plain and (verdict := kills.verdict()):
-            error.add_note(verdict)
-        raise
-
-
-def _check_memory(options: WorkerOptions) -> None:
-    """Refuse more workers than there is memory for, before the kernel ends one of them, or this rank."""
-    workers = options.get("num_workers", 0)
-    if not workers:
-        return
-    each = _FORKED_BYTES if _start_method(options) == "fork" else _FRESH_BYTES
-    fitting = min(host_memory.available() // each // 2, workers - 1)
-    short = host_memory.shortage(
-        f"data workers (num_workers={workers}, {each >> 20} MiB each before they read anything)",
-        workers * each,
-        f"write num_workers={fitting}",
-        each=each,
-    )
-    if short:
-        raise MemoryError(short)
-
-
-def _start_method(options: WorkerOptions) -> str:
-    context: Any = options.get("multiprocessing_context") or multiprocessing.get_start_method(allow_none=True)
-    context = context or multiprocessing.get_all_start_methods()[0]
-    return str(context if isinstance(context, str) else context.get_start_method())
-
-
-def _as_it_is(minibatch: Any) -> Minibatch:
-    return cast(Minibatch, minibatch)

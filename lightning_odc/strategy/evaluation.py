@@ -27,7 +27,7 @@ import torch
 from torchmetrics import Metric
 
 from lightning_odc import _compat, _compat_lightning
-from lightning_odc.data.checks import check_samplers
+from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Counter, Rule
 from lightning_odc.engine.base import Engine

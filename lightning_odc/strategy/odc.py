@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, engine_of, tell_peers
 from lightning_odc.balance.arrays import Caps
-from lightning_odc.data.checks import check_single, whole_minibatches
+from lightning_odc.data.convert import check_single
 from lightning_odc.data.loader import BalancedDataLoader, Packing
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.minibatch import Minibatch, whole_minibatches
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.base import Engine

@@ -19,9 +19,8 @@ from lightning_odc.attached import HANG_REPORT_AFTER, memory_size
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
-from lightning_odc.data.checks import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import Packing
+from lightning_odc.data.loader import Packing, did_you_mean
 from lightning_odc.data.plan import BatchOptions
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO

@@ -36,9 +36,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_odc.data.batch_size import sample_count, token_count
 from lightning_odc.data.learning import DelayedCap, RanOut
-from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.data.minibatch import Minibatch, Task, sample_count, token_count
 from lightning_odc.data.rng import RandomState
 from lightning_odc.data.weighting import tensors_of
 from lightning_odc.engine.additions import Added

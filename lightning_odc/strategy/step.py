@@ -41,10 +41,9 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat, _compat_lightning
-from lightning_odc.data.batch_size import sample_count
-from lightning_odc.data.checks import check_samplers
+from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.learning import DelayedCost, Measurement
-from lightning_odc.data.minibatch import Detail, Minibatch, Task
+from lightning_odc.data.minibatch import Detail, Minibatch, Task, sample_count
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of

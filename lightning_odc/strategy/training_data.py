@@ -17,12 +17,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.data.checks import is_stream
 from lightning_odc.data.convert import ChosenSamplesError, balanced_from
 from lightning_odc.data.gain import glance
-from lightning_odc.data.length_cache import digest_of
-from lightning_odc.data.lengths import LengthsUnknownError, measure
-from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.lengths import LengthsUnknownError, digest_of, measure
+from lightning_odc.data.loader import BalancedDataLoader, is_stream
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.plan import RunInfo
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng

@@ -35,8 +35,8 @@ from lightning_odc.callbacks.idle.summary import (
     waits_in_broadcasts,
     waits_in_meetings,
 )
-from lightning_odc.data.batch_size import sample_count, token_count
 from lightning_odc.data.loader import Microbatch
+from lightning_odc.data.minibatch import sample_count, token_count
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance

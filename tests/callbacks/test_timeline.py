@@ -24,7 +24,7 @@ from lightning_odc.callbacks.timeline.chrome_trace import from_chrome_trace, to_
 from lightning_odc.callbacks.timeline.clocks import Passage, place_clocks
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
 from lightning_odc.callbacks.timeline.spans import RankTimeline, merge
-from lightning_odc.data.batch_size import token_count
+from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole
 from tests.support.modules import TokenModule, loader, trainer

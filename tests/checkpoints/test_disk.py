@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 
 from lightning_odc import Minibatch, files
 from lightning_odc.callbacks import TimelineRecorder
-from lightning_odc.data import length_cache
+from lightning_odc.data import lengths as lengths_module
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -138,9 +138,9 @@ def _accompanied(rank: int, folder: str) -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit.fit(module, loader(BATCHES))
-        length_cache.WORTH_SECONDS = 0.0
+        lengths_module.WORTH_SECONDS = 0.0
         limit_files(0)
-        lengths = length_cache.remembered("ab", 600, lambda: np.arange(600), f"{folder}/{rank}").tolist()
+        lengths = lengths_module.remembered("ab", 600, lambda: np.arange(600), f"{folder}/{rank}").tolist()
         limit_files(resource.RLIM_INFINITY)
     return [fit.global_step, lengths == list(range(600)), [str(warning.message) for warning in caught]]
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_odc.data import length_cache
-from lightning_odc.data.length_cache import cache_folder, dataset_key, remembered
-from lightning_odc.data.lengths import find_lengths, measure
+from lightning_odc.data import lengths as lengths_module
+from lightning_odc.data.lengths import cache_folder, dataset_key, find_lengths, measure, remembered
 from tests.support.ranks import run_ranks
 
 LENGTHS = np.array([3, 1, 4])
@@ -21,7 +20,7 @@ LENGTHS = np.array([3, 1, 4])
 
 @pytest.fixture(autouse=True)
 def _everything_is_worth_a_file(monkeypatch):
-    monkeypatch.setattr(length_cache, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(lengths_module, "WORTH_SECONDS", 0.0)
 
 
 class Count:
@@ -54,7 +53,7 @@ def test_what_was_computed_is_found_again(tmp_path):
 
 
 def test_what_took_no_time_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(length_cache, "WORTH_SECONDS", 60.0)
+    monkeypatch.setattr(lengths_module, "WORTH_SECONDS", 60.0)
     remembered("ab", 3, Count(), tmp_path)
     assert entries(tmp_path) == []
 
@@ -132,7 +131,7 @@ def test_processes_that_start_together_do_not_disturb_each_other(tmp_path):
 
 
 def _remember(rank: int, directory: str) -> list[list[int]]:
-    length_cache.WORTH_SECONDS = 0.0
+    lengths_module.WORTH_SECONDS = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [remembered(f"{number % 5}", 3, Count(), directory).tolist() for number in range(20)]

@@ -273,7 +273,7 @@ def numbers(sample: list[int]) -> tuple[int, int]:
 
 def test_a_length_function_may_return_a_row_of_numbers(tmp_path, monkeypatch):
     expected = [[len(row), sum(row)] for row in ROWS]
-    monkeypatch.setattr("lightning_odc.data.length_cache.WORTH_SECONDS", 0.0)
+    monkeypatch.setattr("lightning_odc.data.lengths.WORTH_SECONDS", 0.0)
     for convert in (tuple, list, np.array, torch.tensor):
         data = Samples(ROWS)
         found = find_lengths(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_odc.data.checks import check_world, current_world
+from lightning_odc.data.loader import check_world, current_world
 from lightning_odc.data.position import Order, Position, Progress, translated
 
 ORDER = Order("a", 8)
@@ -15,14 +15,14 @@ ORDER = Order("a", 8)
 
 def load(progress: Progress, *position: int) -> None:
     saved = Progress()
-    saved.reach(Position(*position))
+    saved.latest = Position(*position)
     progress.load(saved.state(ORDER))
 
 
-def run(progress: Progress, minibatches: int, of: int | None = 5) -> Position:
+def run(progress: Progress, minibatches: int, of: int = 5) -> Position:
     """Begin a pass and yield that many minibatches; returns where it began."""
     start = progress.begin(ORDER, of)
-    progress.reach(Position(start.epoch, start.minibatches + minibatches))
+    progress.latest = Position(start.epoch, start.minibatches + minibatches)
     return start
 
 
@@ -75,15 +75,15 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
     load(progress, 3, 5)
     assert run(progress, 5) == Position(4)
     load(progress, 3, 5)
-    assert run(progress, 5, of=None) == Position(3, 5)
+    assert run(progress, 5, of=0) == Position(3, 5)
 
 
 def test_what_is_yielded_counts_even_after_set_epoch():
     progress = Progress()
     progress.begin(ORDER, 5)
-    progress.reach(Position(0, 1))
+    progress.latest = Position(0, 1)
     progress.set_epoch(0)  # Lightning, when it had to look ahead in a stream without a length
-    progress.reach(Position(0, 2))
+    progress.latest = Position(0, 2)
     assert progress.latest == Position(0, 2)
 
 

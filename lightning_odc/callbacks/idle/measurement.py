@@ -20,7 +20,7 @@ from lightning_odc.callbacks.idle.stream_waits import StreamWaits, compute_strea
 from lightning_odc.callbacks.idle.summary import UNKNOWN, IdleCause, IdleSummary, StepNumbers, resolve
 from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.callbacks.timeline.clocks import Passage, machine
-from lightning_odc.data.batch_size import microbatches_of, sample_count, token_count
+from lightning_odc.data.minibatch import microbatches_of, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
 
 

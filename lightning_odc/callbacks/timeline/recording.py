@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline
-from lightning_odc.data.batch_size import token_count
+from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
 
