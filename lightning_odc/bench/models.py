@@ -33,7 +33,7 @@ from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from lightning_odc.callbacks.idle.watch import Watch
+    from lightning_odc.callbacks.idle.sources import Watch
 
 HEAD_SIZE = 64
 _CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")

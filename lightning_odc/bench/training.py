@@ -21,8 +21,8 @@ from lightning_odc.bench.options import AUTO, Combination
 from lightning_odc.bench.processes import Tell
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
 from lightning_odc.bench.workload import Workload
-from lightning_odc.callbacks.idle.sources import GradientWatch, watch_for
-from lightning_odc.callbacks.idle.watch import Watch
+from lightning_odc.callbacks.idle.measurement import watch_for
+from lightning_odc.callbacks.idle.sources import GradientWatch, Watch
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Microbatch
 from lightning_odc.engine.keeping import CudaMemory

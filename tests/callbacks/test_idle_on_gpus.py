@@ -7,19 +7,16 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_odc import Minibatch
 from lightning_odc.callbacks.idle import measurement, sources
-from lightning_odc.callbacks.idle.channels import SideChannel
-from lightning_odc.callbacks.idle.kernels import KernelRecord
 from lightning_odc.callbacks.idle.monitor import DeviceIdleMonitor
-from lightning_odc.callbacks.idle.sampling import SampledWatch, StepSampler
-from lightning_odc.callbacks.idle.sources import _CudaStamps
-from lightning_odc.callbacks.idle.stream_waits import StreamWaits, WaitTracer
+from lightning_odc.callbacks.idle.sampling import KernelRecord, SampledWatch
+from lightning_odc.callbacks.idle.sources import GradientWatch, StreamWaits, WaitTracer, Watch
 from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, IdleSummary, StepNumbers
-from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.engine.tracing import Tracer, fanout
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import WaitTimeoutError
@@ -162,18 +159,23 @@ def test_waits_of_the_engine_are_told_of_and_those_for_its_own_device_are_not():
     assert set(waits.take()) == {IdleCause.SETTLE}
 
 
-def test_the_end_of_a_backward_pass_on_a_stream():
+def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
     """DDP: from the last gradient to the end, whatever the host does."""
     stream = Stream()
-    stamps = _CudaStamps(lambda: Event(stream))
-    for milliseconds in (3, 4):
-        stream.launch(milliseconds)
-        stamps.enter()
+    monkeypatch.setattr(sources, "compute_stream", lambda device: stream)
+    first, last = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    watch = GradientWatch(torch.nn.ParameterList([first, last]), torch.device("cuda"))
+    watch.begin_batch()
+    watch.before_backward()
+    for parameter in (first, last):
+        stream.launch(3)
+        parameter.sum().backward()
     stream.launch(6)  # stands for what waits inside
-    meetings = [stamps.leave()]
-    assert stamps.read(meetings, wait=False) is None
-    assert stamps.read(meetings, wait=True) == [(-6 * MS, 0)]
-    assert stream.now == 13
+    watch.after_backward()
+    meetings = watch.take_meetings()
+    assert watch.read(meetings, wait=False) is None
+    assert watch.read(meetings, wait=True) == [(-6 * MS, 0)]
+    assert stream.now == 12
 
 
 # -- samples -------------------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def with_other(item: Any) -> list[Any]:
     return [item, "" if isinstance(item, str) else OTHER_RANK]
 
 
-def run_steps(sampler: StepSampler, stream: Stream, count: int) -> list[StepNumbers]:
+def run_steps(sampler: SampledWatch, stream: Stream, count: int) -> list[StepNumbers]:
     """Steps of 15 ms, each of them 20 ms behind the host."""
     steps = [StepNumbers(1.0, seen=False) for _ in range(count)]
     for step in steps:
@@ -227,15 +229,13 @@ def run_steps(sampler: StepSampler, stream: Stream, count: int) -> list[StepNumb
     return steps
 
 
-def sampler_for(profile: Profile, stream: Stream, agree: Any = with_other, **options: Any) -> StepSampler:
+def sampler_for(profile: Profile, stream: Stream, agree: Any = with_other, **options: Any) -> SampledWatch:
     def stop_and_wait(stop: Any = profile.stop) -> list[KernelRecord]:
         stream.now = max(stream.now, stream.free)
         return stop()
 
     profile.stop = stop_and_wait  # type: ignore[method-assign]
-    sampler = StepSampler(stream.mark, profile, agree, **options)
-    sampler.try_out()
-    return sampler
+    return SampledWatch(counting(stream), profile, agree, **options)
 
 
 def test_the_second_step_under_the_profiler_counts():
@@ -259,12 +259,10 @@ def test_the_second_step_under_the_profiler_counts():
 def test_a_step_that_is_interrupted_does_not_count():
     stream, profile = Stream(), Profile(TWO_STEPS, 1015)
     sampler = sampler_for(profile, stream)
-    sampler.discard()
+    sampler.interrupt()
     assert profile.asked == ["start", "stop"]
     run_steps(sampler, stream, 3)
-    assert sampler.measuring
-    sampler.discard()
-    assert not sampler.measuring
+    sampler.interrupt()
     assert profile.asked == ["start", "stop"] * 2
     steps = run_steps(sampler, stream, 10)
     assert [step.seen for step in steps[:5]] == [
@@ -274,14 +272,14 @@ def test_a_step_that_is_interrupted_does_not_count():
         True,
         False,
     ]  # 2 steps later, and 2 for it
-    assert sampler.trouble == ""
+    assert sampler.why == ""
 
 
 @pytest.mark.parametrize("fails", ["start", "stop"])
 def test_without_a_profiler_there_are_no_samples(fails):
     stream, profile = Stream(), Profile(TWO_STEPS, 1015, fails)
     sampler = sampler_for(profile, stream)
-    assert sampler.trouble == f"OSError: cannot {fails}"
+    assert sampler.why == f"OSError: cannot {fails}"
     assert profile.asked[-1] == "abandon"
     before = list(profile.asked)
     assert not any(step.seen for step in run_steps(sampler, stream, 50))
@@ -293,10 +291,10 @@ def test_a_profiler_that_fails_later_or_elsewhere_ends_the_samples():
     sampler = sampler_for(profile, stream)
     profile.fails = "start"
     assert not any(step.seen for step in run_steps(sampler, stream, 10))
-    assert sampler.trouble == "OSError: cannot start"
+    assert sampler.why == "OSError: cannot start"
     assert profile.asked == ["start", "stop", "start", "abandon"]
     elsewhere = sampler_for(Profile([], 0), stream, lambda item: [item, "RuntimeError: no CUPTI"])
-    assert elsewhere.trouble == "RuntimeError: no CUPTI"
+    assert elsewhere.why == "RuntimeError: no CUPTI"
 
 
 def test_collectives_that_cannot_be_compared_leave_the_parts():
@@ -306,27 +304,18 @@ def test_collectives_that_cannot_be_compared_leave_the_parts():
         Profile(TWO_STEPS, 1015), stream, lambda item: [item, "" if isinstance(item, str) else others]
     )
     some = sampler_for(Profile(TWO_STEPS, 1015), stream, comparable=False)
-    assert (different.comparable, some.comparable) == (True, False)
+    assert (different.complete, some.complete) == (True, False)
     for sampler in (different, some):
         step = run_steps(sampler, stream, 4)[-1]
         assert step.seen and step.waits == {}
         assert step.parts[DevicePart.KERNEL] == pytest.approx(0.007)
-        assert not sampler.comparable and sampler.trouble == ""
-
-
-class Alone:
-    """A channel of which nothing but the end is asked."""
-
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
+        assert not sampler.complete and sampler.why == ""
 
 
 def test_waiting_for_data_in_a_sample_is_that_of_its_step():
-    stream, channel = Stream(), Alone()
-    waits = counting(stream)
-    watch = SampledWatch(sampler_for(Profile(TWO_STEPS, 1015), stream), waits, channel)  # type: ignore[arg-type]
+    stream = Stream()
+    watch = sampler_for(Profile(TWO_STEPS, 1015), stream)
+    waits = watch._waits
     assert watch.complete and watch.why == ""
     steps = [StepNumbers(1.0, seen=False) for _ in range(4)]
     for index, step in enumerate(steps):
@@ -345,7 +334,6 @@ def test_waiting_for_data_in_a_sample_is_that_of_its_step():
     assert steps[3].waits[IdleCause.COLLECTIVE] == pytest.approx(0.006)
     watch.release()
     watch.release()
-    assert channel.closed
 
 
 def test_a_summary_speaks_of_the_steps_that_were_looked_at():
@@ -426,18 +414,17 @@ def _sampled(rank: int) -> Any:
     stream = HostStream()
     fails = ""
 
-    def watch(device: Any, waits: StreamWaits, comparable: bool) -> SampledWatch:
-        channel = SideChannel(1, measurement._PATIENCE)
+    def profile(device: Any, mark: Any) -> Profile:
         now = stream.mark().at + 1e6
         ran = [
             KernelRecord(one.name, one.begin + round(now) * MS, one.end + round(now) * MS)
             for one in EXAMPLE[rank]
         ]
-        profile = Profile(ran, round(now) + 15, fails)
-        return SampledWatch(StepSampler(stream.mark, profile, channel.agree), waits, channel)
+        return Profile(ran, round(now) + 15, fails)
 
     measurement.compute_stream = lambda device: stream  # type: ignore[assignment, return-value]
-    sources.sampled_watch = watch  # type: ignore[assignment]
+    measurement.CudaProfile = profile  # type: ignore[assignment, misc]
+    torch.distributed.get_backend_config = lambda: "cuda:nccl"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         monitor, memory = fit(rank, "collective", 1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, record_function
 
-from lightning_odc.callbacks.idle.kernels import (
+from lightning_odc.callbacks.idle.sampling import (
     KernelRecord,
     Window,
     durations,

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.callbacks import DeviceIdleMonitor
-from lightning_odc.callbacks.idle.kernels import Window, parts_of
-from lightning_odc.callbacks.idle.sampling import CudaProfile
-from lightning_odc.callbacks.idle.stream_waits import ComputeStream
+from lightning_odc.callbacks.idle.sampling import CudaProfile, Window, parts_of
+from lightning_odc.callbacks.idle.sources import ComputeStream
 from lightning_odc.callbacks.idle.summary import DevicePart
 from tests.gpu.ranks import HAS_GPU, needs_gpu, placed, start
 from tests.support.modules import Memory, TokenModule, loader

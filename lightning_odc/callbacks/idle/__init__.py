@@ -1,5 +1,1 @@
-"""How long devices wait, measured: `DeviceIdleMonitor`."""
-
-from lightning_odc.callbacks.idle.monitor import DeviceIdleMonitor
-
-__all__ = ["DeviceIdleMonitor"]
+"""How long devices wait, measured."""

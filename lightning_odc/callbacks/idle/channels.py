@@ -53,7 +53,6 @@ class NoteChannel(Channel):
     """Sends numbers in the record that ranks exchange anyway when they settle, without further messages."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__()
         self._engine = engine
         self._sent = self._received = 0
 
@@ -67,7 +66,7 @@ class NoteChannel(Channel):
     def finish(self) -> list[Round]:
         rounds = self.receive()
         if self._received < self._sent:
-            rounds += self._read(self._engine.exchange("idle time", self._engine.note))
+            rounds += self._read(self.agree(self._engine.note))
         self._engine.note = None
         return rounds
 
@@ -88,15 +87,13 @@ class NoteChannel(Channel):
 class SideChannel(Channel):
     """Sends numbers through a separate process group while training goes on; no step waits for them."""
 
-    def __init__(self, capacity: int, timeout: timedelta) -> None:
-        super().__init__()
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # the most numbers to send, the same on all ranks
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
         # Work, what it gathers, and what is sent, which must stay alive until all have it.
         self._pending: deque[tuple[Any, list[Tensor], Tensor]] = deque()
 
     def send(self, numbers: Sequence[float]) -> None:
-        assert len(numbers) <= self.capacity, "too many numbers for this channel"
         message = torch.zeros(self.capacity, dtype=torch.float64)
         message[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
@@ -104,16 +101,10 @@ class SideChannel(Channel):
         self._pending.append((work, gathered, message))
 
     def receive(self) -> list[Round]:
-        rounds = []
-        while self._pending and self._pending[0][0].is_completed():
-            rounds.append(self._take())
-        return rounds
+        return self._take(wait=False)
 
     def finish(self) -> list[Round]:
-        rounds = []
-        while self._pending:
-            rounds.append(self._take())
-        return rounds
+        return self._take(wait=True)
 
     def agree(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * dist.get_world_size(self._group)
@@ -126,7 +117,10 @@ class SideChannel(Channel):
         if group is not None and not self._pending and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _take(self) -> Round:
-        work, gathered, _ = self._pending.popleft()
-        work.wait()
-        return [numbers.tolist() for numbers in gathered]
+    def _take(self, wait: bool) -> list[Round]:
+        rounds = []
+        while self._pending and (wait or self._pending[0][0].is_completed()):
+            work, gathered, _ = self._pending.popleft()
+            work.wait()
+            rounds.append([numbers.tolist() for numbers in gathered])
+        return rounds

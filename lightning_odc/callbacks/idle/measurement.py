@@ -5,23 +5,97 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.channels import Channel, NoteChannel, Round, SideChannel
-from lightning_odc.callbacks.idle.sources import CollectiveWatch, DataClock, ShardedWatch, watch_for
-from lightning_odc.callbacks.idle.stream_waits import StreamWaits, compute_stream
+from lightning_odc.callbacks.idle.sampling import CudaProfile, SampledWatch
+from lightning_odc.callbacks.idle.sources import (
+    CollectiveWatch,
+    DataClock,
+    GradientWatch,
+    ShardedWatch,
+    StreamWaits,
+    StreamWatch,
+    Watch,
+    compute_stream,
+)
 from lightning_odc.callbacks.idle.summary import UNKNOWN, IdleCause, IdleSummary, StepNumbers, resolve
-from lightning_odc.callbacks.idle.watch import Watch
 from lightning_odc.callbacks.timeline.clocks import Passage, machine
 from lightning_odc.data.minibatch import microbatches_of, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
+
+_FEW, _MANY = 64, 8192  # numbers that a rank can send per step, without and with every single collective
+_PER_BATCH = 2  # more of them for every batch of a step: Lightning's broadcast before it
+
+
+def watch_for(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    waits: StreamWaits | None,  # those of a device that runs ahead of its host
+    channel: Channel | None = None,  # by which ranks agree; needed with ``waits``
+) -> Watch:
+    """What can be seen under the trainer's strategy, on its devices. All ranks together."""
+    strategy: Any = trainer.strategy
+    if trainer.world_size == 1:
+        return Watch(complete=True)  # one device waits for nothing but data
+    if isinstance(strategy, DDPStrategy) and module.automatic_optimization:
+        return GradientWatch(module, strategy.root_device)
+    on_cpu = strategy.root_device.type == "cpu"
+    if _on_demand(strategy):
+        engine = strategy.engine
+        return Watch(complete=True, engine=engine) if waits is None else StreamWatch(engine, waits)
+    if waits is None:  # where the host's time is the device's
+        if isinstance(strategy, ODCStrategy) and on_cpu:
+            return CollectiveWatch(strategy.engine)
+        if isinstance(strategy, ModelParallelStrategy) and on_cpu and _meets_all(strategy):
+            return ShardedWatch(strategy.model)
+        return Watch(complete=False)
+    if isinstance(cast(Any, trainer).profiler, PyTorchProfiler):
+        return Watch(complete=False, why="the trainer's own profiler runs, and there can be one at a time")
+    # Collectives of gloo are copies and waits of the host, not kernels.
+    comparable = _meets_all(strategy) and "cuda:nccl" in dist.get_backend_config()
+    assert channel is not None
+    profile = CudaProfile(strategy.root_device, waits.stream.mark)
+    return SampledWatch(waits, profile, channel.agree, comparable)
+
+
+def _on_demand(strategy: Any) -> bool:
+    """Whether ranks wait for each other in the engine alone: on demand, and in lockstep."""
+    return isinstance(strategy, ODCStrategy) and strategy.communication != "collective"
+
+
+def _meets_all(strategy: Any) -> bool:
+    """Whether every collective is one of all ranks: no tensor parallelism, no hybrid sharding."""
+    if isinstance(strategy, ModelParallelStrategy):
+        return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
+    return not (isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name)
+
+
+def _channel_for(trainer: pl.Trainer) -> Channel:
+    if trainer.world_size == 1:
+        return Channel()
+    if _on_demand(trainer.strategy):
+        return NoteChannel(cast(ODCStrategy, trainer.strategy).engine)
+    if not isinstance(trainer.strategy, ODCStrategy) and not (
+        dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
+    ):
+        raise RuntimeError("its ranks have no process group with gloo to compare their times through")
+    schedulers = [
+        one for one in cast(Any, trainer).callbacks if isinstance(one, GradientAccumulationScheduler)
+    ]
+    planned = [int(batches) for one in schedulers for batches in one.scheduling.values()]
+    most_batches = max([trainer.accumulate_grad_batches, *planned])
+    # On CPUs, these two have a watch that reports every collective.
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    every_collective = on_cpu and isinstance(trainer.strategy, ODCStrategy | ModelParallelStrategy)
+    return SideChannel((_MANY if every_collective else _FEW) + _PER_BATCH * most_batches)
 
 
 class StepMeter:
@@ -51,9 +125,10 @@ class StepMeter:
     def count(self, batch: Any) -> None:
         """A microbatch begins, or all of a rank's minibatch at once; ``None`` is no batch."""
         if self.running and batch is not None:
+            samples, tokens = sample_count(batch), token_count(batch)
             self._step.microbatches += len(microbatches_of(batch))
-            self._step.samples += _or_unknown(sample_count(batch))
-            self._step.tokens += _or_unknown(token_count(batch))
+            self._step.samples += UNKNOWN if samples is None else samples
+            self._step.tokens += UNKNOWN if tokens is None else tokens
 
     def end_step(self) -> StepNumbers:
         """The numbers of the step that ends now; the next one begins."""
@@ -71,7 +146,7 @@ class CallCounter:
     def __init__(self, module: nn.Module, seen: Callable[[Any], None]) -> None:
         self._depth = 0
         self._seen = seen
-        self._handles: list[RemovableHandle] = [
+        self._handles = [
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
         ]
@@ -80,7 +155,6 @@ class CallCounter:
         """Look no longer. Idempotent."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def _enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._depth += 1
@@ -91,31 +165,19 @@ class CallCounter:
         self._depth -= 1
 
 
-def _or_unknown(count: int | None) -> float:
-    return UNKNOWN if count is None else count
-
-
-_FEW, _MANY = 64, 8192  # numbers that a rank can send per step, without and with every single collective
-_PER_BATCH = 2  # more of them for every batch of a step: Lightning's broadcast before it
-
-_PATIENCE = timedelta(minutes=30)
-
-
 class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        gloo = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
-        if trainer.world_size > 1 and not isinstance(trainer.strategy, ODCStrategy) and not gloo:
-            raise RuntimeError("its ranks have no process group with gloo to compare their times through")
-        stream = compute_stream(trainer.strategy.root_device)
+        strategy = trainer.strategy
+        self._channel = _channel_for(trainer)
+        stream = compute_stream(strategy.root_device)
         self._stream_waits = None if stream is None else StreamWaits(stream)
-        self.watch = watch_for(trainer, module, self._stream_waits)
-        self._channel = _channel_for(trainer, self.watch)
+        self.watch = watch_for(trainer, module, self._stream_waits, self._channel)
         self.recent, self.epoch = IdleSummary(), IdleSummary()  # steps since they were last taken
         self._comparable = True
         self._global_step = trainer.global_step
-        self._steps: deque[int] = deque()
+        self._steps: deque[int] = deque()  # the numbers of steps whose rounds have not come
         self._unsent: deque[tuple[StepNumbers, list[Any]]] = deque()
         self._broadcasts: list[Passage] = []
         self._in_batch = False
@@ -128,10 +190,10 @@ class IdleMeasurement:
             waits=self._stream_waits,
         )
         self._calls: CallCounter | None = None
-        if isinstance(trainer.strategy, ODCStrategy):
-            assert trainer.strategy.model is not None
-            self._calls = CallCounter(trainer.strategy.model, self._meter.count)
-        on_cpu = trainer.strategy.root_device.type == "cpu"
+        if isinstance(strategy, ODCStrategy):
+            assert strategy.model is not None
+            self._calls = CallCounter(strategy.model, self._meter.count)
+        on_cpu = strategy.root_device.type == "cpu"
         self._common_clock = len(set(self._channel.agree(machine() if on_cpu else None))) == 1 and on_cpu
 
     @property
@@ -227,10 +289,10 @@ class IdleMeasurement:
             self._channel.send(numbers.to_floats())
             self._unsent.popleft()
 
-    def _fetch(self, begin: int, end: int) -> None:
+    def _fetch(self, gap: Passage) -> None:
         """Fetch the next batch. Between two batches is Lightning's broadcast: see `DataClock`."""
         if self._meter.running and not self._in_batch:
-            self._broadcasts.append(Passage(begin, end))
+            self._broadcasts.append(gap)
         self._resume()
 
     def _resume(self) -> None:
@@ -243,17 +305,3 @@ class IdleMeasurement:
         if self._data.seen and self._stream_waits is None:
             waits[IdleCause.DATA] = self._data.seconds
         return waits
-
-
-def _channel_for(trainer: pl.Trainer, watch: Watch) -> Channel:
-    if trainer.world_size == 1:
-        return Channel()
-    if isinstance(trainer.strategy, ODCStrategy) and trainer.strategy.communication != "collective":
-        return NoteChannel(trainer.strategy.engine)
-    schedulers = [
-        one for one in cast(Any, trainer).callbacks if isinstance(one, GradientAccumulationScheduler)
-    ]
-    planned = [int(batches) for one in schedulers for batches in one.scheduling.values()]
-    most_batches = max([trainer.accumulate_grad_batches, *planned])
-    every_collective = isinstance(watch, CollectiveWatch | ShardedWatch)
-    return SideChannel((_MANY if every_collective else _FEW) + _PER_BATCH * most_batches, _PATIENCE)

@@ -102,11 +102,9 @@ class DeviceIdleMonitor(Callback):
             measurement.between_steps()
             logged = self._log_steps(trainer, measurement, measurement.receive())
             name = "idle/fraction" if self.complete else "idle/data_seconds"
-            value = self.last_step.get(name)
-            if logged and self.progress_bar and value is not None:
-                pl_module.log(
-                    name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1
-                )
+            if logged and self.progress_bar and name in self.last_step:
+                bar: Any = {"prog_bar": True, "logger": False, "on_step": True, "on_epoch": False}
+                pl_module.log(name, self.last_step[name], batch_size=1, **bar)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._measurement is not None:

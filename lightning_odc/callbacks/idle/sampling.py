@@ -1,5 +1,22 @@
 """Profiles single steps, for collectives on GPUs: only the records of kernels show which rank waits.
 
+Note [Waiting inside a kernel]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+On GPUs a collective is a kernel, like those of the model. It begins when its own rank has come, waits inside for the
+others, moves the bytes, and ends on all ranks together. The host does not wait. All ranks run the same collectives
+in the same order, so the n-th kernel of a name on one rank is the n-th on the others. The rank that comes last does not
+wait, so the shortest of these kernels is the transfer. In the other kernels, the time before the transfer is waiting.
+The device is idle while it waits and none of its own kernels runs. In ms, with a gather that rank 0 begins early:
+
+    ms       0    2    4    6    8   10   12   14
+    rank 0   |model ...|                   |model ...
+             .  |gather ...................|              3 to 12: 9 ms long
+    rank 1   |model ...................|   |model ...
+             .                         |gat|              10 to 12: 2 ms long, the transfer
+
+Rank 0 waits from 3 to 12 - 2 = 10, and is idle from 4 to 10: 6 ms. From 10 to 12 both ranks move bytes. On rank 0, the
+first 12 ms have 4 ms of its own kernels, 8 ms of nothing but a collective (6 of them idle), and no empty time.
+
 Note [A step under the profiler]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Collectives wait on private streams of ``FSDP``, ``fully_shard`` and NCCL, where events cannot be recorded. The
@@ -22,32 +39,110 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from lightning_odc._compat import profiler_is_running
-from lightning_odc.callbacks.idle.channels import Channel, SideChannel
-from lightning_odc.callbacks.idle.kernels import (
-    KernelRecord,
-    Window,
-    durations,
-    kernel_records,
-    parts_of,
-    transfers,
-    waited,
-)
-from lightning_odc.callbacks.idle.stream_waits import StreamWaits
-from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
-from lightning_odc.callbacks.idle.watch import Watch
+from lightning_odc.callbacks.idle.sources import StreamWaits, Watch
+from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, StepNumbers
+from lightning_odc.callbacks.timeline.spans import covered
 
 _COST = 0.01  # of the time, for samples
 _FIRST = 2  # steps before the first sample, in which kernels are compiled and memory is found
 _PATIENCE = 2.0  # seconds after an error for the device to come to its end
-_TIMEOUT = timedelta(minutes=30)  # of ranks that agree
+
+# -- records of kernels ---------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """A part of the device's time."""
+
+    begin: int  # nanoseconds of the clock of records
+    end: int
+
+
+class KernelRecord(NamedTuple):
+    """Something that a device did: a kernel, a copy, a filling of memory."""
+
+    name: str  # what the profiler calls it
+    begin: int  # nanoseconds of a clock that is this device's alone
+    end: int  # nanoseconds of the same clock
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether other ranks take part: kernels of NCCL, and of RCCL, which have the same names."""
+        return self.name.startswith("nccl")
+
+
+def kernel_records(events: Iterable[Any]) -> list[KernelRecord]:
+    """What ran on the device, in the order in which it began."""
+    # The host's events are left out, and so are the ranges of ``record_function``, which the profiler also
+    # draws beside the kernels that were launched inside.
+    found = [
+        KernelRecord(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
+        for event in events
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+    return sorted(found, key=lambda record: (record.begin, record.end))
+
+
+def parts_of(records: Sequence[KernelRecord], window: Window) -> dict[DevicePart, float]:
+    """Seconds of a window in which own kernels ran, nothing but collectives, and nothing: they add up to all of it."""
+    own = _covered((record for record in records if not record.is_collective), window)
+    busy = _covered(records, window)
+    return {
+        DevicePart.KERNEL: own,
+        DevicePart.COLLECTIVE: busy - own,
+        DevicePart.EMPTY: (window.end - window.begin) / 1e9 - busy,
+    }
+
+
+def durations(records: Iterable[KernelRecord]) -> dict[str, list[int]]:
+    """Nanoseconds of every collective, by name, in order."""
+    found: dict[str, list[int]] = {}
+    for record in records:
+        if record.is_collective:
+            found.setdefault(record.name, []).append(record.end - record.begin)
+    return found
+
+
+def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]] | None:
+    """Nanoseconds that every collective takes when all have come: those of the rank that came last."""
+    # ``None`` if the ranks ran different collectives, so that it is unknown which belong together.
+    counts = [{name: len(of_name) for name, of_name in one.items()} for one in by_rank]
+    if any(one != counts[0] for one in counts):
+        return None
+    return {
+        name: [min(together) for together in zip(*(one[name] for one in by_rank), strict=True)]
+        for name in by_rank[0]
+    }
+
+
+def waited(records: Sequence[KernelRecord], window: Window, transfer: Mapping[str, Sequence[int]]) -> float:
+    """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel]."""
+    left = {name: iter(of_name) for name, of_name in transfer.items()}
+    own = [record for record in records if not record.is_collective]
+    waits = [
+        record._replace(end=record.end - next(left[record.name]))
+        for record in records
+        if record.is_collective
+    ]
+    return _covered([*own, *waits], window) - _covered(own, window)
+
+
+def _covered(records: Iterable[KernelRecord], window: Window) -> float:
+    """Seconds of a window that at least one record covers."""
+    inside = (
+        record._replace(begin=max(record.begin, window.begin), end=min(record.end, window.end))
+        for record in records
+    )
+    return covered(inside) / 1e9
+
+
+# -- samples --------------------------------------------------------------------------------------------------
 
 
 class CudaProfile:
@@ -91,33 +186,31 @@ class CudaProfile:
             profile.stop()
 
 
-class StepSampler:
-    """Profiles one step in many. See Note [A step under the profiler]. All ranks do everything together."""
+class SampledWatch(Watch):
+    """Profiles one step in many, under any strategy. See Note [A step under the profiler]."""
+
+    # All ranks do everything together, except `release`.
+
+    samples = True
 
     def __init__(
         self,
-        mark: Callable[[], torch.cuda.Event],  # marks a moment on the compute stream
+        waits: StreamWaits,
         profile: CudaProfile,
         agree: Callable[[Any], list[Any]],  # returns every rank's item, in rank order
         comparable: bool = True,  # every collective is one of all ranks
     ) -> None:
-        self.trouble = ""  # why there are no samples, or no more, the same on all ranks
-        self.comparable = comparable  # and all ranks have run the same collectives so far
-        self._mark = mark
+        # It stays complete while all ranks run the same collectives, and their profilers work: ``why`` not.
+        super().__init__(complete=comparable)
+        self._waits = waits
+        self._mark = waits.stream.mark
         self._profile = profile
         self._agree = agree
         self._steps, self._due, self._discarded = 0, _FIRST, 0
         self._running = False
-        self._begin: torch.cuda.Event | None = None
+        self._begin: torch.cuda.Event | None = None  # the begin of the step that counts, if that runs now
         self._cost = 0.0
-
-    @property
-    def measuring(self) -> bool:
-        """The step that runs now is the one that counts."""
-        return self._begin is not None
-
-    def try_out(self) -> None:
-        """Find out before the first step whether there is a profiler, and prepare it."""
+        # Before the first step: is there a profiler? This also prepares it.
         if self._together(self._start):
             self._together(self._stop)
 
@@ -129,12 +222,16 @@ class StepSampler:
             self._finish(numbers, self._begin)
         elif self._running:
             self._begin = self._mark()
-        elif not self.trouble and self._steps >= self._due:
+            self._waits.forget()  # those of the steps before, which the device has not passed yet
+        elif not self.why and self._steps >= self._due:
             began = time.monotonic()
             self._together(self._start)
             self._cost = time.monotonic() - began
+        if numbers.seen:  # the device has passed all of them
+            for cause, seconds in self._waits.take().items():
+                numbers.waits[cause] = numbers.waits.get(cause, 0.0) + seconds
 
-    def discard(self) -> None:
+    def interrupt(self) -> None:
         """The steps that are profiled now are not like others. Later ones are looked at, each time later."""
         if self._running:
             self._discarded += 1
@@ -161,8 +258,8 @@ class StepSampler:
         self._due = self._steps + max(math.ceil(max(costs) / max(_COST * max(lengths), 1e-6)), 1)
         window = Window(records[-1].begin - round(seconds * 1e9), records[-1].begin)
         numbers.seconds, numbers.parts, numbers.seen = seconds, parts_of(records, window), True
-        transfer = transfers(by_rank) if self.comparable else None
-        self.comparable = transfer is not None
+        transfer = transfers(by_rank) if self.complete else None
+        self.complete = transfer is not None
         if transfer is not None:
             numbers.waits[IdleCause.COLLECTIVE] = waited(records, window, transfer)
 
@@ -179,10 +276,11 @@ class StepSampler:
         return self._all_well(self._agree(_attempt(act)))
 
     def _all_well(self, errors: Sequence[str]) -> bool:
-        self.trouble = next((error for error in errors if error), "")
-        if self.trouble:
+        self.why = next((error for error in errors if error), "")
+        if self.why:
+            self.complete = False
             self.release()
-        return not self.trouble
+        return not self.why
 
 
 def _attempt(act: Callable[[], Any]) -> str:
@@ -192,45 +290,3 @@ def _attempt(act: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
-
-
-class SampledWatch(Watch):
-    """Any strategy on GPUs whose collectives show in the records of kernels alone."""
-
-    samples = True
-
-    def __init__(self, sampler: StepSampler, waits: StreamWaits, channel: Channel) -> None:
-        super().__init__(complete=True)
-        self._sampler = sampler
-        self._waits = waits
-        self._channel = channel
-        sampler.try_out()
-        self._look()
-
-    def end_step(self, numbers: StepNumbers) -> None:
-        self._sampler.end_step(numbers)
-        if self._sampler.measuring:
-            self._waits.forget()  # those of the steps before, which the device has not passed yet
-        if numbers.seen:  # the device has passed all of them
-            for cause, seconds in self._waits.take().items():
-                numbers.waits[cause] = numbers.waits.get(cause, 0.0) + seconds
-        self._look()
-
-    def interrupt(self) -> None:
-        self._sampler.discard()
-        self._look()
-
-    def release(self) -> None:
-        self._sampler.release()
-        self._channel.close()
-
-    def _look(self) -> None:
-        self.complete = self._sampler.comparable and not self._sampler.trouble
-        self.why = self._sampler.trouble
-
-
-def sampled_watch(device: torch.device, waits: StreamWaits, comparable: bool) -> SampledWatch:
-    """All ranks together."""
-    channel, mark = SideChannel(capacity=1, timeout=_TIMEOUT), waits.stream.mark
-    sampler = StepSampler(mark, CudaProfile(device, mark), channel.agree, comparable)
-    return SampledWatch(sampler, waits, channel)

@@ -1,31 +1,145 @@
-"""The sources of idle time: which watch sees the waiting under each strategy, and what waits for data."""
+"""The sources of idle time: what sees the waiting for other ranks, and the waiting for data.
+
+Note [Idle on a stream]
+~~~~~~~~~~~~~~~~~~~~~~~
+On GPUs the host launches work, and the device does it later. While the host waits for 7 ms, the device may have 7 ms of
+kernels to run. So one event is recorded on the compute stream where a wait begins (A), and another one where it ends
+(B). A passes when all earlier kernels are done. B passes right after it, but not before the host has recorded it. So
+from A to B the stream had nothing to do, because the host waited:
+
+    ms       0    1    2    3    4    5    6    7    8    9   10
+    host     launches .... |waits for a peer .................|launches
+    device   |kernels ..................|. nothing to do .....|kernels
+                                        A                     B        5 ms idle, while the host waited for 7
+
+Recording the events does not wait. They are read when they have passed, sometimes a step later.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.profilers import Profiler, PyTorchProfiler
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.profilers import Profiler
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc._compat import comms_of
 from lightning_odc._compat_lightning import FETCH_ACTION
-from lightning_odc.callbacks.idle.sampling import sampled_watch
-from lightning_odc.callbacks.idle.stream_waits import StreamWaits, StreamWatch
-from lightning_odc.callbacks.idle.summary import IdleCause
-from lightning_odc.callbacks.idle.watch import Watch
+from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.clocks import Passage
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
-from lightning_odc.strategy.odc import ODCStrategy
+from lightning_odc.engine.waiting import Cause
+
+
+class ComputeStream:
+    """The stream on which the model of this rank computes, to mark moments on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.follow()
+
+    def follow(self) -> None:
+        """Follow the stream that is current now. The training thread calls this."""
+        self._stream = torch.cuda.current_stream(self._device)
+
+    def mark(self) -> torch.cuda.Event:
+        """The moment at which the stream has done all work so far. Any thread, any current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
+def compute_stream(device: torch.device) -> ComputeStream | None:
+    """The stream of a device that runs ahead of its host; ``None`` for a processor, whose host is the device."""
+    return ComputeStream(device) if device.type == "cuda" else None
+
+
+class StreamWaits:
+    """Seconds in which a stream had nothing to do because its host waited. See Note [Idle on a stream]."""
+
+    def __init__(self, stream: ComputeStream) -> None:
+        self.stream = stream
+        self.counting = False  # whether waits that begin now count
+        self.causes: set[IdleCause] = set()  # what can be waited for: without a wait it is zero, not unknown
+        self._begun: list[tuple[IdleCause, torch.cuda.Event] | None] = []
+        self._ended: deque[tuple[IdleCause, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def enter(self, cause: IdleCause) -> None:
+        """The host begins to wait. Waits may nest."""
+        self._begun.append((cause, self.stream.mark()) if self.counting else None)
+
+    def leave(self) -> None:
+        """The host has waited."""
+        begun = self._begun.pop() if self._begun else None
+        if begun is not None:
+            self._ended.append((*begun, self.stream.mark()))
+
+    def take(self) -> dict[IdleCause, float]:
+        """Seconds by cause of the waits that the stream has passed since the last call. Does not wait."""
+        # What it has not passed yet counts in the step after: every step of every rank has its numbers at once.
+        seconds = dict.fromkeys(self.causes, 0.0)
+        while self._ended and self._ended[0][-1].query():
+            cause, begin, end = self._ended.popleft()
+            seconds[cause] = seconds.get(cause, 0.0) + begin.elapsed_time(end) / 1e3
+        return seconds
+
+    def forget(self) -> None:
+        """Waits that have ended so far count no more."""
+        self._ended.clear()
+
+
+class Watch:
+    """Sees waiting for other ranks: what the engine has counted, which under some strategies is nothing."""
+
+    samples = False  # it sees single steps only, those in whose numbers `end_step` sets ``seen``
+
+    def __init__(self, complete: bool, engine: Engine | None = None, why: str = "") -> None:
+        # All waiting for other ranks that the documentation lists is seen. Else nothing is said of idle as a whole.
+        self.complete = complete
+        self.why = why  # why it is not complete, if there is more to say than the name of the strategy
+        self._engine = engine  # counts its waits, on demand and in lockstep
+        self._meetings: list[Any] = []
+
+    def begin_batch(self) -> None:
+        """A Lightning batch begins."""
+
+    def before_backward(self) -> None:
+        """Lightning's backward pass begins."""
+
+    def after_backward(self) -> None:
+        """Lightning's backward pass is over."""
+
+    def waits(self) -> dict[IdleCause, float]:
+        """Seconds of waiting since the start that this rank knows alone."""
+        counted = {} if self._engine is None else self._engine.waits
+        return {IdleCause(cause): seconds for cause, seconds in counted.items()}
+
+    def take_meetings(self) -> list[Any]:
+        """What is known of the collectives of the step that has just ended, for `read`."""
+        meetings, self._meetings = self._meetings, []
+        return meetings
+
+    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
+        """When this rank entered and left these collectives, in order."""
+        # Without ``wait`` the answer may be ``None``: the device has not come so far.
+        return taken
+
+    def end_step(self, numbers: StepNumbers) -> None:
+        """An optimizer step has ended, and the next one has not begun: the time now counts in neither."""
+
+    def interrupt(self) -> None:
+        """What comes now is not training: a step that is being looked at will not be a step like others."""
+
+    def release(self) -> None:
+        """Leave everything as it was found. Idempotent."""
 
 
 class GradientWatch(Watch):
@@ -37,76 +151,69 @@ class GradientWatch(Watch):
     # follows is moving bytes. It is one collective per backward pass in the sense of Note [Waiting inside a
     # collective], entered with the last gradient and left with the end of ``backward``. Backward passes of
     # batches that only accumulate do not meet and do not count.
-    # On CUDA devices moments are events on the compute stream, read when they have passed, without waiting for
-    # them; as events of different devices have no common clock, meetings are given as ``(-duration, 0)``.
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(complete=True)
-        self._stamp = _CudaStamps() if device.type == "cuda" else _HostStamps()
+        self._stream = compute_stream(device)
+        self._entered: Any = None
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _: self._stamp.enter())
+            parameter.register_post_accumulate_grad_hook(self._enter)
             for parameter in module.parameters()
             if parameter.requires_grad
         ]
 
     def begin_batch(self) -> None:
         self._meetings.clear()
+        if self._stream is not None:
+            self._stream.follow()
 
     def before_backward(self) -> None:
-        self._stamp.enter()
+        self._enter()
 
     def after_backward(self) -> None:
-        self._meetings.append(self._stamp.leave())
+        self._meetings.append((self._entered, self._moment()))
 
     def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
-        return self._stamp.read(taken, wait)
-
-    def release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-class _HostStamps:
-    """Moments of the host's monotonic clock; a later `enter` replaces an earlier one."""
-
-    def __init__(self) -> None:
-        self._entered = 0
-
-    def enter(self) -> None:
-        self._entered = time.monotonic_ns()
-
-    def leave(self) -> Any:
-        return Passage(self._entered, time.monotonic_ns())
-
-    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
-        return taken
-
-
-class _CudaStamps(_HostStamps):
-    """Moments of the device's current stream."""
-
-    def __init__(self, new_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:
-        super().__init__()
-        self._new_event = new_event
-        self._event = new_event()
-
-    def enter(self) -> None:
-        self._event.record()
-
-    def leave(self) -> Any:
-        entered, self._event = self._event, self._new_event()
-        left = self._new_event()
-        left.record()
-        return entered, left
-
-    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
+        if self._stream is None:
+            return [Passage(*moments) for moments in taken]
+        # Events are read when they have passed, without waiting for them. Those of different devices have no common
+        # clock, so a meeting is given by its duration alone.
         for _, left in taken:
             if wait:
                 left.synchronize()
             elif not left.query():
                 return None
         return [Passage(-round(entered.elapsed_time(left) * 1e6), 0) for entered, left in taken]
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, *_: Any) -> None:
+        self._entered = self._moment()
+
+    def _moment(self) -> Any:
+        return time.monotonic_ns() if self._stream is None else self._stream.mark()
+
+
+class _ListeningWatch(Watch):
+    """A watch that hears what an engine traces."""
+
+    def __init__(self, engine: Engine, tracer: Tracer) -> None:
+        super().__init__(complete=True)
+        self._traced, self._tracer = engine, tracer
+        engine.listen(tracer)
+
+    def release(self) -> None:
+        self._traced.unlisten(self._tracer)
+
+
+class CollectiveWatch(_ListeningWatch):
+    """``ODCStrategy(communication="collective")``: the engine traces every collective of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, MeetingTracer(lambda passage: self._meetings.append(passage)))
 
 
 class MeetingTracer(Tracer):
@@ -121,35 +228,27 @@ class MeetingTracer(Tracer):
             self._meet(Passage(begin, time.monotonic_ns()))
 
 
-class CollectiveWatch(Watch):
-    """``ODCStrategy(communication="collective")``: the engine traces every collective of its own."""
+class StreamWatch(_ListeningWatch):
+    """``ODCStrategy`` on demand and in lockstep on GPUs, where ranks wait for each other on the host."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(complete=True)
-        self._traced = engine
-        self._tracer = MeetingTracer(lambda passage: self._meetings.append(passage))
-        engine.listen(self._tracer)
-
-    def release(self) -> None:
-        self._traced.unlisten(self._tracer)
+    def __init__(self, engine: Engine, waits: StreamWaits) -> None:
+        waits.causes.update(IdleCause(cause) for cause in Cause)
+        super().__init__(engine, WaitTracer(waits))
 
 
-class TimedComm:
-    """A comm object of ``fully_shard`` with its calls timed; what it does is untouched."""
+class WaitTracer(Tracer):
+    """Reports the waits of an engine, and nothing else."""
 
-    def __init__(self, comm: Any, meet: Callable[[int, int, Any], None]) -> None:
-        self.comm = comm
-        self._meet = meet
+    def __init__(self, waits: StreamWaits) -> None:
+        super().__init__(capacity=0)
+        self._waits = waits
 
-    def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.comm.allocate(*args, **kwargs)
+    def begin_wait(self, cause: str) -> None:
+        self._waits.enter(IdleCause(cause))
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-        begin = time.monotonic_ns()
-        try:
-            return self.comm(output_tensor, input_tensor, group, *args, **kwargs)
-        finally:
-            self._meet(begin, time.monotonic_ns(), group)
+    def record(self, kind: str, begin: int, **details: Any) -> None:
+        if kind == "wait":
+            self._waits.leave()
 
 
 class ShardedWatch(Watch):
@@ -179,51 +278,33 @@ class ShardedWatch(Watch):
             module.set_custom_reduce_scatter(reduce_scatter)
         self._originals.clear()
 
-    def _meet(self, begin: int, end: int, group: Any) -> None:
+    def _meet(self, passage: Passage, group: Any) -> None:
         if dist.get_world_size(group) == dist.get_world_size():
-            self._meetings.append(Passage(begin, end))
+            self._meetings.append(passage)
         else:
             self.complete = False
 
 
-def watch_for(trainer: pl.Trainer, module: pl.LightningModule, waits: StreamWaits | None) -> Watch:
-    """What can be seen under the trainer's strategy, on its devices. All ranks together."""
-    strategy = trainer.strategy
-    if trainer.world_size == 1:
-        return Watch(complete=True)  # one device waits for nothing but data
-    if isinstance(strategy, DDPStrategy) and module.automatic_optimization:
-        return GradientWatch(module, strategy.root_device)
-    on_demand = isinstance(strategy, ODCStrategy) and strategy.communication != "collective"
-    if waits is None:
-        return _watch_by_host(strategy, on_demand)
-    if on_demand:
-        return StreamWatch(cast(ODCStrategy, strategy).engine, waits)
-    if isinstance(cast(Any, trainer).profiler, PyTorchProfiler):
-        return Watch(complete=False, why="the trainer's own profiler runs, and there can be one at a time")
-    # Collectives of gloo are copies and waits of the host, not kernels.
-    comparable = _meets_all(strategy) and "cuda:nccl" in dist.get_backend_config()
-    return sampled_watch(strategy.root_device, waits, comparable)
+class TimedComm:
+    """A comm object of ``fully_shard`` with its calls timed; what it does is untouched."""
+
+    def __init__(self, comm: Any, meet: Callable[[Passage, Any], None]) -> None:
+        self.comm = comm
+        self._meet = meet
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.comm.allocate(*args, **kwargs)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic_ns()
+        try:
+            return self.comm(output_tensor, input_tensor, group, *args, **kwargs)
+        finally:
+            self._meet(Passage(begin, time.monotonic_ns()), group)
 
 
-def _watch_by_host(strategy: Any, on_demand: bool) -> Watch:
-    """Choose a watch for CPU ranks, where the host's time is the device's."""
-    on_cpu = strategy.root_device.type == "cpu"
-    if isinstance(strategy, ODCStrategy) and (on_demand or on_cpu):
-        return Watch(complete=True, engine=strategy.engine) if on_demand else CollectiveWatch(strategy.engine)
-    if isinstance(strategy, ModelParallelStrategy) and on_cpu and _meets_all(strategy):
-        return ShardedWatch(strategy.model)
-    return Watch(complete=False)
-
-
-def _meets_all(strategy: Any) -> bool:
-    """Whether every collective is one of all ranks: no tensor parallelism, no hybrid sharding."""
-    if isinstance(strategy, ModelParallelStrategy):
-        return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
-    return not (isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name)
-
-
-class DataClock(Profiler):
-    """Wraps the trainer's profiler, passes everything on, and times the gap between two batches."""
+class DataClock:
+    """Stands in the place of the trainer's profiler, passes everything on, and times the gap between two batches."""
 
     # Lightning tells its profiler about every hook it calls, and when the training loop asks the loader for a
     # batch and has got it. The fetching is waiting for data, and nothing else lies in it.
@@ -237,12 +318,11 @@ class DataClock(Profiler):
         self,
         inner: Profiler,  # the trainer's own profiler
         # Called before a batch is fetched, with that gap: the end of the last profiled action, and the present.
-        on_fetch: Callable[[int, int], None],
+        on_fetch: Callable[[Passage], None],
         # Seconds of waiting for other ranks so far. A loader that plans with them does so while it fetches.
         waited: Callable[[], float],
         waits: StreamWaits | None = None,  # for a device that runs ahead of its host
     ) -> None:
-        super().__init__()
         self.seconds = 0.0  # seconds spent fetching so far, without what ``waited`` counts
         self.seen = False  # whether a batch was ever fetched
         self._inner = inner
@@ -252,11 +332,14 @@ class DataClock(Profiler):
         self._waits = waits
         self._last = self._began = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
     def start(self, action_name: str) -> None:
         self._inner.start(action_name)
         if action_name.endswith(FETCH_ACTION):
             self._began, self._waited_before = time.monotonic_ns(), self._waited()
-            self._on_fetch(self._last, self._began)
+            self._on_fetch(Passage(self._last, self._began))
             if self._waits is not None:
                 self._waits.enter(IdleCause.DATA)
 
@@ -275,24 +358,6 @@ class DataClock(Profiler):
         with self._inner.profile(action_name):
             yield action_name
         self._last = time.monotonic_ns()
-
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        self._inner.setup(*args, **kwargs)
-
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        self._inner.teardown(*args, **kwargs)
-
-    def summary(self) -> str:
-        return self._inner.summary()
-
-    def describe(self) -> None:
-        self._inner.describe()
-
-    def __del__(self) -> None:
-        """Nothing to release: the inner profiler releases what is its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
 
     def remove(self, trainer: Any) -> None:
         """Give the place back. Idempotent."""

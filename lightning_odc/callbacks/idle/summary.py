@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -35,10 +35,6 @@ class DevicePart(StrEnum):
     EMPTY = "empty"  # nothing: the host has not asked for anything
 
 
-_PARTS = 5 + len(IdleCause)  # where they begin among the numbers that are sent, behind the waits
-_HEAD = _PARTS + len(DevicePart) + 2
-
-
 @dataclass
 class StepNumbers:
     """One rank, one optimizer step. Whatever could not be measured is ``nan``."""
@@ -63,37 +59,32 @@ class StepNumbers:
         """The rest of the step: computing, moving own bytes, and whatever was not measured."""
         return max(self.seconds - self.idle, 0.0)
 
-    @property
-    def idle_fraction(self) -> float:
-        """The part of this rank's time in which it waited; ``nan`` without time."""
-        return idle_fraction(self.busy, self.idle)
-
     def to_floats(self) -> list[float]:
         """Convert to numbers to send; `from_floats` is the inverse."""
+        head = [self.seconds, self.microbatches, self.samples, self.tokens, float(self.seen)]
+        counts = [len(self.meetings), len(self.broadcasts)]
         waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
         parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
-        counts = [len(self.meetings), len(self.broadcasts)]
-        work = [self.seconds, self.microbatches, self.samples, self.tokens, float(self.seen)]
-        head = [*work, *waits, *parts, *counts]
-        return head + [float(moment) for pair in self.meetings + self.broadcasts for moment in pair]
+        moments = [float(moment) for pair in self.meetings + self.broadcasts for moment in pair]
+        return [*head, *counts, *waits, *parts, *moments]
 
     @classmethod
     def from_floats(cls, numbers: Sequence[float]) -> StepNumbers:
-        """The step that was sent."""
-        waits = dict(zip(IdleCause, numbers[5:_PARTS], strict=True))
-        parts = dict(zip(DevicePart, numbers[_PARTS : _HEAD - 2], strict=True))
-        met, heard = (int(count) for count in numbers[_HEAD - 2 : _HEAD])
-        moments = [int(moment) for moment in numbers[_HEAD : _HEAD + 2 * (met + heard)]]
+        """The step that was sent. A channel may have added zeros at the end."""
+        seconds, microbatches, samples, tokens, seen, met, heard, *rest = numbers
+        waits = dict(zip(IdleCause, rest, strict=False))
+        parts = dict(zip(DevicePart, rest[len(IdleCause) :], strict=False))
+        moments = [int(moment) for moment in rest[len(IdleCause) + len(DevicePart) :]]
         pairs = list(map(Passage, moments[::2], moments[1::2]))
         return cls(
-            seconds=numbers[0],
-            microbatches=numbers[1],
-            samples=numbers[2],
-            tokens=numbers[3],
+            seconds=seconds,
+            microbatches=microbatches,
+            samples=samples,
+            tokens=tokens,
             waits={cause: seconds for cause, seconds in waits.items() if not math.isnan(seconds)},
-            meetings=pairs[:met],
-            broadcasts=pairs[met:],
-            seen=bool(numbers[4]),
+            meetings=pairs[: int(met)],
+            broadcasts=pairs[int(met) : int(met + heard)],
+            seen=bool(seen),
             parts={part: seconds for part, seconds in parts.items() if not math.isnan(seconds)},
         )
 
@@ -101,29 +92,30 @@ class StepNumbers:
 def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) -> list[float] | None:
     """Seconds that every rank waited inside collectives: see Note [Waiting inside a collective] in ``spans.py``."""
     # Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that
-    # the one that spent least time inside came last. The error is the time between the first leaving and the
-    # last. ``None`` if the ranks did not take part in equally many: then it is unknown which belong together.
-    if len({len(meetings) for meetings in by_rank}) > 1:
-        return None
-    waited = [0] * len(by_rank)
-    for together in zip(*by_rank, strict=True):
-        if not common_clock:
-            together = tuple(Passage(entered - left, 0) for entered, left in together)
-        last = max(entered for entered, _ in together)
-        for rank, (entered, left) in enumerate(together):
-            waited[rank] += max(min(last, left) - entered, 0)
-    return [nanoseconds / 1e9 for nanoseconds in waited]
+    # the one that spent least time inside came last. The error is the time between the first leaving and the last.
+    if not common_clock:
+        by_rank = [[Passage(entered - left, 0) for entered, left in own] for own in by_rank]
+    return _waited(by_rank, lambda together: max(entered for entered, _ in together))
 
 
 def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | None:
     """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock."""
-    if len({len(broadcasts) for broadcasts in by_rank}) > 1:
+    return _waited(by_rank, lambda together: together[0][0])
+
+
+def _waited(
+    by_rank: Sequence[Sequence[Passage]], awaited: Callable[[tuple[Passage, ...]], int]
+) -> list[float] | None:
+    """Seconds that every rank spent inside before the awaited moment of each passage."""
+    # ``None`` if the ranks did not take part in equally many: then it is unknown which belong together.
+    if len({len(passages) for passages in by_rank}) > 1:
         return None
-    waited = []
-    for own in by_rank:
-        pairs = zip(by_rank[0], own, strict=True)
-        waited.append(sum(max(min(root, left) - entered, 0) for (root, _), (entered, left) in pairs) / 1e9)
-    return waited
+    waited = [0] * len(by_rank)
+    for together in zip(*by_rank, strict=True):
+        until = awaited(together)
+        for rank, (entered, left) in enumerate(together):
+            waited[rank] += max(min(until, left) - entered, 0)
+    return [nanoseconds / 1e9 for nanoseconds in waited]
 
 
 def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
@@ -141,7 +133,7 @@ def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
 
 
 class _Totals:
-    """Sums over optimizer steps."""
+    """Sums over optimizer steps, and what they say of some of the ranks: of all of them, or of one."""
 
     def __init__(self) -> None:
         self.steps = 0  # how many were added
@@ -164,54 +156,51 @@ class _Totals:
             for part, seconds in rank.parts.items():
                 total.parts[part] = total.parts.get(part, 0.0) + seconds
 
-    def waiting(self) -> dict[str, float]:
-        """Waiting by cause, and what devices did."""
-        causes = [cause for cause in IdleCause if any(cause in rank.waits for rank in self.ranks)]
-        parts = [part for part in DevicePart if any(part in rank.parts for rank in self.ranks)]
-        waits = {f"idle/{one}_seconds": [rank.waits.get(one, 0.0) for rank in self.ranks] for one in causes}
-        shares = {f"gpu/{one}_seconds": [rank.parts.get(one, 0.0) for rank in self.ranks] for one in parts}
-        return {name: self._per_rank_and_step(by_rank) for name, by_rank in {**waits, **shares}.items()}
-
-    def work(self) -> dict[str, float]:
+    def work(self, ranks: Sequence[StepNumbers]) -> dict[str, float]:
         """How much was done, and how fast."""
-        seconds = max(rank.seconds for rank in self.ranks)
+        seconds = max(rank.seconds for rank in ranks) or UNKNOWN
         return {
-            "step_seconds": self._per_rank_and_step([rank.seconds for rank in self.ranks]),
-            "microbatches": sum(rank.microbatches for rank in self.ranks) / self.steps,
-            "samples_per_second": sum(rank.samples for rank in self.ranks) / seconds,
-            "tokens_per_second": sum(rank.tokens for rank in self.ranks) / seconds,
+            "microbatches": sum(rank.microbatches for rank in ranks) / self.steps,
+            "samples_per_second": sum(rank.samples for rank in ranks) / seconds,
+            "tokens_per_second": sum(rank.tokens for rank in ranks) / seconds,
         }
 
-    def balance(self) -> dict[str, float]:
-        """Waiting as a part of the time, and how uneven the work was."""
-        idle, busy = sum(rank.idle for rank in self.ranks), sum(rank.busy for rank in self.ranks)
-        fractions = [rank.idle_fraction if rank.seconds else 0.0 for rank in self.ranks]
-        worst = max(range(len(fractions)), key=fractions.__getitem__)
+    def parts(self, ranks: Sequence[StepNumbers]) -> dict[str, float]:
+        """What devices did."""
+        known = [part for part in DevicePart if any(part in rank.parts for rank in ranks)]
+        return {
+            f"gpu/{part}_seconds": self.mean([rank.parts.get(part, 0.0) for rank in ranks]) for part in known
+        }
+
+    def balance(self, ranks: Sequence[StepNumbers]) -> dict[str, float]:
+        """Waiting as a part of the time."""
+        idle, busy = sum(rank.idle for rank in ranks), sum(rank.busy for rank in ranks)
         return {
             "idle/fraction": idle_fraction(busy, idle),
+            "busy_seconds": self.mean([rank.busy for rank in ranks]),
+        }
+
+    def waits(self) -> dict[str, float]:
+        """Waiting by cause."""
+        known = [cause for cause in IdleCause if any(cause in rank.waits for rank in self.ranks)]
+        return {
+            f"idle/{cause}_seconds": self.mean([rank.waits.get(cause, 0.0) for rank in self.ranks])
+            for cause in known
+        }
+
+    def unevenness(self) -> dict[str, float]:
+        """How uneven the work was."""
+        fractions = [idle_fraction(rank.busy, rank.idle) if rank.seconds else 0.0 for rank in self.ranks]
+        worst = max(range(len(fractions)), key=fractions.__getitem__)
+        busy = sum(rank.busy for rank in self.ranks)
+        return {
             "idle/worst_fraction": fractions[worst],
             "idle/worst_rank": worst,
-            "busy_seconds": self._per_rank_and_step([rank.busy for rank in self.ranks]),
             "imbalance": imbalance(self._busiest, busy / len(self.ranks)),
         }
 
-    def work_of(self, index: int) -> dict[str, float]:
-        rank = self.ranks[index]
-        return {
-            "microbatches": rank.microbatches / self.steps,
-            "samples_per_second": rank.samples / rank.seconds if rank.seconds else math.nan,
-            "tokens_per_second": rank.tokens / rank.seconds if rank.seconds else math.nan,
-        }
-
-    def balance_of(self, index: int) -> dict[str, float]:
-        rank = self.ranks[index]
-        return {"busy_seconds": rank.busy / self.steps, "idle/fraction": rank.idle_fraction}
-
-    def parts_of(self, index: int) -> dict[str, float]:
-        parts = self.ranks[index].parts
-        return {f"gpu/{part}_seconds": seconds / self.steps for part, seconds in parts.items()}
-
-    def _per_rank_and_step(self, by_rank: Sequence[float]) -> float:
+    def mean(self, by_rank: Sequence[float]) -> float:
+        """Per rank and step."""
         return sum(by_rank) / len(by_rank) / self.steps
 
 
@@ -240,15 +229,19 @@ class IdleSummary:
         """What to log, by name; only what was measured."""
         # If not ``complete``, nothing is said about idle as a whole. Single ranks' names end in ``_rank0``, ...
         whole, seen = self._all, self._seen if self._seen.steps else self._all
-        if not whole.steps or sum(rank.seconds for rank in whole.ranks) <= 0:
+        if not any(rank.seconds for rank in whole.ranks):
             return {}
         complete = complete and seen is self._seen
-        values = {**seen.waiting(), **whole.work()}
+
+        def of(first: int, end: int) -> dict[str, float]:
+            waited = seen.balance(seen.ranks[first:end]) if complete else {}
+            return whole.work(whole.ranks[first:end]) | seen.parts(seen.ranks[first:end]) | waited
+
+        count = len(whole.ranks)
+        values = seen.waits() | of(0, count)
+        values["step_seconds"] = whole.mean([rank.seconds for rank in whole.ranks])
         if complete:
-            values |= seen.balance()
-        for index in range(len(whole.ranks) if per_rank else 0):
-            of_rank = {**whole.work_of(index), **seen.parts_of(index)}
-            if complete:
-                of_rank |= seen.balance_of(index)
-            values |= {f"{name}_rank{index}": value for name, value in of_rank.items()}
+            values |= seen.unevenness()
+        for index in range(count if per_rank else 0):
+            values |= {f"{name}_rank{index}": value for name, value in of(index, index + 1).items()}
         return {name: float(value) for name, value in values.items() if not math.isnan(value)}

@@ -1,5 +1,1 @@
-"""What every rank did when, recorded and drawn: `TimelineRecorder`."""
-
-from lightning_odc.callbacks.timeline.recorder import TimelineRecorder
-
-__all__ = ["TimelineRecorder"]
+"""What every rank did when, recorded and drawn."""
