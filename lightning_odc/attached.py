@@ -1,6 +1,6 @@
 """The engine under a model that its user has sharded with ``fully_shard`` and trains in a loop of his own.
 
-The strategies for Lightning's ``Trainer`` and ``Fabric`` make their engines here, too.
+The strategies for Lightning's ``Trainer`` and ``Fabric`` are callers of it.
 """
 
 from __future__ import annotations
@@ -102,34 +102,6 @@ def make_engine(
     return OnDemandEngine(transport, rendezvous, **options)
 
 
-def engine_of(
-    strategy: Any,
-    layout: Layout | None,
-    replicas: DeviceMesh | None = None,
-    hang_report: HangReport | None = None,
-) -> Engine:
-    """The engine of a strategy, of the Trainer's or of Fabric's: both have the same attributes. All ranks together."""
-    environment = strategy.cluster_environment
-    place = Place(
-        strategy.root_device,
-        strategy.global_rank,
-        strategy.world_size,
-        strategy.num_processes,
-        environment.main_address if environment else "",
-        layout,
-        replicas,
-    )
-    return make_engine(
-        place,
-        communication=strategy.communication,
-        keep_gathered=strategy.keep_gathered,
-        deterministic=strategy.deterministic,
-        accumulator_dtype=strategy.accumulator_dtype,
-        timeout=strategy.timeout,
-        hang_report=hang_report,
-    )
-
-
 def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
     """The memory of a rank's device, of which every rank may plan its part."""
     if place.device.type != "cuda":
@@ -214,6 +186,7 @@ def attach(
         timeout=timeout,
         hang_report=HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank),
     )
+    engine.attach(model)
     return Attached(model, engine)
 
 
@@ -285,8 +258,7 @@ class Attached:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.model, self.engine = model, engine
         self._ran = 0  # backward passes since the last optimizer step
-        self._closed = False
-        engine.attach(model)
+        self._closed = self._has_failed = False
 
     def __enter__(self) -> Attached:
         return self
@@ -294,12 +266,9 @@ class Attached:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        elif not self._closed:
-            self._closed = True
-            tell_peers(self.engine, error)
-            self.engine.close()
+        if error is not None:
+            self.fail(error)
+        self.close()
 
     @contextmanager
     def backward(self, weight: float | Tensor | None = None, *, more: bool = True) -> Iterator[None]:
@@ -388,27 +357,32 @@ class Attached:
         """
         return self.engine.parameters(module)
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the peers, once, that this rank has failed. The error gets a note if a peer is to blame."""
+        if self._closed or self._has_failed:
+            return
+        self._has_failed = True
+        text = "".join(traceback.format_exception(error))
+        prefix = FOLLOWED if isinstance(error, PeerFailedError) else ""
+        trouble = "" if isinstance(error, ODCError) else _peer_trouble(self.engine, error)
+        own = "".join(traceback.format_exception_only(error)).rstrip()
+        if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
+            error.add_note(f"This followed from something else. {trouble}")
+            prefix = FOLLOWED
+        self.engine.fail(prefix + text)
+
     def close(self) -> None:
         """Give the model back to ``fully_shard``'s collectives; all ranks together. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            try:
-                # Without this, a rank that leaves early can abort the others' process group.
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if (
+                not self._has_failed
+            ):  # without this, a rank that leaves early can abort the others' process group
                 self.engine.exchange("end of the run", None)
-            finally:
-                self.engine.close()
-
-
-def tell_peers(engine: Engine, exception: BaseException) -> None:
-    """Tell them once; the error gets a note if a peer is to blame."""
-    text = "".join(traceback.format_exception(exception))
-    prefix = FOLLOWED if isinstance(exception, PeerFailedError) else ""
-    trouble = "" if isinstance(exception, ODCError) else _peer_trouble(engine, exception)
-    own = "".join(traceback.format_exception_only(exception)).rstrip()
-    if trouble and f"\n{own}\n" not in f"{trouble}\n":  # else it is the same mistake on all ranks
-        exception.add_note(f"This followed from something else. {trouble}")
-        prefix = FOLLOWED
-    engine.fail(prefix + text)
+        finally:
+            self.engine.close()
 
 
 def _peer_trouble(engine: Engine, exception: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,19 +16,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc.attached import Attached, engine_of, memory_size
+from lightning_odc.attached import DEFAULT_TIMEOUT, memory_size
 from lightning_odc.engine.advice import refuse_optimizers
-from lightning_odc.engine.base import Engine
-from lightning_odc.engine.hybrid.spanning import Layout
-from lightning_odc.engine.transports import check_transport
-from lightning_odc.sharding.nodes import check_rows, gloo_checked, layout_of
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import options
-from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
+from lightning_odc.strategy.attaching import AttachingStrategy
 
 
-class ODCFabricStrategy(ModelParallelStrategy):
+class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     """Fully sharded training with on-demand communication in ``Fabric(strategy="odc")``.
 
     A minibatch ends at ``optimizer.step()``, which every rank calls equally often. Between two of them a rank may run
@@ -61,7 +57,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         keep_gathered: int | str = "auto",
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         options.check_choice("communication", communication, ("on_demand", "collective"))
         options.check_choice("state_dict_type", state_dict_type, options.STATE_DICT_TYPES)
@@ -79,28 +75,9 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self.keep_gathered = keep_gathered
         self.timeout = timeout
         self._backward_sync_control: Any = _Accumulation()
-        self._attached: Attached | None = None
         self.model: nn.Module | None = None
         self._names = ParameterNames()
         self._on_teardown = ExitStack()
-
-    @property
-    def attached(self) -> Attached:
-        """The model with its engine, as `attach` gives it to loops without Fabric.
-
-        Raises:
-            RuntimeError: before ``fabric.setup``.
-        """
-        if self._attached is None:
-            raise RuntimeError(
-                "There is no model yet: call `model, optimizer = fabric.setup(model, optimizer)`."
-            )
-        return self._attached
-
-    @property
-    def engine(self) -> Engine:
-        """What moves shards and gradients, with its measured waits and traffic."""
-        return self.attached.engine
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -108,30 +85,9 @@ class ODCFabricStrategy(ModelParallelStrategy):
 
     # -- setting up ---------------------------------------------------------------------------------------
 
-    def _configure_launcher(self) -> None:
-        self._launcher = interactive_launcher(self)
-        if self._launcher is None:
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        if self.communication != "collective":
-            check_transport("auto", self.root_device.type, "ODCFabricStrategy")
-        self._on_teardown.enter_context(part_of_the_cores(self.root_device.type, self.num_processes))
-        with gloo_checked(self):
-            super().setup_environment()
-        if self._layout is not None:
-            check_rows(self._layout, replicates=False, communication=self.communication)
-
-    @property
-    def _layout(self) -> Layout | None:
-        """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
-        if self.num_nodes == 1 or self.communication == "collective":
-            return None
-        return layout_of(None, self.num_nodes, self.world_size, self.global_rank)
-
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
-        if self.communication != "collective" and self.world_size > 1:
+        if self._on_demand:
             refuse_optimizers(optimizers)
         module = self.setup_module(module)
         return (module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args)
@@ -140,7 +96,7 @@ class ODCFabricStrategy(ModelParallelStrategy):
         self._check_setup()
         with self._names.recorded(module):
             self.model = super().setup_module(module)
-        self._attached = Attached(self.model, engine_of(self, self._layout))
+        self._attach(self.model)
         return self.model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -244,27 +200,6 @@ class ODCFabricStrategy(ModelParallelStrategy):
         rest = super().load_checkpoint(*args, **kwargs)
         self.publish_parameters()
         return rest
-
-    def publish_parameters(self) -> None:
-        """Let peers read parameters that were changed outside the optimizer step; all ranks together."""
-        self.attached.publish()
-
-    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of every parameter, as [`Attached.stream_parameters`][lightning_odc.attached.Attached].
-
-        Raises:
-            RuntimeError: before ``fabric.setup``.
-        """
-        return self.attached.stream_parameters(module)
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """A context in which units stay gathered from one forward pass to the next, as ``ODCStrategy.gathered``.
-
-        Raises:
-            RuntimeError: before ``fabric.setup``.
-            StaleShardError: if a parameter was changed in the context by anything else than an optimizer step.
-        """
-        return self.engine.gathered()
 
 
 class _Accumulation:

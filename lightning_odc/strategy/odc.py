@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,19 +21,16 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
-from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, engine_of, tell_peers
+from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.convert import check_single
 from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch, whole_minibatches
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
-from lightning_odc.engine.base import Engine
-from lightning_odc.engine.transports import check_transport
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
-from lightning_odc.sharding.nodes import check_rows
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
 from lightning_odc.strategy.evaluation import Evaluation
@@ -190,12 +186,12 @@ class ODCStrategy(ShardedStrategy):
             device_mesh=device_mesh,
             state_dict_type=state_dict_type,
         )
+        self._transport = transport
         self.communication = communication
         self.deterministic = deterministic
         self.accumulator_dtype = accumulator_dtype
         self.keep_gathered = keep_gathered
         self.balance = balance
-        self._engine: Engine | None = None
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
         self._training_data: TrainingData | None = None
@@ -215,27 +211,7 @@ class ODCStrategy(ShardedStrategy):
         strategy_registry.register("odc_plain", cls, description=describe, balance=None)
         cls._registered_strategies += ["odc", "odc_balanced", "odc_plain"]
 
-    @property
-    def engine(self) -> Engine:
-        """What moves shards and gradients, with its measured waits and traffic.
-
-        Raises:
-            RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
-        """
-        if self._engine is None:
-            raise RuntimeError(
-                "ODCStrategy.engine exists only while the trainer runs; look at it from a callback."
-            )
-        return self._engine
-
     # -- setting up and tearing down ----------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        if self.communication != "collective":
-            check_transport(self.options.transport, self._device_type())
-        super().setup_environment()
-        if self._layout is not None:
-            check_rows(self._layout, self._replicates, self.communication)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -253,19 +229,18 @@ class ODCStrategy(ShardedStrategy):
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
             replicas = self.shard_mesh if self._replicates and self._layout is not None else None
-            self._engine = engine_of(self, self._layout, replicas, self._hang_report(trainer))
-            self._engine.attach(self.model, gradients=fitting)
+            engine = self._attach(self.model, replicas, self._hang_report(trainer), gradients=fitting).engine
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(counted_by_microbatch(trainer.callbacks))  # type: ignore[attr-defined]
-        ends = first_and_last(trainer, self._engine, self.on_exception, self._end_epoch)
+        ends = first_and_last(trainer, engine, self.on_exception, self._end_epoch)
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
             computed_in = (self.precision_plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
             self._training = Training(
                 self,
-                self._engine,
+                engine,
                 fp16=torch.float16 in computed_in,
                 on_out_of_memory=self.options.on_out_of_memory,
                 skips_nonfinite=self.options.on_nonfinite == "skip",
@@ -291,33 +266,26 @@ class ODCStrategy(ShardedStrategy):
             self.options.hang_report_after.total_seconds(), directory, trainer.global_rank, place
         )
 
-    @property
-    def _on_demand(self) -> bool:
-        return self.communication != "collective" and self.world_size > 1
-
     def teardown(self) -> None:
         self._give_values_back()
         self.precision_plugin.training = None
-        engine, self._engine, self._training, self._training_data = self._engine, None, None, None
+        attached, self._attached, self._training, self._training_data = self._attached, None, None, None
+        signals, self._signals = self._signals, None
         try:
-            if engine is not None and not self._failed:
-                # Without this, a rank that leaves early can abort the others' process group.
-                engine.exchange("end of the run", None)
-                if self._signals is not None:
-                    self._signals.deliver()
+            if attached is not None:
+                attached.close()
+            if signals is not None and not self._failed:
+                signals.deliver()
         finally:
-            self._signals = None
-            if engine is not None:
-                engine.close()
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         advise(exception)
-        if self._engine is None or self._failed:
+        if self._attached is None or self._failed:
             return  # peers are told once: by the first of all callbacks, before Lightning comes here
         self._failed = True
-        tell_peers(self._engine, exception)
+        self._attached.fail(exception)
         if isinstance(exception, WaitTimeoutError):
             end_scripts_at_exit(self.launcher)
 
@@ -368,53 +336,6 @@ class ODCStrategy(ShardedStrategy):
         if self._training is None:
             raise RuntimeError("Call settle_gradients() inside a training step, after its backward pass.")
         self._training.settle()
-
-    def publish_parameters(self) -> None:
-        """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
-
-        Loading a checkpoint, the beginnings of training, validation, test and prediction, and the end of validation do
-        it already.
-        """
-        self.engine.refresh()
-
-    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of every parameter, in the dtype that it computes in, read by this rank alone.
-
-        Other ranks need not call it. They go on, to the end of the next optimizer step at most, where they wait for
-        this one. One unit at a time is held. For an inference server, or a Hugging Face directory::
-
-            if self.trainer.is_global_zero:
-                save_pretrained(self.model, self.trainer.strategy.stream_parameters(self.model), "weights")
-
-        Args:
-            module: Only the parameters of this part of the model, with their names in it.
-
-        Raises:
-            RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
-            ValueError: ``communication`` is not ``"on_demand"``, or ``module`` is no part of the model.
-            StaleShardError: an optimizer step has ended since it began, or is ending.
-        """
-        return self.engine.parameters(module)
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """A context in which units stay gathered from one forward pass to the next, so that many passes read them once.
-
-        It is for loops that run the model often between two optimizer steps, such as sampling and scoring::
-
-            with self.trainer.strategy.gathered():
-                scores = [self.score(response) for response in responses]
-
-        ``generate`` of a model opens one by itself. Units that fit into the memory of ``keep_gathered`` stay gathered,
-        the others are read in every pass. At the end, all are freed that the minibatch does not keep anyway. After an
-        optimizer step in the context, all are read again. Each rank decides for itself: ranks may open different
-        numbers of contexts, and contexts may be nested. With ``communication="collective"`` or ``"lockstep"`` it does
-        nothing, because there all ranks gather together.
-
-        Raises:
-            RuntimeError: outside ``trainer.fit``, ``validate``, ``test`` and ``predict``.
-            StaleShardError: if a parameter was changed in the context by anything else than an optimizer step.
-        """
-        return self.engine.gathered()
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -510,9 +431,10 @@ class ODCStrategy(ShardedStrategy):
         if module is None or not module.trainer.training:
             return dataloader
         if self._training_data is None:
-            self._training_data = TrainingData(module.trainer, self.options, self._engine)
+            self._training_data = TrainingData(module.trainer, self.options)
             self._on_teardown.callback(self._training_data.release)
-        self._training_data.engine = self._engine  # there is none if setup() asks for the data
+        # There is no engine if setup() asks for the data.
+        self._training_data.engine = None if self._attached is None else self.engine
         self._training_data.training = self._training
         return self._training_data.process(dataloader)
 
@@ -543,8 +465,8 @@ class ODCStrategy(ShardedStrategy):
             return tensor
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.to(torch.get_default_dtype())
-        if group is None and self._engine is not None:
-            self._engine.announce_collective("a reduction over ranks, such as self.log(..., sync_dist=True)")
+        if group is None and self._attached is not None:
+            self.engine.announce_collective("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -553,10 +475,10 @@ class ODCStrategy(ShardedStrategy):
         Raises:
             DisagreementError: Shapes or dtypes differ between ranks, or not all ranks gather.
         """
-        if self._engine is not None and group in (None, dist.group.WORLD):
+        if self._attached is not None and group in (None, dist.group.WORLD):
             shape = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
             kind = "self.all_gather (for it, give every rank equally many microbatches)"
-            shapes = self._engine.exchange(kind, shape)
+            shapes = self.engine.exchange(kind, shape)
             if len(set(shapes)) > 1:
                 raise DisagreementError(f"self.all_gather got, by rank: {'; '.join(shapes)}. {_PAD}")
         return super().all_gather(tensor, group, sync_grads)
@@ -569,8 +491,8 @@ class ODCStrategy(ShardedStrategy):
             _compat_lightning.count_batch_once(self.lightning_module.trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._engine is not None and not self._failed:
-            self._engine.announce_collective("trainer.save_checkpoint, which all ranks call together")
+        if self._attached is not None and not self._failed:
+            self.engine.announce_collective("trainer.save_checkpoint, which all ranks call together")
         elif not self._failed:  # after training nothing else finds out who is missing
             try:
                 self.barrier()

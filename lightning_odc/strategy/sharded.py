@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT
-from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.sharding import averaging, nodes, sharded_checkpoint
 from lightning_odc.sharding import full_checkpoint as checkpoints
 from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
@@ -34,11 +33,11 @@ from lightning_odc.sharding.optimizers import ParameterNames, regroup
 from lightning_odc.sharding.sharded_checkpoint import reopen_epoch
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.strategy import options
-from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
+from lightning_odc.strategy.attaching import AttachingStrategy
 from lightning_odc.strategy.precision import ODCPrecision
 
 
-class ShardedStrategy(FSDPStrategy):
+class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     """What `ODCStrategy`, which explains the arguments, does that has nothing to do with how bytes move."""
 
     def __init__(
@@ -73,7 +72,7 @@ class ShardedStrategy(FSDPStrategy):
             **kwargs,
         )
         self.sharding_strategy = ShardingStrategy[name]
-        self.device_mesh = device_mesh
+        self.device_mesh = self._mesh_of_nodes = device_mesh
         self._reshard_after_forward = within_node == "FULL_SHARD"
         self._mesh: DeviceMesh | None = None
         self.state_dict_type = state_dict_type
@@ -116,11 +115,6 @@ class ShardedStrategy(FSDPStrategy):
     def checkpoint_io(self, plugin: Any) -> None:
         cast(property, FSDPStrategy.checkpoint_io).__set__(self, plugin)
 
-    @property
-    def _on_demand(self) -> bool:
-        """Whether gradients are summed outside of ``fully_shard``, in a separate dtype."""
-        return False
-
     def _device_type(self) -> str:
         if self.parallel_devices:
             return self.parallel_devices[0].type
@@ -128,19 +122,12 @@ class ShardedStrategy(FSDPStrategy):
 
     # -- setting up and tearing down ----------------------------------------------------------------------
 
-    def _configure_launcher(self) -> None:
-        self._launcher = interactive_launcher(self)
-        if self._launcher is None:
-            super()._configure_launcher()
-
     def setup_environment(self) -> None:
         options.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
-        self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
         if self.cpu_offload.offload_params and self._device_type() != "cpu":
             there = dist.get_backend_config() if dist.is_initialized() else self.process_group_backend
             _compat_lightning.set_process_group_backend(self, options.offloading_backend(there))
-        with nodes.gloo_checked(self):
-            super().setup_environment()
+        super().setup_environment()
         self._mesh = None
         module = self.lightning_module
         if module is not None and is_overridden("configure_model", module):
@@ -169,14 +156,6 @@ class ShardedStrategy(FSDPStrategy):
     def _replicates(self) -> bool:
         """Whether every row of ranks holds the whole model: hybrid sharding."""
         return self.sharding_strategy.name in nodes.WITHIN_NODE
-
-    @property
-    def _layout(self) -> Layout | None:
-        """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
-        if not (self._replicates or self._on_demand):
-            return None
-        layout = nodes.layout_of(self.device_mesh, self.num_nodes, self.world_size, self.global_rank)
-        return layout if len(layout.rows) > 1 else None
 
     def _ordinary_tensors(self) -> AbstractContextManager[Any]:
         """Leaves the user's inference mode: its tensors cannot be changed outside of it."""

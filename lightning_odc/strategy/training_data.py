@@ -46,11 +46,11 @@ _LOOKED_AT = 256
 class TrainingData:
     """Makes the training loaders of one fit, and what the trainer counts in them."""
 
-    def __init__(self, trainer: Trainer, options: Options, engine: Engine | None) -> None:
+    def __init__(self, trainer: Trainer, options: Options) -> None:
         self.accumulation = Accumulation(trainer)  # what is folded into minibatches
         self._trainer = trainer
         self._options = options
-        self.engine = engine  # ``None`` before ranks can talk to each other
+        self.engine: Engine | None = None  # before ranks can talk to each other
         self.training: Training | None = None
         self._announced = False
         self._begun: tuple[float, float] | None = None  # when the first epoch began, and the waits until then

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_odc import ODCStrategy
 from lightning_odc.engine.transports import check_transport, make_transport, preflight
@@ -14,7 +15,6 @@ from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.preflight import DeviceFacts
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import WindowError
-from lightning_odc.strategy.sharded import ShardedStrategy
 
 GIB = 2**30
 H200 = "NVIDIA H200"
@@ -157,7 +157,7 @@ def test_which_transport(monkeypatch):
     cpus, gpus = ([torch.device(kind, index) for index in range(2)] for kind in ("cpu", "cuda"))
     with pytest.raises(ValueError, match='write transport="shared_memory"'):
         ODCStrategy(parallel_devices=cpus, transport="cuda").setup_environment()
-    monkeypatch.setattr(ShardedStrategy, "setup_environment", lambda self: None)  # here are no GPUs
+    monkeypatch.setattr(FSDPStrategy, "setup_environment", lambda self: None)  # here are no GPUs
     ODCStrategy(parallel_devices=gpus).setup_environment()
     ODCStrategy(
         parallel_devices=gpus, transport="shared_memory", communication="collective"

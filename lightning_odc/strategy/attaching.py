@@ -1,0 +1,176 @@
+"""What the strategies for ``Trainer`` and ``Fabric`` have in common: how ranks begin, and a model with its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_odc.attached import Attached, Place, make_engine
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.transports import check_transport
+from lightning_odc.engine.waiting import HangReport
+from lightning_odc.sharding.nodes import check_rows, gloo_checked, layout_of
+from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
+
+
+class AttachingStrategy:
+    """A part of a strategy of Lightning's, which stands behind it: `attach`, with the ranks that Lightning started."""
+
+    communication: Any
+    deterministic: bool
+    accumulator_dtype: Any
+    keep_gathered: int | str
+    timeout: Any
+    _attached: Attached | None = None
+    _launcher: Any
+    _on_teardown: ExitStack
+    _transport = "auto"
+    _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
+
+    @property
+    def _as_strategy(self) -> Any:
+        """This object, with the attributes that all strategies of Lightning have."""
+        return self
+
+    @property
+    def _replicates(self) -> bool:
+        """Whether every row of ranks holds the whole model: hybrid sharding."""
+        return False
+
+    @property
+    def _on_demand(self) -> bool:
+        return self.communication != "collective" and self._as_strategy.world_size > 1
+
+    @property
+    def _layout(self) -> Layout | None:
+        """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
+        if not (self._replicates or self._on_demand):
+            return None
+        ranks = self._as_strategy
+        layout = layout_of(self._mesh_of_nodes, ranks.num_nodes, ranks.world_size, ranks.global_rank)
+        return layout if len(layout.rows) > 1 else None
+
+    def _device_type(self) -> str:
+        return cast(str, self._as_strategy.root_device.type)
+
+    def _configure_launcher(self) -> None:
+        self._launcher = interactive_launcher(self)
+        if self._launcher is None:
+            cast(Any, super())._configure_launcher()
+
+    def setup_environment(self) -> None:
+        if self.communication != "collective":
+            check_transport(self._transport, self._device_type(), type(self).__name__)
+        cores = part_of_the_cores(self._device_type(), self._as_strategy.num_processes)
+        self._on_teardown.enter_context(cores)
+        with gloo_checked(self):
+            cast(Any, super()).setup_environment()
+        if self._layout is not None:
+            check_rows(self._layout, self._replicates, self.communication)
+
+    def _attach(
+        self,
+        model: nn.Module,
+        replicas: DeviceMesh | None = None,
+        hang_report: HangReport | None = None,
+        gradients: bool = True,
+    ) -> Attached:
+        """Make the engine of a sharded model. All ranks together."""
+        ranks = self._as_strategy
+        environment = ranks.cluster_environment
+        place = Place(
+            ranks.root_device,
+            ranks.global_rank,
+            ranks.world_size,
+            ranks.num_processes,
+            environment.main_address if environment else "",
+            self._layout,
+            replicas,
+        )
+        engine = make_engine(
+            place,
+            communication=self.communication,
+            keep_gathered=self.keep_gathered,
+            deterministic=self.deterministic,
+            accumulator_dtype=self.accumulator_dtype,
+            timeout=self.timeout,
+            hang_report=hang_report,
+        )
+        self._attached = Attached(model, engine)  # before it is used, so that a failure releases it
+        engine.attach(model, gradients=gradients)
+        return self._attached
+
+    @property
+    def attached(self) -> Attached:
+        """The model with its engine, as `attach` gives it to loops without Lightning.
+
+        Raises:
+            RuntimeError: before ``fabric.setup``, or while the trainer does not run.
+        """
+        if self._attached is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no engine now. With Fabric, call `model, optimizer = fabric.setup(model, "
+                "optimizer)`. With the Trainer, it exists only while that runs; look at it from a callback."
+            )
+        return self._attached
+
+    @property
+    def engine(self) -> Engine:
+        """What moves shards and gradients, with its measured waits and traffic.
+
+        Raises:
+            RuntimeError: before ``fabric.setup``, or while the trainer does not run.
+        """
+        return self.attached.engine
+
+    def publish_parameters(self) -> None:
+        """Let peers read parameters that were changed outside the optimizer step. Call it on all ranks together.
+
+        Loading a checkpoint does it already; with the Trainer, the beginnings of training, validation, test and
+        prediction, and the end of validation do it, too.
+        """
+        self.attached.publish()
+
+    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every parameter, in the dtype that it computes in, read by this rank alone.
+
+        Other ranks need not call it. They go on, to the end of the next optimizer step at most, where they wait for
+        this one. One unit at a time is held. For an inference server, or a Hugging Face directory::
+
+            if self.trainer.is_global_zero:
+                save_pretrained(self.model, self.trainer.strategy.stream_parameters(self.model), "weights")
+
+        Args:
+            module: Only the parameters of this part of the model, with their names in it.
+
+        Raises:
+            RuntimeError: before ``fabric.setup``, or while the trainer does not run.
+            ValueError: ``communication`` is not ``"on_demand"``, or ``module`` is no part of the model.
+            StaleShardError: an optimizer step has ended since it began, or is ending.
+        """
+        return self.attached.stream_parameters(module)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which units stay gathered from one forward pass to the next, so that many passes read them once.
+
+        It is for loops that run the model often between two optimizer steps, such as sampling and scoring::
+
+            with self.trainer.strategy.gathered():
+                scores = [self.score(response) for response in responses]
+
+        ``generate`` of a model opens one by itself. Units that fit into the memory of ``keep_gathered`` stay gathered,
+        the others are read in every pass. At the end, all are freed that the minibatch does not keep anyway. After an
+        optimizer step in the context, all are read again. Each rank decides for itself: ranks may open different
+        numbers of contexts, and contexts may be nested. With ``communication="collective"`` or ``"lockstep"`` it does
+        nothing, because there all ranks gather together.
+
+        Raises:
+            RuntimeError: before ``fabric.setup``, or while the trainer does not run.
+            StaleShardError: if a parameter was changed in the context by anything else than an optimizer step.
+        """
+        return self.engine.gathered()
