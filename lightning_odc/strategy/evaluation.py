@@ -32,10 +32,9 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Counter, Rule
 from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import logbook
-from lightning_odc.strategy.contribution import counted_weight
 from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, ranks_of, replaced_log
+from lightning_odc.strategy.microbatch import counted_weight, explained
 from lightning_odc.strategy.model_facts import causal_model
-from lightning_odc.strategy.retry import explained
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step
 

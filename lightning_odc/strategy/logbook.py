@@ -61,6 +61,8 @@ class Total:
     dtype: str = ""  # to log it in, such as "float64"; empty for the default
     states: list[Any] = field(default_factory=list)  # what the lists of a metric hold, by `describe_lists`
     metric: Metric | None = None  # which does not travel between ranks
+    # Values and weights of microbatches that are not added up yet; a weight of `None` is that of its microbatch.
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
     def is_shared(self) -> bool:
@@ -128,11 +130,15 @@ def merge(by_rank: Sequence[Sequence[Total]], own: int) -> list[Total]:
 
 
 def _combined(parts: dict[int, Total]) -> Total:
+    def how(total: Total) -> str:
+        is_metric = total.reduction == METRIC
+        return "as a torchmetrics object" if is_metric else f"as a value with reduce_fx={total.reduction!r}"
+
     first_rank, first = next(iter(parts.items()))
     for rank, part in parts.items():
         if part.reduction != first.reduction:
             raise DisagreementError(
-                f"Rank {first_rank} logged {first.name!r} {_how(first)}, rank {rank} {_how(part)}. Log a name in the "
+                f"Rank {first_rank} logged {first.name!r} {how(first)}, rank {rank} {how(part)}. Log a name in the "
                 "same way on every rank, or under two names."
             )
     if first.reduction == METRIC:
@@ -142,22 +148,18 @@ def _combined(parts: dict[int, Total]) -> Total:
     return replace(first, value=value, weight=total_of(part.weight for part in parts.values()))
 
 
-def _how(total: Total) -> str:
-    if total.reduction == METRIC:
-        return "as a torchmetrics object"
-    return f"as a value with reduce_fx={total.reduction!r}"
-
-
 # -- torchmetrics objects ---------------------------------------------------------------------------------
 
 
 def describe_lists(metric: Metric) -> list[Any]:
     """JSON-serialisable: path, name, dtype and shape (after the first dimension) of every list that is not empty."""
     described = []
-    for path, part, name in _lists(metric):
-        held = getattr(part, name)
-        if held:
-            described.append([path, name, str(held[0].dtype).removeprefix("torch."), list(held[0].shape[1:])])
+    for path, part in metrics_of(metric):
+        for name in _compat.concatenated_states(part):
+            held = getattr(part, name)
+            if held and isinstance(held, list) and all(isinstance(item, Tensor) for item in held):
+                dtype = str(held[0].dtype).removeprefix("torch.")
+                described.append([path, name, dtype, list(held[0].shape[1:])])
     return described
 
 
@@ -177,22 +179,6 @@ def metrics_of(module: nn.Module) -> list[tuple[str, Metric]]:
     return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric)]
 
 
-def _lists(metric: Metric) -> Iterator[tuple[str, Metric, str]]:
-    for path, part in metrics_of(metric):
-        for name in _compat.concatenated_states(part):
-            held = getattr(part, name)
-            if isinstance(held, list) and all(isinstance(item, Tensor) for item in held):
-                yield path, part, name
-
-
-@dataclass
-class _Entry:
-    reduction: str
-    options: dict[str, Any]
-    metric: Metric | None = None
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)  # value, weight (None: that of its microbatch)
-
-
 class LogBook:
     """Takes the place of ``LightningModule.log`` while microbatches run; a value is logged once per minibatch."""
 
@@ -200,8 +186,8 @@ class LogBook:
         # The weighted mean over microbatches (or what `reduce_fx` says), over all ranks if `sync_dist=True`. No
         # log call communicates, so ranks may run different numbers of microbatches. A torchmetrics object is
         # logged on all ranks if on any, since it synchronises by collectives at the end of the epoch.
-        self._entries: dict[str, _Entry] = {}
-        self._open: list[tuple[_Entry, int]] = []
+        self._totals: dict[str, Total] = {}
+        self._open: list[tuple[Total, int]] = []
         self._posted: list[Total] = []
         # Lightning never accepts other options under the same name
         self._agreed: dict[str, dict[str, Any]] = {}
@@ -221,34 +207,52 @@ class LogBook:
             if not is_value and not isinstance(value, Metric):
                 log(name, value, *args, **options)  # which refuses it
                 return
-            named = _named(signature, name, value, *args, **options)
-            self._record(name, value, named, module)
+            self._record(name, value, named_options(signature, name, value, *args, **options), module)
 
         with replaced_log(module, record):
             yield
 
     def weigh(self, weight: float | Tensor) -> None:
         """Say how much the values recorded since the last call count."""
-        for entry, index in self._open:
-            value, given = entry.pairs[index]
-            entry.pairs[index] = (value, weight if given is None else given)
+        for total, index in self._open:
+            value, given = total.pairs[index]
+            total.pairs[index] = (value, weight if given is None else given)
         self._open.clear()
 
     def drop(self) -> None:
         """Forget the values recorded since the last `weigh`: their microbatch broke off."""
-        for entry, index in reversed(self._open):
-            del entry.pairs[index]
+        for total, index in reversed(self._open):
+            del total.pairs[index]
         self._open.clear()
-        entries = self._entries.items()
-        self._entries = {name: entry for name, entry in entries if entry.pairs or entry.metric is not None}
+        totals = self._totals.items()
+        self._totals = {name: total for name, total in totals if total.pairs or total.metric is not None}
 
     def take(self) -> list[Total]:
         """The totals of this rank since the last call."""
-        entries, self._entries = self._entries, {}
-        pairs = [pair for entry in entries.values() for pair in entry.pairs]
-        values = iter(_to_floats([value for value, _ in pairs]))
-        weights = iter(_to_floats([1.0 if weight is None else weight for _, weight in pairs]))
-        return [_total(name, entry, values, weights) for name, entry in entries.items()]
+        totals, self._totals = list(self._totals.values()), {}
+        pairs = [pair for total in totals for pair in total.pairs]
+        all_values = iter(_to_floats([value for value, _ in pairs]))
+        all_weights = iter(_to_floats([1.0 if weight is None else weight for _, weight in pairs]))
+        for total in totals:
+            if total.metric is not None:
+                total.states = describe_lists(total.metric)
+                continue
+            values, weights = (
+                list(islice(numbers, len(total.pairs))) for numbers in (all_values, all_weights)
+            )
+            if total.reduction == "mean":
+                # A weight of 0 leaves a value out: without labels it is NaN, and 0 * NaN would be, too.
+                values = [
+                    value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)
+                ]
+            total.value, total.weight = REDUCTIONS[total.reduction](values), total_of(weights)
+            total.ranks = ranks_of(total.options.get("sync_dist_group"))
+            # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.
+            kept = (torch.float32, torch.float64)
+            dtypes = (v.dtype for v, _ in total.pairs if isinstance(v, Tensor) and v.dtype in kept)
+            total.dtype = str(next(dtypes, "")).removeprefix("torch.")
+            total.pairs = []
+        return totals
 
     def post(self) -> Message:
         """`take` the totals, and return what the other ranks must know of them."""
@@ -279,17 +283,24 @@ class LogBook:
                     paths = [path for path, part in metrics_of(module) if part is value]
                     known = self._attributes[name] = (value, paths[0] if paths else None)
                 options["metric_attribute"] = known[1]
-            self._entries[name] = _Entry(METRIC, options, value)
+            self._totals[name] = Total(name, METRIC, options, metric=value)
             return
-        reduction = _reduction(options.get("reduce_fx", "mean"))
-        entry = self._entries.setdefault(name, _Entry(reduction, options))
-        if entry.reduction != reduction:
+        reduce_fx = options.get("reduce_fx", "mean")
+        reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        reduction = {"avg": "mean", "amin": "min", "amax": "max"}.get(reduction, reduction)
+        if reduction not in REDUCTIONS:
             raise ValueError(
-                f"self.log({name!r}, ...) was called twice in one minibatch, with reduce_fx={entry.reduction!r} and "
+                f"self.log(..., reduce_fx={reduce_fx!r}) cannot be used inside a Minibatch; use 'mean', 'sum', 'min' "
+                "or 'max'."
+            )
+        total = self._totals.setdefault(name, Total(name, reduction, options))
+        if total.reduction != reduction:
+            raise ValueError(
+                f"self.log({name!r}, ...) was called twice in one minibatch, with reduce_fx={total.reduction!r} and "
                 f"with {reduction!r}. Log it under two names."
             )
-        entry.pairs.append((value.detach() if isinstance(value, Tensor) else value, weight))
-        self._open.append((entry, len(entry.pairs) - 1))
+        total.pairs.append((value.detach() if isinstance(value, Tensor) else value, weight))
+        self._open.append((total, len(total.pairs) - 1))
 
 
 class LoggedNames:
@@ -352,24 +363,6 @@ def replaced_log(module: LightningModule, log: Callable[..., None]) -> Iterator[
             module.log = before  # type: ignore[method-assign]
 
 
-def _total(name: str, entry: _Entry, all_values: Iterator[float], all_weights: Iterator[float]) -> Total:
-    if entry.metric is not None:
-        states = describe_lists(entry.metric)
-        return Total(name, METRIC, entry.options, states=states, metric=entry.metric)
-    count = len(entry.pairs)
-    values, weights = list(islice(all_values, count)), list(islice(all_weights, count))
-    if entry.reduction == "mean":
-        # A weight of 0 leaves a value out: that of a microbatch without labels is NaN, and 0 * NaN would be, too.
-        values = [value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)]
-    value, weight = REDUCTIONS[entry.reduction](values), total_of(weights)
-    ranks = ranks_of(entry.options.get("sync_dist_group"))
-    # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.
-    kept = (torch.float32, torch.float64)
-    dtypes = (v.dtype for v, _ in entry.pairs if isinstance(v, Tensor) and v.dtype in kept)
-    dtype = str(next(dtypes, "")).removeprefix("torch.")
-    return Total(name, entry.reduction, entry.options, value, weight, ranks, dtype=dtype)
-
-
 def ranks_of(group: Any) -> tuple[int, ...] | None:
     """The ranks of a ``sync_dist_group``; ``None`` for all."""
     if group is None:
@@ -393,18 +386,7 @@ def _to_floats(values: list[Any]) -> list[float]:
     return floats
 
 
-def _reduction(reduce_fx: Any) -> str:
-    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
-    if name not in REDUCTIONS:
-        raise ValueError(
-            f"self.log(..., reduce_fx={reduce_fx!r}) cannot be used inside a Minibatch; "
-            "use 'mean', 'sum', 'min' or 'max'."
-        )
-    return name
-
-
-def _named(signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:
+def named_options(signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:
     """All arguments after name and value, by name."""
     bound = signature.bind(*args, **options).arguments
     named: dict[str, Any] = {}

@@ -20,7 +20,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,91 +41,88 @@ _TRIED = 6
 _NOISE = {torch.float64: 1e-11, torch.float32: 4e-6}
 _NOISE_OF_16_BITS = 2e-2
 
-Group = tuple[int, ...]
-
 
 def try_loss(
-    run: Callable[[Any], Any],
+    module: LightningModule,
+    device: torch.device,
+    step: Callable[[Any], Any],
     batch_of: Callable[[Sequence[int]], Any],
     tokens: Sequence[int],
-    listener: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
-) -> Verdict:
-    """Which rule explains the loss of a step; see Note [The loss is tried]."""
+) -> tuple[Verdict, bool]:
+    """Which rule explains the loss of a step, and whether the step talks to other ranks; Note [The loss is tried]."""
+    listener = CollectiveListener()
 
-    def counts(rules: list[Rule], batch: Any, group: Sequence[int]) -> dict[Rule, float]:
-        sizes = [tokens[sample] for sample in group]
-        numbers = [(r, planned_count(r, sizes) if r.counter is None else r.counter.of(batch)) for r in rules]
-        return {rule: float(number) for rule, number in numbers if number is not None}
+    def made(group: Sequence[int]) -> Any:
+        restore()  # so that the same samples make the same batch, and have the same loss
+        return batch_of(group)
 
-    def tried(mode: _Quiet) -> tuple[list[Tried], float]:
+    def losses_of(groups: list[Any], rules: list[Rule], mode: _Quiet) -> tuple[list[Tried], float]:
         losses: list[Tried] = []
-        dtypes = []
         for group in groups:
-            batch = batch_of(group)
-            counted = counts(rules, batch, group)  # before the step, which may take entries out of the batch
+            batch = made(group)
+            # Counted before the step, which may take entries out of the batch.
+            counts = _counts(rules, batch, [tokens[sample] for sample in group])
+            restore()
             with mode, nullcontext() if losses else listener:  # one sample tells whether a step communicates
-                loss, items = _loss_of(run(mode.entered(batch)))
+                output = step(mode.entered(batch))
+            named = output if isinstance(output, Mapping) else {"loss": output}
+            loss, items = named["loss"], named.get("num_items")
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"it returned {type(output).__name__}, not a loss")
             if items is not None:
-                counted = {Rule("num_items"): items}
-            losses.append(Tried(group, float(loss) / (items or 1.0), counted))
-            dtypes.append(loss.dtype)
-        return losses, _NOISE.get(dtypes[0], _NOISE_OF_16_BITS)
+                counts = {Rule("num_items"): float(items)}
+            losses.append(Tried(group, float(loss) / (float(items or 0) or 1.0), counts))
+        return losses, _NOISE.get(loss.dtype, _NOISE_OF_16_BITS)
 
-    try:
-        everything = range(len(tokens))
-        rules = rules_of(batch_of(everything))
-        chosen = _telling([counts(rules, batch_of([sample]), [sample]) for sample in everything])
-        # Ten of six samples: each alone, two pairs, all of them, and the first pair again.
-        pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) > 3 else [])]
-        every = [tuple(chosen)] * (len(chosen) > 2)
-        groups: list[Group] = [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
+    with untouched(module, device) as restore:
         try:
-            losses, noise = tried(_Quiet(wide=True))
-        except Exception:
-            losses, noise = tried(_Quiet(wide=False))
-        if all(abs(each.loss - losses[0].loss) <= 1e-9 * abs(each.loss) for each in losses):
-            losses, noise = tried(_Quiet(wide=True, shakes=True))
-    except Exception as error:  # whatever it is, training will meet it, too
-        text = next(iter(str(error).splitlines()), "")
-        return Verdict(None, f"a trial of training_step failed ({type(error).__name__}: {text})")
-    return decide(losses, noise)
+            rules = rules_of(made(range(len(tokens))))
+            chosen = _telling([_counts(rules, made([s]), [tokens[s]]) for s in range(len(tokens))])
+            # Ten of six samples: each alone, two pairs, all of them, and the first pair again.
+            pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) > 3 else [])]
+            every = [tuple(chosen)] * (len(chosen) > 2)
+            groups = [*((sample,) for sample in chosen), *pairs, *every, pairs[0]]
+            try:
+                losses, noise = losses_of(groups, rules, _Quiet(wide=True))
+            except Exception:
+                losses, noise = losses_of(groups, rules, _Quiet(wide=False))
+            if all(abs(each.loss - losses[0].loss) <= 1e-9 * abs(each.loss) for each in losses):
+                losses, noise = losses_of(groups, rules, _Quiet(wide=True, shakes=True))
+        except Exception as error:  # whatever it is, training will meet it, too
+            text = next(iter(str(error).splitlines()), "")
+            reason = f"a trial of training_step failed ({type(error).__name__}: {text})"
+            return Verdict(None, reason), listener.heard
+    return decide(losses, noise), listener.heard
+
+
+def _counts(rules: list[Rule], batch: Any, tokens: Sequence[int]) -> dict[Rule, float]:
+    """What the samples of a batch count by each rule that fits it."""
+    counts = {
+        rule: planned_count(rule, tokens) if rule.counter is None else rule.counter.of(batch)
+        for rule in rules
+    }
+    return {rule: float(count) for rule, count in counts.items() if count is not None}
 
 
 def _telling(counts: list[dict[Rule, float]]) -> list[int]:
-    """Samples that tell rules apart: the first one, then always the shortest of those in which most rules part."""
-    rules = [rule for rule in counts[0] if all(rule in of for of in counts)]
+    """Samples that distinguish rules: the first one, then always the shortest of those in which most rules differ."""
     chosen = [0]
-    # each rule's counts, as multiples of the first
-    seen: dict[Rule, tuple[float, ...]] = dict.fromkeys(rules, ())
+    # Each rule's counts of the chosen samples, as multiples of the first.
+    seen: dict[Rule, tuple[float, ...]] = {r: () for r in counts[0] if all(r in of for of in counts)}
     while len(chosen) < min(_TRIED, len(counts)):
-        others = [sample for sample in range(len(counts)) if sample not in chosen]
-        views = {
-            sample: {
-                rule: (*of, counts[sample][rule] / (counts[0][rule] or 1.0)) for rule, of in seen.items()
-            }
-            for sample in others
+        seen_with = {
+            sample: {r: (*of, counts[sample][r] / (counts[0][r] or 1.0)) for r, of in seen.items()}
+            for sample in range(len(counts))
+            if sample not in chosen
         }
-        parted = {
-            sample: (
-                len({of for rule, of in view.items() if rule.is_usual}),
-                len(set(view.values())),
-                -sample,
-            )
-            for sample, view in views.items()
-        }
-        chosen.append(max(others, key=parted.__getitem__))
-        seen = views[chosen[-1]]
+
+        differing = [
+            (len({of for rule, of in by_rule.items() if rule.is_usual}), len(set(by_rule.values())), -sample)
+            for sample, by_rule in seen_with.items()
+        ]
+        chosen.append(-max(differing)[-1])
+        seen = seen_with[chosen[-1]]
     return chosen
-
-
-def _loss_of(output: Any) -> tuple[Tensor, float | None]:
-    """A loss and, if it is a sum over them, the number of its items."""
-    if isinstance(output, Mapping):
-        items = output.get("num_items")
-        return output["loss"], None if items is None else float(items)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"it returned {type(output).__name__}, not a loss")
-    return output, None
 
 
 # -- leaving no trace -------------------------------------------------------------------------------------
@@ -317,35 +314,22 @@ def _is_wide(value: Any) -> bool:
     return any(map(_is_wide, parts))
 
 
-_DISPATCHING = (
-    "torch.overrides",
-    "torch.functional",
-    "torch.nn.functional",
-    "torch._tensor",
-    "torch.autograd.grad_mode",
+_DISPATCHING = frozenset(
+    [
+        "torch.overrides",
+        "torch.functional",
+        "torch.nn.functional",
+        "torch._tensor",
+        "torch.autograd.grad_mode",
+    ]
 )
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 #: Functions that look at a tensor and compute nothing, for which a large parameter is not converted.
-_LOOKS = (
-    "__get__",
-    "size",
-    "dim",
-    "numel",
-    "stride",
-    "is_floating_point",
-    "is_contiguous",
-    "__len__",
-    "data_ptr",
+_LOOKS = frozenset(
+    ["__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "__len__", "data_ptr"]
 )
-_WRITES = (
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__ipow__",
-    "__ior__",
-    "__iand__",
+_WRITES = frozenset(
+    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ior__", "__iand__"]
 )
 
 

@@ -32,11 +32,16 @@ from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
-from lightning_odc.strategy.callbacks import counted_by_microbatch, first_and_last
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import Communication, OnOutOfMemory, Options, check_unknown
-from lightning_odc.strategy.ranks import PendingSignals, compare_batches, compare_programs
+from lightning_odc.strategy.ranks import (
+    PendingSignals,
+    compare_batches,
+    compare_programs,
+    counted_by_microbatch,
+    first_and_last,
+)
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData

@@ -1,15 +1,20 @@
-"""What ranks tell each other besides gradients: which program they run, that one has failed, and signals.
+"""What ranks tell each other besides gradients: their program, signals, that one has left a loop, that one has failed.
 
 Note [Signals wait for a meeting]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A signal reaches a rank at any moment, some ranks earlier than others, and some not at all. Lightning's handlers run
-collectives (a broadcast, a checkpoint), which then meet other collectives of the ranks, or none. So a rank that
-gets a signal only says so in its record of the next meeting. All ranks read the same records, so all of them call the
-previous handler at the same place: at the end of the training batch in which they met, where callbacks
-save checkpoints, too.
+collectives, which then meet other collectives of the ranks, or none. So a rank that gets a signal only says so in its
+record of the next meeting. All ranks read the same records, so all of them call the previous handler at the same place:
+at the end of the training batch in which they met, where callbacks save checkpoints, too. When SIGTERM has waited for
+`PATIENCE` seconds, the rank that got it raises at once, and the others stop as they do for any failed rank.
 
-A meeting may be far away: a validation, a slow loader, a peer that hangs. When SIGTERM has waited for `PATIENCE`
-seconds, the rank that got it raises at once, and the others stop as they do for any failed rank.
+Note [Who has left]
+~~~~~~~~~~~~~~~~~~~
+Every rank counts the ends of batches, epochs and training that it has reached. If a rank waits at a meeting for a peer
+with a higher count, the peer will not come: it has passed that place (`Peers.check_not_past`), and has skipped an
+optimizer step. Between two meetings the counts may differ, for example under gradient accumulation. So the count says
+nothing to a rank that waits for a lock or for its own device. A shard that was not published when its owner left will
+never be published (`Peers.check_not_left`).
 """
 
 from __future__ import annotations
@@ -20,20 +25,23 @@ import linecache
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import lightning
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback, Trainer
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_odc import _compat_lightning
 from lightning_odc._version import __version__
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
+from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Signals
 from lightning_odc.errors import DisagreementError
 
@@ -41,7 +49,7 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "builtins", "abc", "typ
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
-def compare_batches(engine: Engine, trainer: pl.Trainer) -> None:
+def compare_batches(engine: Engine, trainer: Trainer) -> None:
     """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
     batches = trainer.num_training_batches
     counts = engine.exchange("begin training", -1 if batches == float("inf") else batches)
@@ -55,7 +63,7 @@ def compare_batches(engine: Engine, trainer: pl.Trainer) -> None:
         )
 
 
-def compare_programs(engine: Engine, trainer: pl.Trainer, folded: int = 1) -> None:
+def compare_programs(engine: Engine, trainer: Trainer, folded: int = 1) -> None:
     """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together."""
     lines = describe(trainer, folded)
     digests = engine.exchange("compare programs", hashlib.sha256("\n".join(lines).encode()).hexdigest())
@@ -74,7 +82,7 @@ def compare_programs(engine: Engine, trainer: pl.Trainer, folded: int = 1) -> No
     )
 
 
-def describe(trainer: pl.Trainer, folded: int = 1) -> list[str]:
+def describe(trainer: Trainer, folded: int = 1) -> list[str]:
     """One line for each thing that must be equal."""
     lines = [
         f"versions: lightning-odc {__version__}, lightning {lightning.__version__}, torch {torch.__version__}",
@@ -170,7 +178,109 @@ class PendingSignals(Callback):
         self._signals.raised.add(number)
 
     def _press(self) -> None:
-        """Send SIGTERM to the main thread once more where it has waited for too long: it may sleep."""
         while not self._stop.wait(_LOOK_EVERY):
             if self._since is not None and time.monotonic() - self._since >= self.patience:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+_EPOCH, _TRAINING = 2, 3  # Lightning's own numbers are 0, and 1 for "the job is told to end"
+_NAMES = {
+    0: "about to run another batch",
+    1: "told to end",
+    _EPOCH: "at the end of an epoch",
+    _TRAINING: "at the end",
+}
+
+
+class FirstCallback(Callback):
+    """Runs before all other callbacks, and counts the ends that this rank has come to: see Note [Who has left]."""
+
+    def __init__(
+        self, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._fail = fail
+        self._end_epoch = end_epoch
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if isinstance(self._engine, OnDemandEngine):
+            self._engine.protocol.announce_end()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._come_to(_EPOCH, trainer)
+        self._end_epoch()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._come_to(_TRAINING, trainer)
+
+    def _come_to(self, end: int, trainer: Trainer) -> None:
+        if not isinstance(self._engine, OnDemandEngine):
+            return
+        self._engine.protocol.announce_end()
+        if not _compat_lightning.BROADCASTS_BEFORE_BATCHES:
+            return
+        # Lightning broadcasts from rank 0 before every batch, where rank 0 hangs if another rank has left the epoch. So
+        # all ranks broadcast here, too, with another number: one that has left learns that rank 0 has not.
+        heard = torch.tensor([end], device=trainer.strategy.root_device)
+        dist.broadcast(heard, src=0)
+        if int(heard) != end:
+            raise DisagreementError(
+                f"Rank {trainer.global_rank} is {_NAMES[end]}, after {trainer.global_step} optimizer steps, and rank 0 "
+                f"is {_NAMES.get(int(heard), 'elsewhere')}. Stop on all ranks together: EarlyStopping does, and "
+                "`trainer.should_stop` must be set on every rank, for example by `self.trainer.strategy."
+                "reduce_boolean_decision(stop, all=False)`."
+            )
+
+    # Callbacks that change the model at the end of an evaluation find its shards.
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._engine.reshard()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    # Callbacks that save when a rank has failed find its peers told: these come to save, too, instead of waiting
+    # for that rank to take its step.
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._fail(exception)
+
+
+class LastCallback(Callback):
+    """Runs after all other callbacks: publishes what they write into the model when an evaluation begins."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._engine.refresh()
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
+
+@contextmanager
+def first_and_last(
+    trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
+) -> Iterator[None]:
+    """Put `FirstCallback` before and `LastCallback` after the callbacks of a trainer, inside this context."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    first, last = FirstCallback(engine, fail, end_epoch), LastCallback(engine)
+    callbacks[:] = [first, *callbacks, last]
+    try:
+        yield
+    finally:
+        callbacks[:] = [callback for callback in callbacks if callback not in (first, last)]
+
+
+@contextmanager
+def counted_by_microbatch(callbacks: Iterable[Any]) -> Iterator[None]:
+    """Let what users give Lightning's `ThroughputMonitor` get one microbatch at a time, inside this context."""
+
+    def of_all(count: Callable[[Any], int]) -> Callable[[Any], int]:
+        # Not 0: the monitor refuses a batch without samples.
+        return lambda batch: sum(map(count, batch)) or 1 if isinstance(batch, Minibatch) else count(batch)
+
+    with ExitStack() as after:
+        for monitor in callbacks:
+            for name in ("batch_size_fn", "length_fn") if isinstance(monitor, ThroughputMonitor) else ():
+                if (count := getattr(monitor, name)) is not None:
+                    after.callback(setattr, monitor, name, count)
+                    setattr(monitor, name, of_all(count))
+        yield

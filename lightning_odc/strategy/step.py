@@ -30,36 +30,41 @@ An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the lo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.convert import check_samplers
-from lightning_odc.data.learning import DelayedCost, Measurement
-from lightning_odc.data.minibatch import Detail, Minibatch, Task, sample_count
+from lightning_odc.data.minibatch import Minibatch, Task, sample_count
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
 from lightning_odc.engine.base import Counting, Engine
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy.contribution import CountsNothing, Sums, contribution, nothing_of
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
-from lightning_odc.strategy.loss_trial import CollectiveListener, try_loss, untouched
+from lightning_odc.strategy.loss_trial import try_loss
+from lightning_odc.strategy.microbatch import (
+    MAKE_ROOM,
+    CountsNothing,
+    Part,
+    Retry,
+    Stopwatch,
+    Sums,
+    contribution,
+    cut_graph,
+    explained,
+    nothing_of,
+    warn_of_drop,
+)
 from lightning_odc.strategy.model_facts import causal_model
 from lightning_odc.strategy.options import OnOutOfMemory
 from lightning_odc.strategy.precision import unit_of
-from lightning_odc.strategy.retry import MAKE_ROOM, Part, Retry, cut_graph, explained, warn_of_drop
 from lightning_odc.strategy.sharded import ShardedStrategy
-
-#: Of a rank, in one record: it has 64 KiB, and so many lengths tell a cost all that it can learn in one step.
-_MOST_LENGTHS = 2000
 
 
 @dataclass
@@ -360,20 +365,12 @@ class Training:
         self, batch_of: Callable[[Sequence[int]], Any], tokens: Sequence[int], *args: Any
     ) -> Verdict:
         """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace."""
-        listener = CollectiveListener()
-        with untouched(self._module, self._strategy.root_device) as restore:
 
-            def run(batch: Any) -> Any:
-                restore()  # so that the same samples have the same loss
-                self._engine.begin_forward()
-                return call_step(self._strategy, self._engine, "training_step", batch, *args)
+        def run(batch: Any) -> Any:
+            self._engine.begin_forward()
+            return call_step(self._strategy, self._engine, "training_step", batch, *args)
 
-            def made(group: Sequence[int]) -> Any:
-                restore()
-                return batch_of(group)
-
-            verdict = try_loss(run, made, tokens, listener)
-        self.communicates = listener.heard
+        verdict, self.communicates = try_loss(self._module, self._strategy.root_device, run, batch_of, tokens)
         return verdict
 
     # -- backward and settle ------------------------------------------------------------------------------
@@ -451,66 +448,3 @@ class Training:
         if totals:
             with _compat_lightning.logging_as(self._module, "training_step"):
                 flush(totals, self._module)
-
-
-class Stopwatch:
-    """Measures the wall time of microbatches, less the engine's waits, for a cost that learns."""
-
-    def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
-        self._waits = waits  # returns the seconds that this rank has waited for others so far
-        self._device = device
-        self._cost: DelayedCost | None = None
-        self._number = 0
-        self._measured: list[tuple[list[Any], float]] = []
-        self._measures = False
-        self._is_set = False
-
-    def open(self, minibatch: Minibatch) -> None:
-        """The microbatches of this minibatch come next."""
-        self._is_set = False
-        origin = minibatch.origin
-        if origin is not None and origin.cost is not None:
-            self._cost, self._number = origin.cost, origin.number
-            self._measures = origin.cost.measures(origin.number)
-
-    def begin(self, detail: Detail | None) -> None:
-        """What runs from now on works on this microbatch."""
-        self._is_set = self._measures and detail is not None
-        if self._is_set and detail is not None:
-            self._measured.append((detail.lengths, 0.0))
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around what belongs to the current microbatch."""
-        if not self._is_set:
-            yield
-            return
-        begin = self._now()
-        yield
-        lengths, seconds = self._measured.pop()
-        self._measured.append((lengths, seconds + self._now() - begin))
-
-    def forget(self) -> None:
-        """The current microbatch broke off: its time says nothing about its lengths."""
-        if self._is_set:
-            self._measured.pop()
-            self._is_set = False
-
-    def take(self) -> tuple[list[Measurement], list[Any] | None]:
-        """What was measured in an optimizer step, and what the cost posts; it is forgotten here."""
-        measured, self._measured = self._measured, []
-        self._is_set = False
-        count = sum(np.size(lengths) for lengths, _ in measured)
-        some = measured[:: max(-(-count // _MOST_LENGTHS), 1)]
-        posted = None if self._cost is None else self._cost.post(self._number)
-        return [(lengths, seconds) for lengths, seconds in some if seconds > 0], posted
-
-    def report(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
-        """Tell the loader what `take` returned on every rank."""
-        if self._cost is not None:
-            self._cost.observe(by_rank)
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.monotonic() - self._waits()

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.sharding.wrapping import refuse_layers
-from lightning_odc.strategy.contribution import contribution
+from lightning_odc.strategy.microbatch import contribution
 from tests.support.models import Block
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks

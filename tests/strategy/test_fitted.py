@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.balance import FittedCost, quadratic
-from lightning_odc.strategy.step import Stopwatch
+from lightning_odc.strategy.microbatch import Stopwatch
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support.fits import assert_same
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer

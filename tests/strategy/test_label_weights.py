@@ -26,7 +26,7 @@ from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.weighting import Counter
 from lightning_odc.engine.base import Counting, Ledger, SettleRecord, check_records
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy.contribution import contribution
+from lightning_odc.strategy.microbatch import contribution
 from tests.support.models import full_parameters
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.strategy.callbacks import counted_by_microbatch
+from lightning_odc.strategy.ranks import counted_by_microbatch
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
-from lightning_odc.strategy.retry import is_out_of_memory
+from lightning_odc.strategy.microbatch import is_out_of_memory
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes

@@ -17,8 +17,16 @@ from lightning_odc.data.minibatch import Detail, Minibatch, Origin, Task
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Counting, Ledger, total_weight
 from lightning_odc.engine.collective import CollectiveEngine, single_process
-from lightning_odc.strategy.contribution import Contribution, CountsNothing, contribution
-from lightning_odc.strategy.retry import Part, Retry, cut_graph, is_out_of_memory, release
+from lightning_odc.strategy.microbatch import (
+    Contribution,
+    CountsNothing,
+    Part,
+    Retry,
+    contribution,
+    cut_graph,
+    is_out_of_memory,
+    release,
+)
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB."
 CPU = torch.device("cpu")
