@@ -94,8 +94,8 @@ class TokenModule(LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-#: What `Trainer` takes.
-_TRAINERS = signature(Trainer.__init__).parameters.keys()
+#: What `Trainer` takes. It has a ``deterministic``, too, of another meaning.
+_TRAINERS = signature(Trainer.__init__).parameters.keys() - {"deterministic"}
 
 
 def trainer(world_size: int, **options: Any) -> Trainer:
